@@ -1,7 +1,6 @@
 """Commands that hypothesis makes up: each ends in a run that starts, or in one sentence that says what to type.
 
-`make fuzz` runs more of them, with a new seed each time. Commands that once failed are kept: those that can be answered
-without a run in tests/fast/test_fuzzed_words.py, the others here.
+`make fuzz` runs more of them, with a new seed each time. Commands that once failed are kept here.
 """
 
 import os

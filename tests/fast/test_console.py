@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from lockstep.config.targets import RECORD
 
-from lockstep.cli import with_trained_run
+from lockstep.cli import with_overrides_of_run
+from lockstep.config.record import RECORD
 from lockstep.loggers.console import ConsoleLogger, ProgressBarLogger
 from support.logged import epoch, run_info
 
@@ -53,7 +53,7 @@ def test_the_words_at_the_end_can_be_typed(caplog, tmp_path, folder):
     for line in said:
         (word,) = [word for word in shlex.split(line) if word.startswith("resume=")]
         assert OverridesParser.create().parse_override(word).value() == str(tmp_path / folder)
-    found = with_trained_run(["train.py", *shlex.split(said[0])[2:]])
+    found = with_overrides_of_run(shlex.split(said[0])[2:])
     (log_folder,) = [word for word in found if word.startswith("hydra.run.dir=")]
     assert OverridesParser.create().parse_override(log_folder).value() == str(tmp_path / folder / "evaluate")
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lockstep.config.targets import instantiate
 from torch import nn
 
+from lockstep.config.nodes import instantiate
 from lockstep.errors import ConfigError
 from lockstep.models.airbench import Airbench, Whitening, airbench
 from lockstep.training.optimizers import MuonWithSGD, orthogonalised
@@ -130,18 +130,18 @@ def test_the_preset_for_image_folders_has_every_part_of_torchvisions_recipe() ->
     erasing, mixing = instantiate(cfg.dataset.batch_transforms)
     mixup, cutmix = mixing.transforms
     assert (erasing.p, mixup.alpha, cutmix.alpha, cutmix.classes) == (0.1, 0.2, 1.0, 2)
-    assert (cfg.dataset.train.size, cfg.dataset.test.size, cfg.dataset.augment.flip) == (None, None, True)
-    assert (cfg.task.label_smoothing, cfg.trainer.ema, cfg.scheduler.warmup_epochs) == (0.1, 0.999, 5)
-    assert cfg.scheduler._target_.endswith(".cosine")
-    assert (cfg.optimizer.weight_decay, cfg.optimizer.no_decay) == (2e-5, ["bias", "norm"])
-    assert cfg.optimizer.lr / cfg.trainer.batch_size == 0.5 / 1024
+    assert (cfg.dataset.train["size"], cfg.dataset.test["size"], cfg.dataset.augment.flip) == (None, None, True)
+    assert (cfg.task["label_smoothing"], cfg.trainer.ema, cfg.scheduler["warmup_epochs"]) == (0.1, 0.999, 5)
+    assert cfg.scheduler["_target_"].endswith(".cosine")
+    assert (cfg.optimizer["weight_decay"], cfg.parameters.no_decay) == (2e-5, ["bias", "norm"])
+    assert cfg.optimizer["lr"] / cfg.trainer.batch_size == 0.5 / 1024
 
 
 def test_the_preset_for_cifar10_has_the_learning_rates_of_airbench_for_a_mean() -> None:
     cfg = composed("experiment=cifar10_speed")
-    (head,), batch = cfg.optimizer.groups, cfg.trainer.batch_size
-    assert (cfg.optimizer.sgd_lr, head.lr) == (pytest.approx(0.053 * batch), pytest.approx(0.67 * batch))
-    decays = [cfg.optimizer.sgd_lr * cfg.optimizer.weight_decay, head.lr * head.weight_decay]
+    (head,), batch = cfg.parameters.groups, cfg.trainer.batch_size
+    assert (cfg.optimizer["sgd_lr"], head["lr"]) == (pytest.approx(0.053 * batch), pytest.approx(0.67 * batch))
+    decays = [cfg.optimizer["sgd_lr"] * cfg.optimizer["weight_decay"], head["lr"] * head["weight_decay"]]
     assert decays == pytest.approx([2e-6 * batch] * 2, rel=0.02)
     model = instantiate(cfg.model)
     assert isinstance(model, Airbench)

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lockstep.config.targets import instantiate
 
-from lockstep.config.check import check_config
+from lockstep.config.nodes import instantiate
 from lockstep.data.text import check_text, held_out_text, read_text, training_text
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import gpt, rotary_angles, turned
-from lockstep.preflight import preflight
 from lockstep.tasks.language_modelling import IGNORED, LanguageModelling
 from support.configs import composed
+from support.refusals import accepted
 from support.small_text import GPT2, WORDS, small_gpt, written
 
 TASK = LanguageModelling({"loss": "min", "perplexity": "min"}, "loss")
@@ -93,21 +92,14 @@ def test_a_text_that_cannot_be_used_is_refused_with_what_to_type(tmp_path: Path)
         read_text(path, "characters").encode("ß")
 
 
-def test_models_that_do_not_fit_are_refused_before_a_rank_starts(tmp_path: Path) -> None:
-    for typed, said in (
-        (["model=mlp"], "type model=gpt"),
-        (["model=gpt", "dataset=random"], "type dataset=text"),
-        (["model=convnet"], "type model=gpt"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            check_config(composed("dataset=text", *typed))
-    for typed, said in (
-        (["model.width=18", "model.heads=4"], "type model.width=16"),
-        (["strategy=pipeline"], "embedding.tokens.weight|head.linear.weight.*type model.tied=false"),
-    ):
-        cfg = composed(*small_gpt(tmp_path), "launch=spawn", f"run_dir={tmp_path / 'x'}", *typed)
-        with pytest.raises(ConfigError, match=said):
-            preflight(cfg, instantiate(cfg.launch))
+def test_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="type model.width=16"):
+        instantiate(composed(*small_gpt(tmp_path), "model.width=18", "model.heads=4").model)
+    piped = composed(*small_gpt(tmp_path), "strategy=pipeline")
+    with pytest.raises(ConfigError, match="embedding.tokens.weight|head.linear.weight.*type model.tied=false"):
+        instantiate(piped.strategy).validate_model(instantiate(piped.model), 2)
+    with pytest.raises(ConfigError, match=r"model.shape=\[64\] should be longer"):
+        accepted("dataset=text", "model=convnet")
 
 
 def test_a_gpt_sees_no_later_token_and_has_gpt2s_first_loss() -> None:

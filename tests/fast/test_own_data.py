@@ -5,67 +5,58 @@ from typing import Any
 
 import pytest
 import torch
-from lockstep.config.targets import instantiate
-from omegaconf import OmegaConf
 
-from lockstep.config.check import check_config
 from lockstep.data import build as build_data
 from lockstep.data.loader import require_channels
 from lockstep.errors import ConfigError
-from lockstep.preflight import check_options
+from lockstep.modes.train import Train
 from support.configs import composed, with_values
+from support.refusals import accepted
 from support.worlds import distance, in_world, train_all, weights
 
 NOTHING_SAID = ["dataset.shape=null", "dataset.classes=null", "dataset.mean=null", "dataset.std=null"]
 
 
+def halves(name: str, *arguments: str) -> list[str]:
+    """The words for a data set of support.own_data for both halves."""
+    words = [f"dataset.{half}._target_=support.own_data.{name}" for half in ("train", "test")]
+    return [*NOTHING_SAID, *words, *arguments]
+
+
 def own(name: str, *overrides: str) -> Any:
     """A config with the data set `name` of support.own_data for both halves."""
-    base = composed(
-        "model=mlp",
-        "trainer.precision=fp64",
-        "logger=[]",
-        "trainer.batch_size=6",
-        "trainer.epochs=2",
-        "scheduler=constant",
-    )
-    cfg = with_values(base, *NOTHING_SAID)
-    for half in ("train", "test"):
-        OmegaConf.update(cfg, f"dataset.{half}", {"_target_": f"support.own_data.{name}"}, merge=False)
-    return with_values(cfg, *overrides)
+    base = ["model=mlp", "trainer.precision=fp64", "logger=[]", "trainer.batch_size=6", "trainer.epochs=2"]
+    return composed(*base, "scheduler=constant", *halves(name), *overrides)
 
 
-def completed(cfg: Any) -> Any:
-    cfg = build_data.completed(cfg, build_data.datasets(cfg).train)
-    return cfg
+def completed(config: Any) -> Any:
+    return build_data.completed(config, train_data(config))
+
+
+def train_data(config: Any) -> Any:
+    return build_data.datasets(config, Train()).train
 
 
 @pytest.mark.parametrize("name", ["Named", "tensors"])
 def test_a_model_is_built_for_the_shape_and_the_classes_of_the_data(name: str) -> None:
-    cfg = completed(own(name))
-    assert (list(cfg.model.shape), cfg.model.classes) == ([4], 2)
+    config = completed(own(name))
+    assert (config.model["shape"], config.model["classes"]) == ([4], 2)
 
 
 def test_whole_numbers_are_values_of_a_regression(tmp_path: Path) -> None:
     """Also negative ones, and in the tests larger ones than the training has."""
-    cfg = composed("model=mlp", "task=regression", "logger=[]", "trainer.max_steps=2", f"run_dir={tmp_path}")
-    cfg = with_values(cfg, *NOTHING_SAID)
-    for half, most in (("train", 9), ("test", 20)):
-        node = {"_target_": "support.own_data.counts", "most": most}
-        OmegaConf.update(cfg, f"dataset.{half}", node, merge=False)
-    assert completed(cfg.copy()).model.classes == 1
-    in_world(1, train_all, [cfg])
+    words = ["model=mlp", "task=regression", "logger=[]", "trainer.max_steps=2", f"run_dir={tmp_path}"]
+    most = ["+dataset.train.most=9", "+dataset.test.most=20"]
+    config = composed(*words, *halves("counts", *most))
+    assert completed(config).model["classes"] == 1
+    in_world(1, train_all, [config])
 
 
 def test_a_task_counts_as_many_labels_as_a_target_has(tmp_path: Path) -> None:
-    cfg = composed("model=mlp", "task=multi_label", "logger=[]", "trainer.max_steps=1", f"run_dir={tmp_path}")
-    cfg = with_values(cfg, *NOTHING_SAID, "objective=test/f1")
-    for half in ("train", "test"):
-        OmegaConf.update(cfg, f"dataset.{half}", {"_target_": "support.own_data.Labelled"}, merge=False)
-    check_config(cfg)
-    check_options(cfg, instantiate(cfg.launch))
-    assert completed(cfg.copy()).task.classes == 4
-    in_world(2, train_all, [cfg])
+    words = ["model=mlp", "task=multi_label", "logger=[]", "trainer.max_steps=1", f"run_dir={tmp_path}"]
+    config = accepted(*words, "dataset.validation=null", *halves("Labelled"))
+    assert completed(config).task["classes"] == 4
+    in_world(2, train_all, [config])
 
 
 @pytest.mark.parametrize(
@@ -97,15 +88,14 @@ def test_data_of_which_nothing_can_be_read_is_refused_at_the_start(name: str) ->
     cfg = own("AllBroken", "dataset.on_error=skip")
     said = f"none of 23 samples of the {name} that were tried can be read; sample 0 .* no such disk; correct that, or"
     with pytest.raises(ConfigError, match=said):
-        build_data.samples(cfg, build_data.datasets(cfg)[0], name)
+        build_data.samples(cfg, train_data(cfg), name)
 
 
 def test_a_batch_without_some_of_its_samples_is_refused_by_a_task_that_counts_samples() -> None:
-    cfg = own("Named")
-    OmegaConf.update(cfg, "dataset.collate_fn", {"_target_": "support.own_data.without_the_first", "_partial_": True})
+    collate = "dataset.collate_fn={_target_:support.own_data.without_the_first}"
     for task, refused in (("classification.Classification", True), ("language_modelling.LanguageModelling", False)):
-        OmegaConf.update(cfg, "task._target_", f"lockstep.tasks.{task}")
-        samples = build_data.samples(cfg, build_data.datasets(cfg)[0], "training data")
+        config = own("Named", collate, f"task._target_=lockstep.tasks.{task}")
+        samples = build_data.samples(config, train_data(config), "training data")
         found = samples.collate(samples.__getitems__([(0, 0), (0, 1)]))
         assert isinstance(found, ConfigError) is refused
 

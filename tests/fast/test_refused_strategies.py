@@ -4,17 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lockstep.config.targets import instantiate
 
+from lockstep.config.nodes import instantiate
 from lockstep.errors import ConfigError
-from lockstep.preflight import job_spec, preflight, validate_training
+from lockstep.launchers.env import EnvLauncher
+from lockstep.preflight import preflight
+from lockstep.preflight_rules import job_spec, validate_training
 from lockstep.strategies.base import JobSpec
 from support.configs import composed
 
 THREE = ["launch=spawn", "launch.nproc_per_node=3"]
 TENSOR = ["strategy=tensor_parallel", "model=mlp"]
 ADAFACTOR = ["optimizer._target_=torch.optim.Adafactor"]
-ADAFACTOR += ["~optimizer.momentum", "~optimizer.nesterov", "~optimizer.fused"]
 ASYNC = ["strategy=async_parameter_server", *THREE]
 
 
@@ -30,7 +31,6 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         ),
         (["strategy=fsdp", "optimizer.fused=true"], "type optimizer.fused=false"),
         ([*ADAFACTOR, "strategy=fsdp", *THREE], "torch's Adafactor cannot step on parts of weights; type strategy=ddp"),
-        (["strategy=fsdp", "strategy.wrap_classes=[Nothing]", *THREE], r"type strategy.wrap_classes=\[\]"),
         (["strategy=fsdp", "strategy.replicas=2", *THREE], "of two or more of 3 ranks; type strategy.replicas=1"),
         (["strategy=pipeline", "sync_bn=on"], "type sync_bn=off"),
         (["strategy=pipeline", "trainer.precision=fp16"], "type trainer.precision=bf16"),
@@ -39,14 +39,6 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         ([*TENSOR, "strategy.replicas=2", *THREE], "type strategy.replicas=1, or strategy=ddp"),
         ([*TENSOR, "strategy.replicas=3", *THREE], "type strategy.replicas=1, or strategy=ddp"),
         ([*TENSOR, "strategy.plan=[{1:column}]"], r"type strategy.plan=\[{1:colwise}\]"),
-        ([*TENSOR, "strategy.plan=[{1:colwise},{3:rowwise}]", "launch=spawn"], "3 is a Dropout.*type strategy.plan="),
-        ([*TENSOR, "strategy.plan=[{1:colwise}]", *THREE], "128 outputs of 1 into 3 .*launch.nproc_per_node=2"),
-        ([*TENSOR, "strategy.plan=[{7:colwise}]", "launch=spawn"], r"no rowwise .* or strategy.plan=\[{7:gathered}\]"),
-        (
-            [*TENSOR, "strategy.plan=[{7:rowwise}]", "launch=spawn"],
-            "no colwise layer makes them; type strategy.plan=",
-        ),
-        (["strategy=tensor_parallel", "model=mlp", "launch=spawn"], "type model=gpt, or strategy.plan="),
         ([*TENSOR, "gradient_sync=ring"], "type strategy=ddp gradient_sync=ring"),
         ([*TENSOR, "sync_bn=on"], "type sync_bn=off"),
         ([*TENSOR, "trainer.precision=fp16"], "type trainer.precision=bf16"),
@@ -66,7 +58,6 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         (["gradient_sync=local_sgd", "trainer.precision=fp16"], "type trainer.precision=bf16"),
         (["trainer.compile=reduce-overhead", "trainer.gradient_accumulation_steps=2"], "type trainer.compile=true"),
         (["trainer.batch_size=2", *THREE], "type trainer.batch_size=3"),
-        (["model=toy_parallel", "strategy=model_parallel", "strategy.devices=3", *THREE], "type model=mlp"),
         (["strategy=async_parameter_server"], "type launch=spawn launch.nproc_per_node=3"),
         ([*ASYNC, "sync_bn=on"], "type sync_bn=off"),
         ([*ASYNC, "gradient_sync=ring"], "type strategy=ddp"),
@@ -79,9 +70,8 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_does_not_go_together_is_refused(typed: list[str], said: str) -> None:
-    cfg = composed(*typed)
     with pytest.raises(ConfigError, match=said):
-        preflight(cfg, instantiate(cfg.launch))
+        preflight(composed(*typed))
 
 
 @pytest.mark.parametrize(
@@ -100,13 +90,31 @@ def test_what_does_not_go_together_is_refused(typed: list[str], said: str) -> No
     ids=" ".join,
 )
 def test_what_goes_together_is_accepted(typed: list[str]) -> None:
-    cfg = composed(*typed)
-    preflight(cfg, instantiate(cfg.launch))
+    preflight(composed(*typed))
+
+
+@pytest.mark.parametrize(
+    ("typed", "ranks", "said"),
+    [
+        (["strategy=fsdp", "strategy.wrap_classes=[Nothing]"], 3, r"type strategy.wrap_classes=\[\]"),
+        ([*TENSOR, "strategy.plan=[{1:colwise},{3:rowwise}]"], 2, "3 is a Dropout.*type strategy.plan="),
+        ([*TENSOR, "strategy.plan=[{1:colwise}]"], 3, "128 outputs of 1 into 3 .*launch.nproc_per_node=2"),
+        ([*TENSOR, "strategy.plan=[{7:colwise}]"], 2, r"no rowwise .* or strategy.plan=\[{7:gathered}\]"),
+        ([*TENSOR, "strategy.plan=[{7:rowwise}]"], 2, "no colwise layer makes them; type strategy.plan="),
+        (TENSOR, 2, "type model=gpt, or strategy.plan="),
+        (["model=toy_parallel", "strategy=model_parallel", "strategy.devices=3"], 3, "type model=mlp"),
+    ],
+)
+def test_a_model_that_a_strategy_cannot_spread_is_refused_when_it_is_built(
+    typed: list[str], ranks: int, said: str
+) -> None:
+    config = composed(*typed)
+    with pytest.raises(ConfigError, match=said):
+        instantiate(config.strategy).validate_model(instantiate(config.model), ranks)
 
 
 def job(**changes: object) -> JobSpec:
-    cfg = composed()
-    return replace(job_spec(cfg, instantiate(cfg.launch)), **changes)  # type: ignore[arg-type]
+    return replace(job_spec(composed(), EnvLauncher()), **changes)  # type: ignore[arg-type]
 
 
 def test_virtual_ranks_on_gpus_need_deterministic_kernels() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config.schema import find_rule
 from lockstep.errors import ConfigError
 from lockstep.snapshots.files import list_snapshots, remove_leftovers, save_snapshot, step_of
 from lockstep.snapshots.manager import BackgroundWriter, SaveInterval
@@ -219,9 +218,6 @@ def test_when_a_snapshot_is_due():
     assert not minutes.due_by_clock()
     minutes.last_time -= 600
     assert [minutes.due_by_clock(), minutes.due_by_clock()] == [True, False]
-    rule = find_rule("snapshot.every")
-    assert rule is not None
-    assert not any(map(rule.accepts, ("0steps", "often", "5")))
 
 
 def test_the_folder_of_a_logger_is_no_change_of_the_config(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lockstep.sweeps.preview import expected_seconds
 from PIL import Image
 
 from lockstep.errors import ConfigError
-from lockstep.runs.record import read_run
 from lockstep.runs.repeats import estimate, wilson
 from lockstep.source_code import is_project
 from lockstep.sweeps import process
@@ -77,8 +75,8 @@ def test_the_folder_of_a_job_says_what_it_changes(changed: str, folder: str) -> 
 
 
 def test_the_code_that_starts_a_sweep_is_no_code_of_the_user_s() -> None:
-    assert is_project(str(ROOT / "src" / "hydra_plugins" / "lockstep_sweeper.py"))
-    assert is_project(str(ROOT / "src" / "lockstep" / "build_sweep.py"))
+    assert is_project(str(ROOT / "src" / "hydra_plugins" / "lockstep.py"))
+    assert is_project(str(ROOT / "src" / "lockstep" / "sweeps" / "build_sweep.py"))
     assert not is_project(str(ROOT / "tests" / "conftest.py"))
 
 
@@ -302,13 +300,6 @@ def test_the_interval_of_the_test_number_covers_chance_where_labels_are_random()
         optimistic += best.objective.mean > wilson(1 / classes, samples)[1]
     assert covered >= 900
     assert optimistic > 200  # where the interval of a single setting would have ended
-
-
-def test_a_run_on_another_fold_tells_how_long_a_job_takes(tmp_path: Path) -> None:
-    run = read_run(make_run(tmp_path / "run", dataset__folds=5, dataset__fold=0))
-    config = run["config"] | {"dataset.fold": 3, "trainer.pause_after": None}
-    assert expected_seconds(config, [run]) == pytest.approx(86.4)
-    assert expected_seconds(config | {"dataset.folds": 4}, [run]) is None
 
 
 def test_there_is_no_best_job_across_different_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

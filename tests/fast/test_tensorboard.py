@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.config.check import run_columns
+from lockstep.config.record import ConfigRecord
 from lockstep.loggers.base import EpochSummary
 from lockstep.loggers.tensorboard import HEADER, TensorBoardLogger, last_wall_time, layout, read_events
 from support.event_files import Backend, scalars
@@ -132,14 +132,18 @@ def test_a_run_has_no_chart_that_stays_empty(tmp_path, ranks, profiled, missing)
     ],
 )
 def test_each_key_is_a_column_with_its_type(key, value, column):
-    assert run_columns({key: value}, {}, 2) == {key: column, "world_size": 2}
+    assert record({key: value}).columns(2) == {key: column, "world_size": 2}
+
+
+def record(shown, options=()):
+    return ConfigRecord(shown, shown, dict(options), [], "", [], {})
 
 
 def test_options_are_columns_and_places_and_nulls_are_not():
     flat = {"run_dir": "a", "data_dir": "b", "logger.csv.run_dir": "a", "model._target_": "x.y", "trainer.ema": None}
     flat |= {"trainer.pause_after": 3, "backend.timeout": 300, "sweep.slots": 2}
     options = {"model": "mlp", "launch": "fork", "backend": "gloo", "experiment": None, "hydra/output": "default"}
-    assert run_columns(flat, options, 4) == {"model": "mlp", "world_size": 4}
+    assert record(flat, options).columns(4) == {"model": "mlp", "world_size": 4}
 
 
 def test_the_config_is_a_text_of_tensorboard(tmp_path):

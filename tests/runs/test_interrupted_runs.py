@@ -133,13 +133,13 @@ def forked_ranks(run: Command) -> list[int]:
     return ranks_of_torchrun(run.process.pid)
 
 
-def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(start, train, tmp_path):
+def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(start, tmp_path):
     first = start(*LONG)
     wait_for(lambda: has_logged(tmp_path / "run", "epoch 1/"), "training")
     record = {path.name: path.read_bytes() for path in (tmp_path / "run/.hydra").iterdir()}
     assert "trainer.epochs=200" in record["overrides.yaml"].decode()
     for launch in ("env", "fork"):
-        second = train("hydra.run.dir=run", "seed=1", f"launch={launch}", code=2)
+        second = start(*LONG, f"launch={launch}").finish(2)
         assert second.sentence.startswith(f"lockstep: another run holds {tmp_path}/run (pid {first.process.pid} on ")
     assert {path.name: path.read_bytes() for path in (tmp_path / "run/.hydra").iterdir()} == record
     assert [path.name for path in (tmp_path / "run/logs").iterdir()] == ["rank0.log"]
