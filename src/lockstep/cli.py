@@ -40,6 +40,7 @@ from lockstep.errors import (
 from lockstep.failures.causes import LOST_RANK
 from lockstep.failures.record import is_communication_error
 from lockstep.launchers.base import flush_output, print_line
+from lockstep.runs.record import NAME
 
 TEXT_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 MULTIRUN_FLAGS = {"--multirun", "-m"}
@@ -252,6 +253,8 @@ def with_values_of_run(cfg: DictConfig) -> DictConfig:
         stays = key in INPUTS_OF_NET and key not in map(key_of, typed)
         if not sets(key, NOT_TAKEN) and (stays or not _is_replaced(key, typed)):
             OmegaConf.update(cfg, key, value, merge=False, force_add=True)
+    if cfg.dataset.get("class_names", ()) is None:  # they may be of other data
+        cfg.dataset.class_names = _read(record.parent / NAME).get("classes") or None
     cfg.parameters.init, cfg.parameters.new_layers = None, []  # the weights of the run are in its snapshots
     return cfg
 
