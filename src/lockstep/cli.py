@@ -18,6 +18,7 @@ import yaml  # type: ignore[import-untyped]
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue
 
 from lockstep.compat import register_resolver
 from lockstep.config.check import OPTIONS, explain, flatten, key_of
@@ -159,8 +160,8 @@ def _text_of(error: Exception) -> str:
 def remove_empty_run_folder() -> None:
     """Hydra makes the run's folder before anything is checked: a refused command leaves none."""
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.RUN:
-        folder = Path(HydraConfig.get().runtime.output_dir)
-        with suppress(OSError):
+        with suppress(OSError, MissingMandatoryValue):  # without a folder
+            folder = Path(HydraConfig.get().runtime.output_dir)
             folder.rmdir()
             if not any(word.startswith("hydra.run.dir=") for word in HydraConfig.get().overrides.hydra):
                 folder.parent.rmdir()  # outputs/<day>

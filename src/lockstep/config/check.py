@@ -217,6 +217,11 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
     causes = list(_causes(error))
     raised_in = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
     known = any(isinstance(cause, HydraException | errors.OmegaConfBaseException | yaml.YAMLError) for cause in causes)
+    callers = [name for name in raised_in if name != "pathlib"]
+    if isinstance(error, OSError) and callers[-1:] == ["hydra"] and raised_in[-1] == "pathlib":  # it makes the folder
+        from lockstep.distributed.run_folder import unwritable
+
+        return unwritable(error.filename, error)
     if not known and raised_in[-1:] not in (["hydra"], ["omegaconf"]):
         return None
     overrides = [one for one in words if not one.startswith("-")]
@@ -235,7 +240,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         yield error
         seen.add(id(error))
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        error = error.__cause__ or error.__context__
 
 
 def _told(cause: BaseException, words: list[str]) -> str | None:
@@ -264,7 +269,10 @@ def _told(cause: BaseException, words: list[str]) -> str | None:
 def _about(said: str, words: list[str]) -> str:
     """For an error that has no key: the word that it is probably about. said: its text."""
     for one in words:
-        override = OverridesParser.create().parse_override(one)
+        try:
+            override = OverridesParser.create().parse_override(one)
+        except HydraException:
+            continue
         key, value = override.key_or_group, override.value()
         if override.is_sweep_override():
             return f"{one} has several values; type -m {shlex.quote(one)} for a sweep"
@@ -291,7 +299,7 @@ def _no_option(group: str, option: str, options: Sequence[str]) -> str:
         return f"{option} is no config; type {folder}"
     text = option.lower()
     same = [one for one in options if SPELLED.get(one, one) == SPELLED.get(text, text)]
-    meant = [*same, *get_close_matches(text, options, 1), default_of(group)]
+    meant = [*same, *get_close_matches(text, options, 1), default_of(group) or "<one of them>"]
     known = f"{group} has the options {', '.join(sorted(options))}"
     return f"{group}={option} is no option, and {known}; type {group}={meant[0]}, or {folder}"
 

@@ -141,12 +141,14 @@ def instantiate(node: Node | Sequence[Node] | None, *first: Any, **later: Any) -
         return None
     if not isinstance(node, dict):
         return [instantiate(item) for item in node]
-    called_later = bool(first or later)  # Hydra would copy what it passes on
+    called_later, problem = bool(first or later), None  # Hydra would copy what it passes on
     try:
         changed = node | {"_partial_": True} if called_later else node
         made = hydra.utils.instantiate(changed, _convert_="all", **hydra_may_call_all())
     except InstantiationException as error:
-        raise (error.__cause__ or error) from None
+        problem = error.__cause__ or error
+    if problem is not None:  # raised in the block above, it would be an error of Hydra's by its context
+        raise problem
     return made(*first, **later) if called_later else made
 
 
