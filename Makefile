@@ -65,6 +65,7 @@ gpu: $(DEV) $(BENCH) ## one GPU, 9 minutes: its tests, then its speeds, which go
 gpu-wheels: ## in build/gpu, what `make gpu DEV= BENCH= PYTHON=python3` needs where torch is and pip is not
 	rm -rf build/wheels build/gpu
 	python3 -m pip wheel --quiet --disable-pip-version-check --no-deps -w build/wheels -c requirements.txt hydra-core omegaconf antlr4-python3-runtime==4.9.3
+	python3 -m pip wheel --quiet --disable-pip-version-check -w build/wheels -c requirements.txt pydantic annotated-types
 	for wheel in build/wheels/*.whl; do python3 -m zipfile -e $$wheel build/gpu || exit; done
 
 compare: $(BENCH) ## what each way of averaging gradients costs: a table
