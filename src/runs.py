@@ -22,7 +22,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The verbs and their options."""
     top = Parser(prog="python src/runs.py", description="Lists runs and compares them.")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     table = verbs.add_parser("table", help="the runs below the folders, those of one setting in one line")

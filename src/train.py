@@ -5,16 +5,12 @@ torchrun --standalone --nproc_per_node=2 src/train.py backend=gloo trainer.epoch
 python src/train.py -m launch=torchrun optimizer.lr=0.1,0.01
 """
 
-import os
-import sys
-
 if __name__ == "__main__":
-    if sys.flags.safe_path:  # python -P
-        sys.path.append(os.path.dirname(os.path.abspath(__file__)))
     from lockstep.distributed.signals import end_at_signals
 
     end_at_signals()  # before the other imports: Ctrl-C shows no traceback while they are loaded
 
+import sys
 from pathlib import Path
 from typing import Any
 

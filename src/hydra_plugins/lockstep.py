@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 
 class LockstepSweeper(Sweeper):
-    """Runs the jobs that a command lists, or those that a search of `sweep.search` chooses, and keeps their table.
+    """Runs the jobs that a command lists, or those that `sweep.search` chooses, and keeps their table.
 
-    max_batch_size: Hydra's own key, without a meaning here: sweep.slots says how many jobs run at once.
-    params: {key: values}, as `hydra.sweeper.params` of Hydra's own sweeper.
+    max_batch_size: Hydra's own key, without a meaning here. params: {key: values}, as for Hydra's own sweeper.
     """
 
     def __init__(self, max_batch_size: int | None, params: Mapping[str, str] | None) -> None:

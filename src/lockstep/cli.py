@@ -40,6 +40,7 @@ from lockstep.errors import (
 from lockstep.failures.causes import LOST_RANK
 from lockstep.failures.record import is_communication_error
 from lockstep.launchers.base import flush_output, print_line
+from lockstep.runs.record import NAME
 
 TEXT_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 MULTIRUN_FLAGS = {"--multirun", "-m"}
@@ -241,14 +242,19 @@ def with_values_of_run(cfg: DictConfig) -> DictConfig:
     """`cfg` with the values of the run that a mode uses, but for what is typed: a YAML file may say another today."""
     if HydraConfig.get().runtime.choices.get("mode") in OWN_CONFIG or cfg.get("resume") is None:
         return cfg
+    from lockstep.modes.base import recorded_classes
+
     record = run_folder(str(cfg.resume)) / RECORD
     config, recorded = _read(record / "config.yaml"), _read(record / "overrides.yaml")
     typed = [word for word in typed_overrides(HydraConfig.get()) if word not in recorded]
     typed += [word.partition("._target_=")[0] for word in typed]  # the arguments of a typed class are its own
     for key, value in flatten({name: config.get(name) or {} for name in VALUES_OF_RUN}).items():
+        value = value or recorded_classes(record.parent) or None if key == "dataset.class_names" else value
         stays = key in INPUTS_OF_NET and key not in map(key_of, typed)
         if not sets(key, NOT_TAKEN) and (stays or not _is_replaced(key, typed)):
             OmegaConf.update(cfg, key, value, merge=False, force_add=True)
+    if cfg.dataset.get("class_names", ()) is None:  # they may be of other data
+        cfg.dataset.class_names = _read(record.parent / NAME).get("classes") or None
     cfg.parameters.init, cfg.parameters.new_layers = None, []  # the weights of the run are in its snapshots
     return cfg
 

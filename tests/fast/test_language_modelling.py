@@ -15,6 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.gpt import gpt, rotary_angles, turned
 from lockstep.tasks.language_modelling import IGNORED, LanguageModelling
 from support.configs import composed
+from support.refusals import accepted
 from support.small_text import GPT2, WORDS, small_gpt, written
 
 TASK = LanguageModelling({"loss": "min", "perplexity": "min"}, "loss")
@@ -97,8 +98,8 @@ def test_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     piped = composed(*small_gpt(tmp_path), "strategy=pipeline")
     with pytest.raises(ConfigError, match="embedding.tokens.weight|head.linear.weight.*type model.tied=false"):
         instantiate(piped.strategy).validate_model(instantiate(piped.model), 2)
-    for words, said in {"dataset=text model=mlp": "", "dataset=random model=gpt": "type "}.items():
-        print(words, said)
+    with pytest.raises(ConfigError, match=r"model.shape=\[64\] should be longer"):
+        accepted("dataset=text", "model=convnet")
 
 
 def test_a_gpt_sees_no_later_token_and_has_gpt2s_first_loss() -> None:

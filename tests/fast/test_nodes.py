@@ -11,6 +11,7 @@ from lockstep.config.nodes import instantiate, instantiate_as
 from lockstep.errors import ConfigError
 from lockstep.models.base import has_lazy_layers
 from lockstep.tasks.base import Task
+from lockstep.tasks.classification import Classification
 from support.configs import composed
 from support.refusals import accepted, answer
 
@@ -21,6 +22,10 @@ class Net(nn.Module):
         if width > 99:
             raise ValueError("too wide")
         self.width, self.depth = width, depth
+
+
+class Inherits(Classification):
+    """Has the constructor of its base."""
 
 
 def anything(**options: Any) -> nn.Module:
@@ -78,6 +83,7 @@ def test_arguments_do_not_outlive_their_class(capsys: pytest.CaptureFixture[str]
     assert accepted("model=mlp", NET, "model.width=9").model["width"] == 9
     of_torch = accepted("optimizer._target_=torch.optim.RMSprop", "optimizer.lr=0.1").optimizer
     assert of_torch == {"_target_": "torch.optim.RMSprop", "lr": 0.1}
+    assert accepted("task._target_=test_nodes.Inherits").task["label_smoothing"] == 0
     assert accepted("model._target_=test_nodes.anything", "+model.in_features=3").model["in_features"] == 3
 
 

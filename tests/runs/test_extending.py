@@ -12,7 +12,7 @@ import yaml
 
 from support.commands import ROOT, Command
 from support.event_files import scalars
-from support.pages import copy_examples, environment, example_files, script, section
+from support.pages import COMMANDS, copy_examples, environment, example_files, section
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 Start = Callable[..., Command]
@@ -24,7 +24,7 @@ def run(tmp_path: Path, start: Start) -> Callable[[str], Command]:
     copy_examples(PAGE, tmp_path)
 
     def run_section(heading: str) -> Command:
-        words = ("bash", "-c", script(PAGE, heading))
+        words = ("bash", "-c", "set -e\n" + "".join(COMMANDS.findall(section(PAGE, heading))))
         return start(*words, cwd=tmp_path / "lockstep", **environment(tmp_path)).finish()
 
     return run_section

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from support.commands import WHOLE
+
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
@@ -55,7 +57,7 @@ def test_the_preset_for_image_folders_learns_two_colours_on_two_ranks(train: Any
         "experiment=image_folder_resnet", f"dataset.root={tmp_path / 'colours'}", "model.name=resnet18",
         "dataset.crop=16", "dataset.resize=18", "dataset.size=16", "trainer.batch_size=8", "trainer.ema=0.5",
         "trainer.epochs=6", "trainer.pause_after=2", "scheduler.warmup_epochs=1", "optimizer.lr=0.02",
-        "dataset.workers=0", "dataset.validation=null",
+        "dataset.workers=0", *WHOLE,
     ]  # fmt: skip
     run = train(*options, "launch=fork", "launch.nproc_per_node=2")
     assert "24 training and 8 test samples" in run.output

@@ -1,5 +1,6 @@
 """Muon with AdamW, and any schedule of torch with a warm-up, against plain torch and over a resume."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.training.optimizers import MuonWithAdamW
 from lockstep.training.parameter_groups import ParameterRules
 from lockstep.training.schedulers import AnySchedule, Plateau
+from support.commands import Command
 from support.configs import with_values
 from support.event_files import scalars
 from support.refusals import accepted, answer
@@ -58,11 +60,16 @@ def test_a_schedule_of_torch_moves_on_after_steps_or_epochs_and_warms_up(name: s
             assert found == pytest.approx([factors[step] * rate for rate in expected[step]], rel=1e-12), step
 
 
-@pytest.mark.parametrize("key", ["scheduler._target_", "scheduler=torch scheduler.schedule._target_"])
-def test_a_schedule_that_wants_a_metric_is_refused(key: str) -> None:
-    words = f"{key}=torch.optim.lr_scheduler.ReduceLROnPlateau".split()
-    sentence = str(answer(*words))
-    assert sentence.endswith("ReduceLROnPlateau is stepped with the result of an evaluation; type scheduler=plateau")
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"],
+        ["scheduler=torch", "scheduler.schedule={_target_:torch.optim.lr_scheduler.ReduceLROnPlateau}"],
+    ],
+)
+def test_a_schedule_that_wants_a_metric_ends_the_first_step(train: Callable[..., Command], typed: list[str]) -> None:
+    output = train("model=linear", *typed, "logger=[]", code=1).output
+    assert "ReduceLROnPlateau.step() missing 1 required positional argument: 'metrics'" in output
     assert answer("scheduler=plateau") is None
 
 
@@ -127,8 +134,8 @@ def test_muon_takes_the_matrices_and_adamw_the_rest(head: str) -> None:
 
 
 def test_muon_and_a_schedule_with_warm_up_go_on_where_they_stopped(tmp_path: Path) -> None:
-    words = ["optimizer=muon", "scheduler=torch", "scheduler.schedule._target_=torch.optim.lr_scheduler.StepLR"]
-    words += ["+scheduler.schedule.step_size=1", "scheduler.schedule.gamma=0.5", "scheduler.warmup_epochs=1.5"]
+    schedule = "scheduler.schedule={_target_:torch.optim.lr_scheduler.StepLR,step_size:1,gamma:0.5}"
+    words = ["optimizer=muon", "scheduler=torch", schedule, "scheduler.warmup_epochs=1.5"]
     words += ["model=mlp", "trainer.precision=fp64", "trainer.epochs=3", "trainer.batch_size=200", "logging.every=1"]
     cfg = accepted(*words, "logger=[tensorboard]")
     whole, moved, alone = (with_values(cfg, f"run_dir={tmp_path / name}") for name in ("whole", "moved", "alone"))

@@ -1,4 +1,4 @@
-"""Arguments do not outlive their class: what a typed `_target_` keeps of an option, and what such a run can be used for."""
+"""Arguments do not outlive their class: what a typed `_target_` keeps of an option, and what its run is used for."""
 
 import re
 import shlex
@@ -138,8 +138,3 @@ def test_a_yaml_file_with_keys_that_its_class_does_not_take_is_refused(start: St
     sentence = start(*words).finish(2).sentence
     assert "lockstep.training.schedulers.step takes no warmup_epochs or final_lr_ratio" in sentence
     start(*words, *shlex.split(sentence.rpartition("; type ")[2])).finish()
-
-
-def test_python_without_unsafe_paths_finds_the_project(start: Start) -> None:
-    run = start(sys.executable, "-P", *PYTHON_TRAIN[1:], "launch=fork", "trainer.max_steps=2").finish()
-    assert "finished: " in run.output

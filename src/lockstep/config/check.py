@@ -17,47 +17,28 @@ from typing import Any, cast
 import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    ConfigTypeError,
-    InterpolationResolutionError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf import DictConfig, OmegaConf, errors
 
 from lockstep.compat import root_of
 from lockstep.config.schema import CALLED_LATER, CONF, Node, RunConfig, build
 from lockstep.errors import ConfigError
 
-FOLDERS = ("data_dir", "run_dir", "resume")  # in which ~ is the home folder
-SPELLED = {
-    "yes": True,
-    "on": True,
-    "true": True,
-    "no": False,
-    "off": False,
-    "false": False,
-    "none": None,
-    "never": None,
-}
-OPTIONS = {
-    folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
-    for folder in CONF.iterdir()
-    if folder.is_dir() and folder.name not in ("hydra", "local")
-}
+SPELLED: dict[str, bool | None] = dict.fromkeys(("yes", "on", "true"), True)
+SPELLED |= dict.fromkeys(("no", "off", "false"), False) | dict.fromkeys(("none", "never"), None)
+GROUPS = [one for one in CONF.iterdir() if one.is_dir() and one.name not in ("hydra", "local")]
+OPTIONS = {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in GROUPS}
 UNKNOWN = {"extra_forbidden", "unexpected_keyword_argument"}  # pydantic's types of errors
 MISSING = {"missing", "missing_argument"}
 LENGTHS = {"missing": "longer", "too_short": "longer", "too_long": "shorter"}  # of a list
-SAYS_NO_MORE = (ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, MissingConfigException)
+# Their text says no more than the sentence.
+TOLD = (MissingConfigException, errors.ConfigAttributeError, errors.ConfigKeyError, errors.MissingMandatoryValue)
 
 
 def check(cfg: DictConfig) -> RunConfig:
     """The typed values of a composed config. Raises ConfigError for what cannot work, and what OmegaConf raises."""
     values = cast(Node, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     values.setdefault("logger", {})  # logger=[] leaves no section
-    values |= {key: os.path.expanduser(values[key]) for key in FOLDERS if isinstance(values.get(key), str)}
+    values = in_home(values)
     check_values("", values, RunConfig)
     for section, name in CALLED_LATER:
         node = values[section].get(name)
@@ -66,6 +47,15 @@ def check(cfg: DictConfig) -> RunConfig:
     config = build(RunConfig, values)
     config.refuse_contradictions()
     return config
+
+
+def in_home(value: Any) -> Any:
+    """A value with the home folder for the ~ of its paths, which no shell has seen where they stand in YAML."""
+    if isinstance(value, dict):
+        return {name: in_home(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [in_home(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
@@ -101,12 +91,12 @@ def check_values(section: str, values: Node, kind: Any, target: object = None) -
 
     target: what the node `section` names.
     """
-    errors = _errors(values, kind)
-    if not errors:
+    wrong = _errors(values, kind)
+    if not wrong:
         return
-    place = _place(values, errors[0])
-    errors = [error for error in errors if _place(values, error) == place]
-    key, types = join(section, place), {error["type"] for error in errors}
+    place = _place(values, wrong[0])
+    wrong = [error for error in wrong if _place(values, error) == place]
+    key, types = join(section, place), {error["type"] for error in wrong}
     value = OmegaConf.select(OmegaConf.create(values), place, default=MISSING)
     value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     if value is MISSING:
@@ -120,10 +110,10 @@ def check_values(section: str, values: Node, kind: Any, target: object = None) -
         container = cast(Node, OmegaConf.to_container(changed))
         return all(not f"{_place(container, error)}.".startswith(f"{place}.") for error in _errors(container, kind))
 
-    said = {error["type"]: error["msg"].removeprefix("Input should be ") for error in errors}
+    said = {error["type"]: error["msg"].removeprefix("Input should be ") for error in wrong}
     said |= {kind: text for kind, text in LENGTHS.items() if kind in said}
     accepted = " or ".join(dict.fromkeys(text for kind, text in said.items() if kind != "needs_python_object"))
-    meant = [candidate for candidate in _candidates(value, errors, default_of(key, target)) if accepts(candidate)]
+    meant = [candidate for candidate in _candidates(value, wrong, default_of(key, target)) if accepts(candidate)]
     inside = [word(one, inner) for one, inner in conf_values()[""].items() if one.startswith(f"{key}.")]
     advice = word(key, meant[0]) if meant else (inside or [f"{key}=<value>"])[0]
     raise ConfigError(f"{key}={show(value)} should be {accepted}; type {advice}")
@@ -158,14 +148,14 @@ def _place(values: Node, error: Any) -> str:
     return ".".join(place)
 
 
-def _candidates(value: Any, errors: list[Any], default: object) -> list[Any]:
+def _candidates(value: Any, wrong: list[Any], default: object) -> list[Any]:
     """Values that may have been meant, the likeliest first."""
     text = show(value).lower()
-    words = re.findall(r"'([^']*)'", " ".join(error["msg"] for error in errors))
+    words = re.findall(r"'([^']*)'", " ".join(error["msg"] for error in wrong))
     number = re.fullmatch(r"(-?\d+(\.\d+)?(e-?\d+)?)[a-z]*", text)
     numbers = [yaml.safe_load(number[1]), round(float(number[1]))] if number else []
     inner = value[:1] if isinstance(value, list) else [] if value is None else [[value]]
-    limits = [limit for error in errors for name, limit in error.get("ctx", {}).items() if name in ("ge", "le")]
+    limits = [limit for error in wrong for name, limit in error.get("ctx", {}).items() if name in ("ge", "le")]
     near = [*get_close_matches(text, words, 1), *(name for name in words if name in text or text in name)]
     near += [SPELLED[text]] if text in SPELLED else []
     found = [*near, *numbers, *inner, default, *limits, *words, None, True, 1, 0.5]
@@ -226,7 +216,7 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
     """
     causes = list(_causes(error))
     raised_in = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
-    known = any(isinstance(cause, HydraException | OmegaConfBaseException | yaml.YAMLError) for cause in causes)
+    known = any(isinstance(cause, HydraException | errors.OmegaConfBaseException | yaml.YAMLError) for cause in causes)
     if not known and raised_in[-1:] not in (["hydra"], ["omegaconf"]):
         return None
     overrides = [one for one in words if not one.startswith("-")]
@@ -236,7 +226,7 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
             break
     else:
         cause, sentence = error, _about(str(error), overrides)
-    more = "" if isinstance(cause, (ConfigError, *SAYS_NO_MORE)) else str(cause).strip().replace("\n", "\n    ")
+    more = "" if isinstance(cause, (ConfigError, *TOLD)) else str(cause).strip().replace("\n", "\n    ")
     return f"{sentence}\n    {more}" if more else sentence
 
 
@@ -261,12 +251,12 @@ def _told(cause: BaseException, words: list[str]) -> str | None:
         return _no_option(group, option, cause.options or OPTIONS.get(group, []))
     if isinstance(cause, OverrideParseException):
         return _unreadable(str(cause.override), words)
-    if isinstance(cause, MissingMandatoryValue):
+    if isinstance(cause, errors.MissingMandatoryValue):
         return f"{key} has no value; type {_with_default(key)}"
-    if isinstance(cause, InterpolationResolutionError):
+    if isinstance(cause, errors.InterpolationResolutionError):
         key = key or next((one.partition("=")[0] for one in words if "${" in one), "a key")
         return f"{key} has no usable value; type {_with_default(key)}"
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError | ConfigTypeError) and key:
+    if isinstance(cause, errors.ConfigAttributeError | errors.ConfigKeyError | errors.ConfigTypeError) and key:
         return _unknown_override(key, root_of(cause), words)
     return None
 

@@ -168,7 +168,8 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """A copy of `cfg` in which a class that was typed has arguments of its own alone; those left out are printed.
 
     A typed model._target_=my.Net keeps a typed model.width, and model.shape if that is an interpolation and my.Net
-    takes it. The literal values of the option's YAML are those of the other class.
+    takes it. The literal values of the option's YAML are those of the other class; a class that inherits its
+    constructor from one of this project keeps them, too.
     """
     cfg, typed = cfg.copy(), dict[str, Any]()
     for override in OverridesParser.create().parse_overrides(list(overrides)):
@@ -176,11 +177,15 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         typed |= {} if override.is_delete() else {key: value} | flatten(value, key)  # an empty dict has no keys
     for key in [key.removesuffix("._target_") for key in typed if key.endswith("._target_")]:
         node, target = OmegaConf.select(cfg, key), OmegaConf.select(cfg, f"{key}._target_")
-        parameters = named_by(locate(key, target)) or {}
+        found = locate(key, target)
+        parameters = named_by(found) or {}
         written: Any = OmegaConf.to_container(node, resolve=False)
         links = {name for name, value in written.items() if "${" in str(value)}
+        of_constructor = str(getattr(getattr(found, "__init__", None), "__module__", ""))
+        inherits = of_constructor.startswith("lockstep.") and not str(target).startswith("lockstep.")
+        kept = parameters.keys() & (written if inherits else links)
         own = {name for name in written if any(f"{one}.".startswith(f"{join(key, name)}.") for one in typed)}
-        left_out = written.keys() - HYDRA_KEYS - own - (links & parameters.keys())
+        left_out = written.keys() - HYDRA_KEYS - own - kept
         with open_dict(node):
             for name in left_out:
                 del node[name]
