@@ -214,7 +214,7 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
 
     words: the command's.
     """
-    causes = list(_causes(error))
+    causes = sorted(_causes(error), key=lambda cause: not isinstance(cause, ConfigError))  # a resolver may raise one
     raised_in = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
     known = any(isinstance(cause, HydraException | errors.OmegaConfBaseException | yaml.YAMLError) for cause in causes)
     callers = [name for name in raised_in if name != "pathlib"]
