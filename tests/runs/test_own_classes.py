@@ -123,7 +123,7 @@ def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
         ("model._target_=own_nets.NUMBER", "it is neither a class nor a function); type model="),
         (
             "model._target_=kornia.models.VisionTransformer",
-            "No module named 'kornia'); type --config-dir=<a folder beside kornia.py>, or PYTHONPATH=<its folder> before",
+            "No module named 'kornia'); type --config-dir=<a folder beside kornia.py>, or PYTHONPATH=<its folder>",
         ),
         (
             "model._target_=nowhere.Net",
