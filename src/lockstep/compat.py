@@ -88,7 +88,7 @@ def root_of(error: Any) -> Any:
 def hydra_may_call_all() -> dict[str, object]:
     """The argument of `hydra.utils.instantiate` with which 1.4 calls any target, as 1.3 does, and does not warn.
 
-    Targets are checked before, by `lockstep.config.targets.check_targets`. Missing, as in 1.3: no argument.
+    Missing, as in 1.3: no argument.
     """
     import hydra.utils
 

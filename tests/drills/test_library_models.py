@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import SGD
@@ -229,25 +229,25 @@ def config(net: Net, folder: Path, **more: Any) -> Any:
     words = [f"run_dir={folder}", "dataset=random", f"task={net.kind.task}", "model=linear", "logger=[]"]
     words += ["trainer.precision=fp64", f"trainer.batch_size={BATCH}", "trainer.epochs=1", "optimizer.lr=0.01"]
     words += ["scheduler=constant", "strategy.find_unused_parameters=true"]
-    cfg = composed(*words)
-    node = OmegaConf.create(net.node)
-    for key, value in more.items():
-        OmegaConf.update(node, key, value)
     data = {"_target_": f"{__name__}.Samples", "of": "images" if net.kind is IMAGES else "texts", "task": net.kind.task}
-    with open_dict(cfg):
-        cfg.model = node
-        cfg.dataset.update(prepare=None, mean=None, std=None, shape=[3, 64, 64], classes=net.kind.classes)
-        cfg.dataset.train, cfg.dataset.test = data | {"samples": SAMPLES}, data | {"samples": TESTS}
-    return cfg
+    values = {"train": data | {"samples": SAMPLES}, "test": data | {"samples": TESTS}, "shape": [3, 64, 64]}
+    values |= {"prepare": None, "mean": None, "std": None, "classes": net.kind.classes}
+    changed = {f"dataset.{name}": value for name, value in values.items()}
+    return composed(*words).changed(changed | {"model": with_keys(net.node, more)})
+
+
+def with_keys(node: dict[str, Any], more: dict[str, Any]) -> Any:
+    """The node with other values at the keys of `more`, which may lie deeper."""
+    changed = OmegaConf.create(node)
+    for key, value in more.items():
+        OmegaConf.update(changed, key, value)
+    return OmegaConf.to_container(changed)
 
 
 def plain(net: Net) -> dict[str, Tensor]:
     """The same by plain torch in one process."""
-    node = OmegaConf.create(net.node)
-    for key, value in net.quiet.items():
-        OmegaConf.update(node, key, value)
     torch.manual_seed(0)
-    model = instantiate(node).double().train()
+    model = instantiate(with_keys(net.node, net.quiet)).double().train()
     data = Samples(SAMPLES, "images" if net.kind is IMAGES else "texts", net.kind.task)
     inputs, targets = torch.utils.data.default_collate([data[number] for number in range(SAMPLES)])
 

@@ -25,7 +25,7 @@ def commands() -> list[list[str]]:
 @pytest.mark.parametrize("command", commands(), ids=["node0", "node1", "kubernetes"])
 def test_the_commands_compose(command):
     cfg = composed(*command[command.index("src/train.py") + 1 :])
-    assert cfg.launch._target_ == "lockstep.launchers.env.EnvLauncher"  # torchrun starts the ranks
+    assert cfg.launch["_target_"] == "lockstep.launchers.env.EnvLauncher"  # torchrun starts the ranks
 
 
 def test_the_nodes_of_compose_differ_in_their_rank_and_number_of_ranks_only():

@@ -16,7 +16,9 @@ from support.worlds import in_world, train_all
 def test_the_best_weights_have_a_file_of_their_own_if_they_are_not_the_last(tmp_path: Path) -> None:
     """An optimizer that makes the loss larger: the best evaluation is the first one."""
     small = ["model=linear", "optimizer=adamw", "optimizer.fused=false", "trainer.ema=0.9", "logger=[]"]
-    base = composed(*small, "strategy=fsdp", "+optimizer.maximize=true", "objective=test/loss", "trainer.epochs=2")
+    base = composed(
+        *small, "strategy=fsdp", "+optimizer.maximize=true", "monitor=val/loss", "trainer.epochs=2", whole=False
+    )
     worse, best = (with_values(base, f"run_dir={tmp_path / name}") for name in ("worse", "best"))
     in_world(2, train_all, [worse, with_values(best, "trainer.pause_after=1")])
     files = {name: sorted(path.name for path in (tmp_path / name).glob("*.pt")) for name in ("worse", "best")}

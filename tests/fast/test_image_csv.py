@@ -10,6 +10,7 @@ import torch
 from lockstep.data.build import datasets
 from lockstep.data.image_files import ImageFiles, class_folders, csv_lines, without_target
 from lockstep.errors import ConfigError
+from lockstep.modes.train import Train
 from support.configs import composed
 from support.decoding import save
 
@@ -113,7 +114,7 @@ def test_images_of_one_group_stay_on_one_side_of_a_validation_set(tmp_path: Path
     (tmp_path / "labels.csv").write_text("\n".join(lines))
     own = [f"dataset.root={tmp_path}", "dataset.size=8", "dataset.cache=off", "dataset.validation=0.25"]
     for words, alike in ((["dataset.group_column=patient"], True), ([], False)):
-        found = datasets(composed("dataset=image_csv", *own, *words))
+        found = datasets(composed("dataset=image_csv", *own, *words), Train())
         assert found.held_out is not None
         held = {int(number) % 12 for number in found.held_out.numbers}
         trained = {number % 12 for number in range(60) if number not in found.held_out.numbers.tolist()}

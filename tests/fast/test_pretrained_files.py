@@ -27,7 +27,9 @@ def test_torchvisions_weights_come_in_with_a_new_head(
     else:
         save_file(pretrained.state_dict(), path)
     head = net.fc.weight.clone()
-    with pytest.raises(ConfigError, match=r"fc.bias is \[7\] here and \[20\] there.*type new_layers=\[fc\]"):
+    with pytest.raises(
+        ConfigError, match=r"fc.bias is \[7\] here and \[20\] there.*type .?parameters.new_layers=\[fc\]"
+    ):
         load_initial_weights(net, str(path), [])
     with caplog.at_level(logging.INFO):
         load_initial_weights(net, str(path), ["fc"])

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -29,6 +28,7 @@ from lockstep.data.text import TextWindows, training_text
 from lockstep.data.transforms import Augment, warn_of_places
 from lockstep.errors import ConfigError
 from lockstep.modes.predict import files_of, table
+from lockstep.modes.train import Train
 from lockstep.strategies.base import forward
 from support.configs import composed
 from support.small_data import write_small_data
@@ -258,14 +258,13 @@ class Drawn(Dataset[Any]):
 
 
 def test_what_a_data_set_draws_depends_on_the_seed_alone() -> None:
-    cfg = composed("seed=3")
-    cfg.dataset.train = cfg.dataset.test = OmegaConf.create({"_target_": f"{__name__}.Drawn"})
-    first, _, test, _ = build_data.datasets(cfg)
+    cfg = composed("seed=3", *(f"dataset.{half}._target_={__name__}.Drawn" for half in ("train", "test")))
+    first, _, test, _ = build_data.datasets(cfg, Train())
     seed_all(9)
-    assert torch.equal(build_data.datasets(cfg)[0].points, first.points)
+    assert torch.equal(build_data.datasets(cfg, Train())[0].points, first.points)
     assert not torch.equal(test.points, first.points)
-    cfg.seed = 4
-    assert not torch.equal(build_data.datasets(cfg)[0].points, first.points)
+    cfg = cfg.changed({"seed": 4})
+    assert not torch.equal(build_data.datasets(cfg, Train())[0].points, first.points)
 
 
 @pytest.mark.parametrize(

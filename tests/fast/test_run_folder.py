@@ -16,7 +16,7 @@ from lockstep.errors import ConfigError
 from lockstep.modes.train import Train
 from lockstep.snapshots.resume import write_hydra_files
 from support.commands import wait_for
-from support.configs import composed, record_of
+from support.configs import composed, parts_of, record_of
 from support.worlds import in_world
 
 SMALL = ["model=mlp", "logger=[]", "model.width=16", "dataset.train.train=false", "trainer.max_steps=1"]
@@ -26,9 +26,9 @@ def _train_with_records(cfg: Any, jobs: list[tuple[dict[str, Any], dict[str, str
     """A training for each (changes of trainer.*, files to record), in one rank. Returns how each was refused."""
     sentences = []
     for changes, files in jobs:
-        cfg.trainer.update(changes)
+        cfg = cfg.changed({f"trainer.{name}": value for name, value in changes.items()})
         try:
-            Train().work(cfg, replace(record_of(cfg), hydra_files=files))
+            Train().work(cfg, replace(record_of(cfg), files=files), parts_of(cfg))
             sentences.append("")
         except ConfigError as error:
             sentences.append(str(error))

@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from lockstep.errors import ConfigError
 from lockstep.launchers.slurm import SlurmLauncher
@@ -22,7 +25,6 @@ NOTHING_SET: dict[str, Any] = {
     "options": [],
     "setup": [],
     "dry_run": True,
-    "overrides": [],
 }
 
 
@@ -30,7 +32,9 @@ NOTHING_SET: dict[str, Any] = {
 def script(tmp_path, monkeypatch):
     """script(words of the command, **settings of launch) -> the sbatch script for the run folder `a folder`."""
 
-    def make(*words: str, **settings: Any) -> str:
+    def make(*words: str, overrides: Sequence[str] = (), **settings: Any) -> str:
+        hydra_cfg = OmegaConf.create({"overrides": {"task": list(overrides)}})
+        monkeypatch.setattr(HydraConfig, "get", lambda: hydra_cfg)
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", [TRAIN, *words])
         return SlurmLauncher(run_dir="a folder", **(NOTHING_SET | settings)).script()
@@ -121,6 +125,7 @@ def test_what_sbatch_says_is_shown_when_it_refuses_the_job(tmp_path, monkeypatch
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     launcher = SlurmLauncher(run_dir=str(tmp_path), **(NOTHING_SET | {"dry_run": False, "partition": "gpu"}))
+    monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create({"overrides": {"task": []}}))
     with pytest.raises(ConfigError, match=r"sbatch refused the job \(invalid partition\); type launch.partition="):
         launcher.launch(print)
     sbatch.write_text("#!/bin/sh\necho '12;cluster'\n")

@@ -17,6 +17,7 @@ from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.split import HeldOut, Split, hold_out
 from lockstep.data.text import Text, TextWindows, _windows
 from lockstep.errors import ConfigError
+from lockstep.modes.train import Train
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from support.configs import composed
 from support.small_data import write_small_data
@@ -171,7 +172,7 @@ def test_a_torch_data_set_is_held_out_by_the_classes_of_its_tensors() -> None:
 
 def test_the_run_s_seed_changes_nothing_in_what_is_held_out_and_split_seed_does() -> None:
     numbers = [
-        str(datasets(composed(*words, whole=False)).held_out)
+        str(datasets(composed(*words, whole=False), Train()).held_out)
         for words in ([], ["seed=7"], ["dataset.split_seed=7"], ["dataset.folds=10", "dataset.fold=0"])
     ]
     assert numbers[0] == numbers[1]
@@ -179,7 +180,7 @@ def test_the_run_s_seed_changes_nothing_in_what_is_held_out_and_split_seed_does(
 
 
 def test_a_part_has_the_hash_and_the_classes_of_the_whole_data() -> None:
-    data = datasets(composed(whole=False))
+    data = datasets(composed(whole=False), Train())
     assert data_fingerprint(data.train) == data_fingerprint(data.val) == data_fingerprint(digits(train=True))
     assert (len(data.train), len(data.val), len(data.test)) == (1293, 144, 360)
 
@@ -206,13 +207,12 @@ def double(inputs: torch.Tensor) -> torch.Tensor:
 
 OWN = ["dataset.train._target_=test_validation.Numbered", "dataset.test._target_=test_validation.Numbered"]
 OWN += ["dataset.shape=[2]", "dataset.classes=2", "dataset.mean=null", "dataset.std=null", "dataset.validation=0.25"]
-OWN += ["~dataset.train.train", "~dataset.test.train"]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_validation_samples_of_a_map_style_data_set_get_the_transforms_of_tests(workers: int) -> None:
     cfg = composed(*OWN, "dataset.transforms=[{_target_:test_validation.double,_partial_:true}]")
-    data = datasets(cfg)
+    data = datasets(cfg, Train())
     train, val = (
         BatchLoader(samples(cfg, part, name), Converter(torch.device("cpu")), workers=workers)
         for part, name in ((data.train, "training data"), (data.val, "validation data"))
@@ -243,7 +243,7 @@ def _part(batch: torch.Tensor) -> Any:
 def test_a_data_set_that_draws_in_getitem_is_told(is_random: bool, caplog: pytest.LogCaptureFixture) -> None:
     cfg = composed(*OWN, f"+dataset.train.is_random={is_random}")
     with caplog.at_level(logging.WARNING):
-        samples(cfg, datasets(cfg).val, "validation data")
+        samples(cfg, datasets(cfg, Train()).val, "validation data")
     assert ("draws in __getitem__" in caplog.text) == is_random
 
 
@@ -251,7 +251,7 @@ def test_with_on_error_skip_no_validation_sample_takes_the_place_of_a_broken_one
     cfg = composed(
         "dataset.on_error=skip", "dataset.transforms=[{_target_:test_validation.broken,_partial_:true}]", *OWN
     )
-    data = datasets(cfg)
+    data = datasets(cfg, Train())
     train = BatchLoader(samples(cfg, data.train, "training data"), Converter(torch.device("cpu")))
     read = {
         int(number)
@@ -274,7 +274,7 @@ def test_images_of_a_folder_val_are_taken_as_they_are(tmp_path: Path, option: st
     write_small_data(tmp_path)
     words = [f"dataset={option}", f"data_dir={tmp_path}", "dataset.size=8", f"dataset.cache={cache}"]
     words += ["dataset.validation=auto"]
-    without = datasets(composed(*words))
+    without = datasets(composed(*words), Train())
     assert (len(without.train), len(without.val), len(without.test)) == (22, 2, 8)
     for name in ("cat", "dog"):
         _save(tmp_path / "val" / name / "a.jpg")
@@ -282,17 +282,17 @@ def test_images_of_a_folder_val_are_taken_as_they_are(tmp_path: Path, option: st
         file.writelines(f"val/{name}/a.jpg,{name},val\n" for name in ("cat", "dog"))
     cfg = composed(*words)
     prepare(cfg)
-    found = datasets(cfg)
+    found = datasets(cfg, Train())
     assert (len(found.train), len(found.val), len(found.test), found.held_out) == (24, 2, 8, None)
     assert [path.parent.parent.name for path, _ in found.val.source.files] == ["val", "val"]
     assert isinstance(found.val, InMemoryDataset) == (cache == "auto")  # decoded as the others
-    drawn = datasets(composed(*words[:-1], "dataset.validation=0.25"))
+    drawn = datasets(composed(*words[:-1], "dataset.validation=0.25"), Train())
     assert (len(drawn.train), len(drawn.val)) == (18, 6)
 
 
 def test_a_node_reads_validation_data_of_its_own() -> None:
     cfg = composed("dataset.validation={_target_:lockstep.data.builtin.digits,train:false}")
-    data = datasets(cfg)
+    data = datasets(cfg, Train())
     assert (len(data.train), len(data.val), data.held_out) == (TRAIN, 360, None)
 
 

@@ -14,7 +14,7 @@ from support.worlds import in_world, train
 pytestmark = pytest.mark.whole
 
 SMALL = ["model=mlp", "model.width=16", "logger=[]"]
-OWN_MODEL = "from lockstep.models.mlp import mlp\n\ndef net(**options):\n    return mlp(**options)\n"
+OWN_MODEL = "from lockstep.models.mlp import mlp\n\ndef net(shape, classes, width):\n    return mlp(shape, classes, width, 2, 0.0)\n"
 
 
 def _sentences(configs: list[Any]) -> list[str]:
@@ -31,6 +31,7 @@ def test_other_data_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
     configs = []
     for half, fault in (("train", "short"), ("train", "other"), ("test", "short"), ("test", "other")):
         halves = [f"dataset.{each}._target_={target}" for each in ("train", "test")]
+        halves += ["dataset.train.train=true", "dataset.test.train=false"]
         options = [f"+dataset.{each}.{key}" for each in ("train", "test") for key in (f"half={half}", f"fault={fault}")]
         configs.append(composed(f"run_dir={tmp_path / half / fault}", *SMALL, *halves, *options))
     for short, other, test_short, test_other in in_world(2, _sentences, configs):

@@ -1,4 +1,4 @@
-"""Arguments do not outlive their class: what a typed `_target_` keeps of an option, and what such a run can be used for."""
+"""Arguments do not outlive their class: what a typed `_target_` keeps of an option, and what its run is used for."""
 
 import re
 import shlex

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.commands import ON_TEST
 from support.configs import composed, with_values
 from support.event_files import scalars
 from support.recording import Call, record_trainings
@@ -97,7 +98,7 @@ def test_a_shortcut_from_rgb_stays_contiguous_on_a_cpu_where_the_other_layout_da
 
 EVALUATED = [
     "model=linear", "trainer.epochs=5", "trainer.precision=fp64", "scheduler=constant", "logger=[tensorboard]",
-    "trainer.batch_size=500", "monitor=test/loss", "dataset.mean=null", "dataset.std=null",
+    "trainer.batch_size=500", "monitor=val/loss", ON_TEST, "dataset.mean=null", "dataset.std=null",
 ]  # fmt: skip
 
 
@@ -110,7 +111,7 @@ def test_evaluations_come_when_they_are_due_and_end_a_run_that_does_not_improve(
         "better": ["evaluation.patience=2"],
     }
     in_world(1, train_all, [with_values(base, f"run_dir={tmp_path / name}", *values) for name, values in runs.items()])
-    steps = {name: [step for step, _ in scalars(tmp_path / name)["test/loss"]] for name in runs}
+    steps = {name: [step for step, _ in scalars(tmp_path / name)["val/loss"]] for name in runs}
     assert steps["each"] == steps["better"] == [3, 6, 9, 12, 15]
     assert steps["every"] == [6, 12, 15]  # and at the end
     assert steps["still"] == [3, 6, 9]
@@ -127,7 +128,7 @@ def test_the_average_of_the_weights_is_evaluated_and_exported(tmp_path: Path, ra
     first, second, third = (saved_parameters(tmp_path / name, model) for name in "123")
     by_hand = 0.7 * (0.7 * first + 0.3 * second) + 0.3 * third
     assert distance(by_hand, saved_parameters(tmp_path / "ema", model)) < 1e-12
-    assert scalars(tmp_path / "ema")["test/loss"][-1][1] == pytest.approx(loss_with(model, by_hand), rel=1e-6)
+    assert scalars(tmp_path / "ema")["val/loss"][-1][1] == pytest.approx(loss_with(model, by_hand), rel=1e-6)
 
 
 def loss_with(model: torch.nn.Module, weights: torch.Tensor) -> float:
