@@ -3,8 +3,6 @@
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from hydra.utils import get_object
@@ -29,10 +27,10 @@ def check_options(
 ) -> None:
     """Raise ConfigError for what options and machine contradict."""
     if all(config.task.get(key, "given") is not None for key in ("shape", "classes")):  # else the data tells
-        with seeded(config.seed), suppress_errors_of_users():
+        with seeded(config.seed):
             task = instantiate_as(Task, config.task, "task")
-            if config.objective is not None:
-                task.mode(config.objective)
+        if config.objective is not None:
+            task.mode(config.objective)
     job = job_spec(config, launcher)
     has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
     if job.compile and not has_compiler and not launcher.runs_elsewhere:
@@ -58,17 +56,6 @@ def check_options(
         )
     if not mode.needs_run:
         check_batch_size(config, strategy.data_parallel_size(job.world_size))
-
-
-@contextmanager
-def suppress_errors_of_users() -> Iterator[None]:
-    """The ranks report them, with the line."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception:
-        pass
 
 
 def check_mode(config: RunConfig, mode: Mode, job: JobSpec) -> None:

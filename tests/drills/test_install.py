@@ -41,5 +41,5 @@ def test_an_editable_install_gives_the_command_and_the_package_and_a_copy_is_ref
     assert installed.returncode == 0, installed.stdout
     assert "epoch 1/1" in run(programs / "lockstep", "model=mlp", "trainer.epochs=1").stdout
     assert "mlp" in run(programs / "lockstep", "table", "outputs").stdout
-    loaded = run(programs / "python", "-c", "import lockstep; print(lockstep.compose(['model=mlp']).model.width)")
+    loaded = run(programs / "python", "-c", "import lockstep; print(lockstep.compose(['model=mlp']).model['width'])")
     assert loaded.stdout.strip() == "128"

@@ -18,7 +18,7 @@ OVERRIDE = re.compile(r"[+~]*[\w/.@]+=\S+")
 # key=value, and no key of this config: of Python, torchrun or Slurm.
 FOREIGN_KEYS = {"weights_only", "is_host", "AuthInfo"}
 # What this machine lacks: another one's network interface, and a plugin of Hydra.
-NOT_HERE = ("backend.socket_ifname=", "hydra.")
+NOT_HERE = ("model=mine", "backend.socket_ifname=", "hydra.")
 
 Overrides = tuple[str, ...]
 

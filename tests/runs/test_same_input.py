@@ -14,7 +14,12 @@ from support.worlds import in_world, train
 pytestmark = pytest.mark.whole
 
 SMALL = ["model=mlp", "model.width=16", "logger=[]"]
-OWN_MODEL = "from lockstep.models.mlp import mlp\n\ndef net(shape, classes, width):\n    return mlp(shape, classes, width, 2, 0.0)\n"
+OWN_MODEL = """
+from lockstep.models.mlp import mlp
+
+def net(shape, classes, width):
+    return mlp(shape, classes, width, 2, 0.0)
+"""
 
 
 def _sentences(configs: list[Any]) -> list[str]:

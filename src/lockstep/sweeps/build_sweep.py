@@ -338,7 +338,7 @@ def run_sweep(context: HydraContext, master: DictConfig, task: TaskFunction, wor
     settings = jobs.settings
     plan = make_plan(settings, fixed, lambda: _product(overrides), lambda: read_space(overrides, fixed), jobs.allowed())
     checked = jobs.check(plan.lists)
-    node: Any = OmegaConf.to_container(jobs.base.launch)
+    node: Any = OmegaConf.to_container(jobs.base.launch, resolve=True)
     check_nodes("launch", node)
     launcher = instantiate_as(Launcher, node, "launch")
     objectives = [config.objective for _, config in checked if config.objective is not None]
