@@ -219,9 +219,8 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
     known = any(isinstance(cause, HydraException | errors.OmegaConfBaseException | yaml.YAMLError) for cause in causes)
     callers = [name for name in raised_in if name != "pathlib"]
     if isinstance(error, OSError) and callers[-1:] == ["hydra"] and raised_in[-1] == "pathlib":  # it makes the folder
-        from lockstep.distributed.run_folder import unwritable
-
-        return unwritable(error.filename, error)
+        advice = "type hydra.run.dir=<a folder you can write to>"
+        return f"the run folder {error.filename} cannot be written ({error.strerror}); {advice}"
     if not known and raised_in[-1:] not in (["hydra"], ["omegaconf"]):
         return None
     overrides = [one for one in words if not one.startswith("-")]
