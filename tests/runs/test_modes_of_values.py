@@ -12,7 +12,7 @@ from support.commands import PYTHON_TRAIN, ROOT, Command
 from support.own_data import Values
 
 TESTS = ROOT / "tests"
-TYPED = ["--config-dir=conf"]  # a folder of configs is typed again
+TYPED = ["--config-dir=conf", "model=versioned"]
 MODEL = "{_target_: support.models.Versioned, in_features: 4, out_features: 1}\n"
 
 

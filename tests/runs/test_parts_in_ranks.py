@@ -1,7 +1,7 @@
 """The parts of a job, built once before ranks start, arrive in each of them by every way to start ranks."""
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,26 +45,23 @@ def plain(part: object) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def in_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of each job, trained in ranks that built the parts themselves."""
+    """The folder of each job, and of one with the defaults, trained in ranks that built the parts themselves."""
     folder = tmp_path_factory.mktemp("in_world")
-    in_world(2, train_all, [composed(*SHORT, *words, f"run_dir={folder / name}") for name, words in JOBS.items()])
+    jobs = JOBS | {"defaults": []}
+    in_world(2, train_all, [composed(*SHORT, *words, f"run_dir={folder / name}") for name, words in jobs.items()])
     return folder
 
 
-def by_command(start: Callable[..., Command], folder: Path, words: Sequence[str]) -> Path:
-    start(*PYTHON_TRAIN, *SHORT, *words, f"hydra.run.dir={folder}").finish()
-    return folder
-
-
-@pytest.mark.new_process
 @pytest.mark.whole
 @pytest.mark.parametrize("launch", LAUNCHERS)
 @pytest.mark.parametrize("name", JOBS)
 def test_parts_arrive_in_the_ranks(
     start: Callable[..., Command], in_two_ranks: Path, tmp_path: Path, name: str, launch: str
 ) -> None:
-    run = by_command(start, tmp_path / "run", [*JOBS[name], f"launch={launch}", "launch.nproc_per_node=2"])
-    assert distance(weights(in_two_ranks / name), weights(run)) < 1e-12
-    other = by_command(start, tmp_path / "plain", [f"launch={launch}", "launch.nproc_per_node=2"])
-    differs = distance(weights(run), weights(other)) > 1e-12
-    assert differs == (name == "powersgd")  # of these three, it alone is no exact sum
+    words = [*SHORT, *JOBS[name], f"launch={launch}", "launch.nproc_per_node=2", "hydra.run.dir=run"]
+    start(*PYTHON_TRAIN, *words).finish()
+    found, expected, defaults = (
+        weights(place) for place in (tmp_path / "run", in_two_ranks / name, in_two_ranks / "defaults")
+    )
+    assert distance(expected, found) < 1e-12
+    assert (distance(defaults, found) > 1e-9) == (name == "powersgd")  # of these, it alone is no exact sum
