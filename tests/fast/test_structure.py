@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": {"failures", "errors"},
     "runs": {"failures", "errors"},  # reads and writes run folders for train.py and runs.py, without torch
     "sweeps": {"runs", "distributed", "failures", "errors"},  # a job of a sweep is a run
-    "cli": {"sweeps", "runs", "config", "distributed", "launchers", "failures", "errors"},
+    "cli": {"modes", "sweeps", "runs", "config", "distributed", "launchers", "failures", "errors"},
     "launchers": {"distributed", "failures", "errors"},
     "data": {"distributed", "failures", "errors"},
     "models": {"distributed", "errors"},

@@ -4,6 +4,7 @@ command with what it says is right, or goes wrong elsewhere."""
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -187,16 +188,22 @@ def test_what_a_refusal_says_to_type_is_right(
     monkeypatch.syspath_prepend(str(project))
     monkeypatch.chdir(project)
     table, faults, helped = [], [], 0
-    for kept, wrong, named in ROWS:
+
+    def refused(row: list[str]) -> Command:
+        words = shlex.split(f"{row[0]} {row[1]}")
+        return start(*PYTHON_TRAIN, *words, cwd=project, PYTHONPATH=project).finish(None)
+
+    with ThreadPoolExecutor(2) as threads:
+        commands = list(threads.map(refused, ROWS))
+    for (kept, wrong, named), command in zip(ROWS, commands, strict=True):
         mistake = shlex.split(wrong)
         words = [*shlex.split(kept), *mistake]
-        command = start(*PYTHON_TRAIN, *words, cwd=project, PYTHONPATH=project).finish(None)
         lines = command.output.splitlines()
         sentences = [line for line in lines if line.startswith("lockstep: ")]
         others = [line for line in lines if line not in sentences and not line.startswith("    ")]
         said = sentences[0] if sentences else ""
-        refused = command.process.returncode == 2 and len(sentences) == 1 and not others
-        if not refused or named not in said or "; type " not in said:
+        is_right = command.process.returncode == 2 and len(sentences) == 1 and not others
+        if not is_right or named not in said or "; type " not in said:
             faults.append(f"{wrong}: exit {command.process.returncode}\n{command.output[-2000:]}")
             continue
         advice, tried, end = advice_in(said), list[str](), "something is to be filled in"

@@ -62,6 +62,8 @@ class Answer:
             return None if self.sentences and told == self.sentences else "a job without a sentence"
         if self.code != 2 and not (self.code == 1 and "not finite" in self.output):
             return f"exit code {self.code}"
+        if "train.py: error: argument " in self.output:  # argparse's, for a wrong flag
+            return None
         if len(self.sentences) != 1:
             return f"{len(self.sentences)} sentences"
         return None if re.search(r"\btype \S", self.sentences[0]) else "a sentence without what to type"
