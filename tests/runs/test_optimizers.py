@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.training.optimizers import MuonWithAdamW
 from lockstep.training.parameter_groups import ParameterRules
 from lockstep.training.schedulers import AnySchedule, Plateau
-from support.commands import Command
+from support.commands import ON_TEST, Command
 from support.configs import with_values
 from support.event_files import scalars
 from support.refusals import accepted, answer
@@ -137,6 +137,7 @@ def test_muon_and_a_schedule_with_warm_up_go_on_where_they_stopped(tmp_path: Pat
     schedule = "scheduler.schedule={_target_:torch.optim.lr_scheduler.StepLR,step_size:1,gamma:0.5}"
     words = ["optimizer=muon", "scheduler=torch", schedule, "scheduler.warmup_epochs=1.5"]
     words += ["model=mlp", "trainer.precision=fp64", "trainer.epochs=3", "trainer.batch_size=200", "logging.every=1"]
+    words += [ON_TEST]
     cfg = accepted(*words, "logger=[tensorboard]")
     whole, moved, alone = (with_values(cfg, f"run_dir={tmp_path / name}") for name in ("whole", "moved", "alone"))
     sharded = with_values(accepted(*words, "strategy=fsdp", "logger=[]"), f"run_dir={tmp_path / 'sharded'}")

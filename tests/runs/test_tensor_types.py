@@ -277,7 +277,7 @@ def test_factors_of_a_loss_are_a_node(tmp_path: Path, target: str) -> None:
         return F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=torch.tensor([3.0]).double())
 
     pairs = (data.samples.double(), data.targets.double())
-    make = partial(torch.optim.SGD, lr=cfg.optimizer.lr)
+    make = partial(torch.optim.SGD, lr=cfg.optimizer["lr"])
     reference = train_reference(model, pairs, mean_loss, make, epochs=2, batch_size=16)
     assert distance(reference.weights, weights(tmp_path / "run")) < 1e-12
 
