@@ -31,6 +31,7 @@ from lockstep.errors import (
     EXIT_CODES,
     EXIT_FAILED,
     RAISED_BY_ALL,
+    CannotStartNow,
     ConfigError,
     RankFailed,
     exit_code_of,
@@ -139,6 +140,12 @@ def as_config_error(error: BaseException, words: Sequence[str] | None = None) ->
     """The ConfigError for an error of the user's input, None for any other. words: of another command than this one."""
     if isinstance(error, ConfigError):
         return error
+    raised_in = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    callers = [name for name in raised_in if name != "pathlib"]
+    if isinstance(error, OSError) and callers[-1:] == ["hydra"] and raised_in[-1] == "pathlib":  # it makes the folder
+        from lockstep.distributed.run_folder import unwritable
+
+        return CannotStartNow(unwritable(error.filename, error))
     sentence = None if isinstance(error, RankFailed) else explain(error, sys.argv[1:] if words is None else words)
     return None if sentence is None else ConfigError(sentence)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
     from lockstep.strategies.gradient_sync import GradientSync
 
-GROUPS = ("launch", "mode", "model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "logger")
+GROUPS = ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "logger")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
     launcher, mode = instantiate_as(Launcher, config.launch, "launch"), instantiate_as(Mode, config.mode, "mode")
     if not starts and not mode.trains:
         raise ConfigError(f"mode={mode.name} is no training, and a sweep trains; type mode=train")
-    if starts:
+    if starts and not mode.starts_ranks:
         launcher.prepare("lockstep.launchers.rank_imports")
     parts = build_parts(config, CalledHere(launcher) if mode.starts_ranks else launcher, mode)
     if starts and not (mode.starts_ranks or launcher.runs_elsewhere):

@@ -20,7 +20,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf, errors
 
 from lockstep.compat import root_of
-from lockstep.config.schema import CALLED_LATER, CONF, Node, RunConfig, build
+from lockstep.config.schema import CONF, LATER, Node, RunConfig, build
 from lockstep.errors import ConfigError
 
 SPELLED: dict[str, bool | None] = dict.fromkeys(("yes", "on", "true"), True)
@@ -40,7 +40,7 @@ def check(cfg: DictConfig) -> RunConfig:
     values.setdefault("logger", {})  # logger=[] leaves no section
     values = in_home(values)
     check_values("", values, RunConfig)
-    for section, name in CALLED_LATER:
+    for section, name in [key.split(".") for key in LATER if "." in key]:
         node = values[section].get(name)
         if isinstance(node, dict) and "_target_" in node:
             node["_partial_"] = True
@@ -217,10 +217,6 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
     causes = sorted(_causes(error), key=lambda cause: not isinstance(cause, ConfigError))  # a resolver may raise one
     raised_in = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
     known = any(isinstance(cause, HydraException | errors.OmegaConfBaseException | yaml.YAMLError) for cause in causes)
-    callers = [name for name in raised_in if name != "pathlib"]
-    if isinstance(error, OSError) and callers[-1:] == ["hydra"] and raised_in[-1] == "pathlib":  # it makes the folder
-        advice = "type hydra.run.dir=<a folder you can write to>"
-        return f"the run folder {error.filename} cannot be written ({error.strerror}); {advice}"
     if not known and raised_in[-1:] not in (["hydra"], ["omegaconf"]):
         return None
     overrides = [one for one in words if not one.startswith("-")]

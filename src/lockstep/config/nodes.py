@@ -16,19 +16,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.compat import hydra_may_call_all
 from lockstep.config.check import check_values, default_of, flatten, join, show
-from lockstep.config.schema import FROM_DATA, Node
+from lockstep.config.schema import FROM_DATA, LATER, Node
 from lockstep.errors import ConfigError
 
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 CHECKED_BY_TYPE = ("lockstep.", "torch.optim.")  # of another class only the names of its arguments are known
 ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-# What the program passes beside the arguments of a node: how many by position, and which names.
-LATER: dict[str, tuple[int, frozenset[str]]] = {
-    "optimizer": (1, frozenset()),
-    "scheduler": (1, frozenset({"steps_per_epoch", "total_steps", "objective_mode"})),
-    "scheduler.schedule": (1, frozenset()),
-    "dataset.collate_fn": (1, frozenset()),
-}
 
 Kind = TypeVar("Kind")
 

@@ -53,7 +53,13 @@ Classes = Count
 Duration = Annotated[str, Pattern(r"(?!0+(\.0+)?\D)\d+(\.\d+)?\s*(s|min|h)", "a time such as 90s, 30min or 2h")]
 Interval = Annotated[str, Pattern(r"(?!0+\D)(\d+)?\s*(epoch|step|min)s?", "epochs, steps or minutes, such as 50steps")]
 
-CALLED_LATER = (("scheduler", "schedule"), ("dataset", "collate_fn"))  # nodes inside others that need no _partial_
+# What the program passes beside the arguments of a node: how many by position, and which names.
+LATER: dict[str, tuple[int, frozenset[str]]] = {
+    "optimizer": (1, frozenset()),
+    "scheduler": (1, frozenset({"steps_per_epoch", "total_steps", "objective_mode"})),
+    "scheduler.schedule": (1, frozenset()),
+    "dataset.collate_fn": (1, frozenset()),
+}
 FROM_DATA = ("shape", "classes")  # null in a node: the training data tells
 
 
