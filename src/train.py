@@ -23,6 +23,7 @@ from lockstep.compat import hydra_version_base
 from lockstep.config.check import check
 from lockstep.config.nodes import with_own_arguments
 from lockstep.config.record import record_config, typed_overrides
+from lockstep.distributed.run_folder import require_same_run
 from lockstep.errors import exits_are_failures
 
 
@@ -33,7 +34,7 @@ def main(cfg: DictConfig) -> Any:
         cfg = with_own_arguments(cli.with_values_of_run(cfg), typed_overrides(HydraConfig.get()))
         config = check(cfg)
         record = record_config(cfg, config, HydraConfig.get(), sys.argv)
-        record.require_same_run(Path(config.run_dir))
+        require_same_run(record, Path(config.run_dir))
         from lockstep.preflight import preflight  # imports torch
 
         parts = preflight(config)

@@ -18,7 +18,7 @@ from lockstep.data.loader import BatchLoader
 from lockstep.data.partition import seeded
 from lockstep.distributed.world import World, require_same_data
 from lockstep.errors import ConfigError
-from lockstep.loggers.base import Logger, LoggerList, RunInfo
+from lockstep.loggers.base import Logger, LoggerList, RunInfo, hyperparameters
 from lockstep.loggers.run_json import RunJson, run_facts
 from lockstep.preflight_rules import accumulates_more, check_batch_size
 from lockstep.runs.record import read_run
@@ -218,7 +218,7 @@ def run_info(config: RunConfig, record: ConfigRecord, snapshots: SnapshotManager
     return RunInfo(
         run_dir=snapshots.run_dir,
         config_yaml=record.files["config.yaml"],
-        hyperparameters=record.columns(world.size),
+        hyperparameters=hyperparameters(record, world.size),
         metrics=list(state.task.metrics),
         world_size=world.size,
         data_parallel_size=state.strategy.data_parallel_size(world.size),

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.check import default_of, show, word
-from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate, parameters_of
+from lockstep.config.check import default_of, word
+from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate, takes
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.run_folder import check_run_folder
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import CalledHere, Launcher
 from lockstep.modes.base import Mode
+from lockstep.text import show
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
@@ -101,9 +102,9 @@ def check_optimizer(config: RunConfig) -> None:
         defaults = {name: default_of(f"optimizer.{name}", node["_target_"]) for name in node if name != "_target_"}
         fitting = [word(f"optimizer.{name}", value) for name, value in defaults.items() if not refusal({name: value})]
         raise ConfigError(f"{node['_target_']} refuses its arguments ({reason}); type {[*fitting, 'optimizer=sgd'][0]}")
-    taken = parameters_of(locate("optimizer", node["_target_"])) or ()
+    target = locate("optimizer", node["_target_"])
     for group in groups:
-        reason = refusal({name: value for name, value in group.items() if name in taken}) if is_torchs else ""
+        reason = refusal({name: value for name, value in group.items() if takes(target, name)}) if is_torchs else ""
         if reason or not group.get("match"):
             reason, example = reason or "it has no match, the names of parameters", "[{match:fc,lr:0.1}]"
             raise ConfigError(

@@ -20,6 +20,7 @@ from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync import Auto, GradientSync
 from lockstep.tasks.base import Task
+from lockstep.training.state import time_limit
 
 
 def check_options(
@@ -31,6 +32,7 @@ def check_options(
             task = instantiate_as(Task, config.task, "task")
         if config.objective is not None:
             task.mode(config.objective)
+    time_limit(config.trainer.max_time)
     job = job_spec(config, launcher)
     has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
     if job.compile and not has_compiler and not launcher.runs_elsewhere:

@@ -4,15 +4,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 
-def plain(value: Any) -> str:
+def show(value: object) -> str:
     """A value on one line, as it is typed on the command line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(map(plain, value))}]"
-    return "".join(character if character.isprintable() else " " for character in str(value))
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(show, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{show(item)}" for key, item in value.items()) + "}"
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def first_line(error: BaseException) -> str:

@@ -15,7 +15,9 @@ from lockstep import cli
 from lockstep.config.check import check
 from lockstep.config.record import config_flags, record_config
 from lockstep.config.schema import CONF
+from lockstep.distributed.run_folder import require_same_run
 from lockstep.errors import ConfigError
+from lockstep.loggers.base import hyperparameters
 from support.commands import TRAIN, Command
 from support.configs import as_composed
 
@@ -58,10 +60,10 @@ def test_a_record_has_what_was_typed_and_no_secret(monkeypatch: pytest.MonkeyPat
     assert record.flat["vars.word"] == "secret-word"
     assert record.shown["vars.word"] == "${oc.env:WORD}"
     assert record.shown["vars.of"] == "${vars.word}"
-    shown = [record.shown, record.options, record.overrides, record.command, record.files, record.columns(2)]
+    shown = [record.shown, record.options, record.overrides, record.command, record.files, hyperparameters(record, 2)]
     assert "secret-word" not in str(shown)
     assert record.shown["seed"] == 3
-    assert record.columns(2) | {"seed": 3, "world_size": 2, "model": "mlp"} == record.columns(2)
+    assert hyperparameters(record, 2) | {"seed": 3, "world_size": 2, "model": "mlp"} == hyperparameters(record, 2)
     assert yaml.safe_load(record.files["overrides.yaml"]) == words
     assert record.command == "python src/train.py model=mlp '+vars.word=${oc.env:WORD}' '+vars.of=${vars.word}' " + (
         "'+vars.in={a:x${vars.of}}' seed=3"
@@ -155,10 +157,10 @@ def test_the_values_of_the_run_count_where_a_file_says_another_one_today(
 def test_a_run_folder_holds_a_run_of_one_config(tmp_path: Path) -> None:
     record = record_of("model=mlp", argv=["src/train.py"])
     run = run_of(tmp_path / "run", [], {"model": {"_target_": "lockstep.models.mlp.mlp", "width": 9}})
-    record.require_same_run(run)  # it has no snapshot
+    require_same_run(record, run)  # it has no snapshot
     (run / "snapshots").mkdir()
     (run / "snapshots" / "step_1.pt").touch()
     with pytest.raises(ConfigError, match=r"holds a run with .*; type .* to go on with it, or hydra.run.dir=<a new"):
-        record.require_same_run(run)
+        require_same_run(record, run)
     (run / ".hydra" / "config.yaml").write_text(record.files["config.yaml"].replace("epochs: 5", "epochs: 9"))
-    record.require_same_run(run)  # how long it trains may change
+    require_same_run(record, run)  # how long it trains may change

@@ -1,7 +1,6 @@
 """Values of a config: every option composes and passes the checks, and a wrong value is refused in one sentence."""
 
 import multiprocessing
-import pickle
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from typing import Any, get_type_hints
@@ -9,10 +8,11 @@ from typing import Any, get_type_hints
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from lockstep.config.check import OPTIONS, check, flatten, show
+from lockstep.config.check import OPTIONS, check, flatten
 from lockstep.config.nodes import check_nodes, nodes_in
 from lockstep.config.schema import CONF, RunConfig
 from lockstep.errors import ConfigError
+from lockstep.text import show
 from support.configs import as_composed, composed
 from support.refusals import answer
 
@@ -21,11 +21,10 @@ WRONG = """
  | seed=abc | a valid integer | seed=0
  | seed=-1 | greater than or equal to 0 | seed=0
  | seed=null | a valid integer | seed=0
- | seed=2.5 | a valid integer | seed=2
+ | seed=2.5 | a valid integer | seed=0
  | trainer.epochs=0 | greater than or equal to 1 | trainer.epochs=5
  | trainer.epochs=true | a valid integer | trainer.epochs=5
  | trainer.max_time=30 | a valid string | trainer.max_time=null
- | trainer.max_time=0s | a time such as 90s, 30min or 2h | trainer.max_time=null
  | trainer.compile=fast | a valid boolean or 'reduce-overhead' or 'max-autotune' | trainer.compile=false
  | trainer.ema=1 | less than 1 | trainer.ema=null
  | trainer.max_grad_norm=inf | a finite number | trainer.max_grad_norm=null
@@ -34,7 +33,6 @@ WRONG = """
  | trainer.final=all | 'train+val' | trainer.final=null
  | evaluation.test=always | 'end', 'every' or 'never' | evaluation.test=end
  | snapshot.every=9 | a valid string | snapshot.every=1epochs
- | snapshot.every=0steps | epochs, steps or minutes, such as 50steps | snapshot.every=1epochs
  | snapshot.format=whole | 'auto', 'full' or 'sharded' | snapshot.format=auto
  | watch.nan=ignore | 'stop', 'skip' or 'rollback' | watch.nan=stop
  | watch.straggler=1 | greater than 1 | watch.straggler=1.5
@@ -116,7 +114,7 @@ def test_the_config_is_frozen_and_a_spawned_process_gets_it_whole() -> None:
     ours, theirs = context.Pipe()
     process = context.Process(target=_answer, args=(config, theirs))
     process.start()
-    assert ours.recv() == pickle.dumps(config)
+    assert ours.recv() == config
     process.join()
     changed = config.changed({"trainer.epochs": 99, "model.width": 3, "scheduler": {"_target_": "a.b"}})
     assert (changed.trainer.epochs, changed.model["width"], changed.scheduler) == (99, 3, {"_target_": "a.b"})
@@ -124,7 +122,7 @@ def test_the_config_is_frozen_and_a_spawned_process_gets_it_whole() -> None:
 
 
 def _answer(config: RunConfig, pipe: Any) -> None:
-    pipe.send(pickle.dumps(config))
+    pipe.send(config)
 
 
 def of_sections(kind: type[Any], prefix: str = "") -> Iterator[str]:

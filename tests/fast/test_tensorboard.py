@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.config.record import ConfigRecord
-from lockstep.loggers.base import EpochSummary
+from lockstep.loggers.base import EpochSummary, hyperparameters
 from lockstep.loggers.tensorboard import HEADER, TensorBoardLogger, last_wall_time, layout, read_events
 from support.event_files import Backend, scalars
 from support.logged import run_info
@@ -132,7 +132,7 @@ def test_a_run_has_no_chart_that_stays_empty(tmp_path, ranks, profiled, missing)
     ],
 )
 def test_each_key_is_a_column_with_its_type(key, value, column):
-    assert record({key: value}).columns(2) == {key: column, "world_size": 2}
+    assert hyperparameters(record({key: value}), 2) == {key: column, "world_size": 2}
 
 
 def record(shown, options=()):
@@ -143,7 +143,7 @@ def test_options_are_columns_and_places_and_nulls_are_not():
     flat = {"run_dir": "a", "data_dir": "b", "logger.csv.run_dir": "a", "model._target_": "x.y", "trainer.ema": None}
     flat |= {"trainer.pause_after": 3, "backend.timeout": 300, "sweep.slots": 2}
     options = {"model": "mlp", "launch": "fork", "backend": "gloo", "experiment": None, "hydra/output": "default"}
-    assert record(flat, options).columns(4) == {"model": "mlp", "world_size": 4}
+    assert hyperparameters(record(flat, options), 4) == {"model": "mlp", "world_size": 4}
 
 
 def test_the_config_is_a_text_of_tensorboard(tmp_path):

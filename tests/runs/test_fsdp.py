@@ -139,7 +139,7 @@ def live_bytes() -> int:
 
 WATCHED_MODEL = [
     "model=mlp", "model._target_=support.models.watched_layers", "model.width=200", "model.depth=4",
-    "model.dropout=0.0", "trainer.precision=fp64", "dataset=random", "dataset.samples=10",
+    "trainer.precision=fp64", "dataset=random", "dataset.samples=10",
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from lockstep.config.check import show
+from lockstep.text import show
 
 Text = st.SearchStrategy[str]
 

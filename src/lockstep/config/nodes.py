@@ -3,8 +3,7 @@
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, TypeVar
@@ -15,13 +14,13 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.compat import hydra_may_call_all
-from lockstep.config.check import check_values, default_of, flatten, join, show
+from lockstep.config.check import check_values, default_of, flatten, join
 from lockstep.config.schema import FROM_DATA, LATER, Node
 from lockstep.errors import ConfigError
+from lockstep.text import show
 
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 CHECKED_BY_TYPE = ("lockstep.", "torch.optim.")  # of another class only the names of its arguments are known
-ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 Kind = TypeVar("Kind")
 
@@ -53,64 +52,60 @@ def locate(key: str, path: object) -> Callable[..., Any]:
         if not callable(found):
             raise TypeError("it is neither a class nor a function")
     except Exception as error:  # a module of the user's may raise anything
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
         if missing == names[0]:
             advice = f"--config-dir=<a folder beside {missing}.py>, or PYTHONPATH=<its folder> before the command"
         elif missing and not str(path).startswith(missing):
             advice = f"pip install {missing.partition('.')[0]}"
-        elif inspect.ismodule(found):
-            known = [name for name in dir(found) if callable(getattr(found, name))]
-            meant = get_close_matches(names[-1], known, 1)
-            advice = f"{key}._target_={found.__name__}.{meant[0]}" if meant else advice
+        elif inspect.ismodule(found) and (meant := get_close_matches(names[-1], dir(found), 1)):
+            advice = f"{key}._target_={found.__name__}.{meant[0]}"
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"{key}._target_={path} cannot be imported ({reason}); type {advice}") from error
     return found  # type: ignore[no-any-return]
 
 
-def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """None if any name may be passed, or if Python cannot tell."""
-    named = named_by(target)
-    return None if named is None or any(one.kind is one.VAR_KEYWORD for one in named.values()) else named
-
-
-def named_by(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """The parameters in a signature, None if Python cannot tell."""
+def signature_of(target: Callable[..., Any]) -> inspect.Signature:
+    """One that takes anything where Python cannot tell."""
     try:
-        return inspect.signature(target).parameters
+        return inspect.signature(target)
     except (TypeError, ValueError):
-        return None
+        return inspect.signature(lambda *_, **__: None)
+
+
+def takes(target: Callable[..., Any], name: str) -> bool:
+    """Whether an argument of this name may be passed, as far as Python can tell."""
+    parameters = signature_of(target).parameters
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def check_nodes(group: str, value: object) -> None:
     """Raise ConfigError if a node inside `value`, the config of `group`, names nothing, or does not take its arguments,
     or needs others."""
     for key, node in nodes_in(value, group):
-        target = locate(key, node["_target_"])
-        parameters = named_by(target)
-        if parameters is None:
-            continue
+        target, path = locate(key, node["_target_"]), str(node["_target_"])
+        signature = signature_of(target)
         count, later = LATER.get(key, (0, frozenset[str]()))
         given = {name: value for name, value in node.items() if name not in HYDRA_KEYS}
-        positional = [name for name, one in parameters.items() if one.kind <= one.POSITIONAL_OR_KEYWORD]
-        filled = {*positional[: count + len(node.get("_args_") or ())], *later}
-        free = [name for name in parameters if name not in given and name not in filled]
-        unknown = [name for name in given if name not in parameters or name in filled]
-        if unknown and parameters_of(target) is not None:
-            meant = get_close_matches(unknown[0], free, 1)
-            words = [f"~{join(key, name)}" for name in unknown]
-            words += [f"+{join(key, name)}={show(given[unknown[0]])}" for name in meant]
-            takes = f", but {', '.join(free)}" if free else ""
-            raise ConfigError(f"{node['_target_']} takes no {' or '.join(unknown)}{takes}; type {' '.join(words)}")
-        needed = [name for name in free if parameters[name].default is parameters[name].empty]
-        missing = [name for name in needed if parameters[name].kind not in ANY_NUMBER]
-        if missing and (count or not node.get("_partial_")):
-            words = [f"+{join(key, name)}=<value>" for name in missing]
-            raise ConfigError(f"{node['_target_']} needs {' and '.join(missing)}; type {' '.join(words)}")
-        if str(node["_target_"]).startswith(CHECKED_BY_TYPE):
+        positional = [None] * (count + len(node.get("_args_") or ()))
+        others = dict.fromkeys(later & signature.parameters.keys())
+        try:
+            signature.bind_partial(*positional, **given, **others)
+            if count or not node.get("_partial_"):
+                signature.bind(*positional, **given, **others)
+        except TypeError as error:
+            name = [*str(error).split("'"), "_args_"][1]
+            free = [one for one in [*signature.parameters][len(positional) :] if one not in given and one not in others]
+            if name not in given:
+                raise ConfigError(f"{path} needs {name}; type +{join(key, name)}=<value>") from None
+            words = [f"~{join(key, name)}"]
+            words += [f"+{join(key, one)}={show(given[name])}" for one in get_close_matches(name, free, 1)]
+            other = f", but {', '.join(free)}" if free else ""
+            raise ConfigError(f"{path} takes no {name}{other}; type {' '.join(words)}") from None
+        if path.startswith(CHECKED_BY_TYPE):
             null = {name for name in FROM_DATA if given.get(name) is None}  # the data will tell
             nodes = {name for name, value in given.items() if any(nodes_in(value, name))}  # objects later
             names = tuple(name for name in given if name not in null | nodes)
-            check_values(key, {name: node[name] for name in names}, _model_of(target, names), node["_target_"])
+            check_values(key, {name: node[name] for name in names}, _model_of(target, names), path)
 
 
 @cache
@@ -130,33 +125,25 @@ def instantiate(node: Node | Sequence[Node] | None, *first: Any, **later: Any) -
 
     first, later: arguments beside those of the node. Raises what the constructor raises.
     """
-    if node is None:
-        return None
-    if not isinstance(node, dict):
-        return [instantiate(item) for item in node]
-    called_later, problem = bool(first or later), None  # Hydra would copy what it passes on
-    try:
-        changed = node | {"_partial_": True} if called_later else node
-        made = hydra.utils.instantiate(changed, _convert_="all", **hydra_may_call_all())
-    except InstantiationException as error:
-        problem = error.__cause__ or error
-    if problem is not None:  # raised in the block above, it would be an error of Hydra's by its context
-        raise problem
-    return made(*first, **later) if called_later else made
+    if node is None or not isinstance(node, dict):
+        return None if node is None else [instantiate(item) for item in node]
+    try:  # Hydra would copy what it passes on
+        made = hydra.utils.instantiate(node | {"_partial_": True}, _convert_="all", **hydra_may_call_all())
+    except InstantiationException as error:  # of an inner node
+        raise (error.__cause__ or error) from None
+    return made if node.get("_partial_") and not (first or later) else made(*first, **later)
 
 
 def instantiate_as(kind: type[Kind], node: Node, key: str, *first: Any, **later: Any) -> Kind:
     """As `instantiate`, of `later` only what the target has parameters for. Raises ConfigError if it is no `kind`."""
-    parameters = parameters_of(locate(key, node["_target_"]))
-    made = instantiate(node, *first, **{k: v for k, v in later.items() if parameters is None or k in parameters})
-    if isinstance(made, kind):
-        return made
-    group, wanted = key.partition(".")[0], f"{kind.__module__}.{kind.__qualname__}"
-    advice = f"{group}={default_of(group)}" if key == group else f"{key}._target_=<a class below {wanted}>"
-    raise ConfigError(
-        f"{key}._target_={node['_target_']} gives an object of {type(made).__name__}, and {wanted} is wanted; "
-        f"type {advice}"
-    )
+    target = locate(key, node["_target_"])
+    made = instantiate(node, *first, **{name: value for name, value in later.items() if takes(target, name)})
+    if not isinstance(made, kind):
+        group, wanted = key.partition(".")[0], f"{kind.__module__}.{kind.__qualname__}"
+        advice = f"{group}={default_of(group)}" if key == group else f"{key}._target_=<a class below {wanted}>"
+        what = f"gives an object of {type(made).__name__}, and {wanted} is wanted"
+        raise ConfigError(f"{key}._target_={node['_target_']} {what}; type {advice}")
+    return made
 
 
 def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -171,14 +158,13 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         value, key = override.value(), override.key_or_group
         typed |= {} if override.is_delete() else {key: value} | flatten(value, key)  # an empty dict has no keys
     for key in [key.removesuffix("._target_") for key in typed if key.endswith("._target_")]:
-        node, target = OmegaConf.select(cfg, key), OmegaConf.select(cfg, f"{key}._target_")
+        node, target = OmegaConf.select(cfg, key), str(OmegaConf.select(cfg, f"{key}._target_"))
         found = locate(key, target)
-        parameters = named_by(found) or {}
         written: Any = OmegaConf.to_container(node, resolve=False)
         links = {name for name, value in written.items() if "${" in str(value)}
         of_constructor = str(getattr(getattr(found, "__init__", None), "__module__", ""))
-        inherits = of_constructor.startswith("lockstep.") and not str(target).startswith("lockstep.")
-        kept = parameters.keys() & (written if inherits else links)
+        inherits = of_constructor.startswith("lockstep.") and not target.startswith("lockstep.")
+        kept = signature_of(found).parameters.keys() & (written if inherits else links)
         own = {name for name in written if any(f"{one}.".startswith(f"{join(key, name)}.") for one in typed)}
         left_out = written.keys() - HYDRA_KEYS - own - kept
         with open_dict(node):
@@ -186,6 +172,5 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
                 del node[name]
         if left_out - links and os.environ.get("RANK", "0") == "0":
             names = ", ".join(sorted(left_out - links))
-            with suppress(OSError):  # nobody reads it
-                print(f"{key}: {target} has its own {names}, not those of the option", flush=True)
+            print(f"{key}: {target} has its own {names}, not those of the option", flush=True)
     return cfg

@@ -7,25 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import yaml  # type: ignore[import-untyped]
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.config.check import flatten, key_of, show, word
+from lockstep.config.check import flatten, key_of
 from lockstep.config.schema import RunConfig
-from lockstep.errors import ConfigError
 from lockstep.source_code import ROOT
-from lockstep.text import differing
 
 RECORD = ".hydra"
 # Where and how a run computes, and what it writes: the numbers do not depend on it.
 NOT_COMPUTED: tuple[str, ...] = ("resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir", "backend")
 NOT_COMPUTED += ("strategy", "gradient_sync", "sync_bn", "profiler", "snapshot", "watch", "logging")
-LIMITS = ("trainer.epochs", "trainer.max_steps", "trainer.max_time", "trainer.pause_after", "evaluation.patience")
-NOT_COLUMNS: tuple[str, ...] = ("run_dir", "data_dir", "resume", "mode", "backend", "launch", "logger", "sweep")
-NOT_COLUMNS += ("hydra", "sync_bn.mode", "trainer.pause_after")
-
-Column = bool | int | float | str
 
 
 @dataclass(frozen=True)
@@ -48,20 +40,6 @@ class ConfigRecord:
     flags: Sequence[str]
     files: Mapping[str, str]
 
-    def require_same_run(self, folder: Path) -> None:
-        """Raise ConfigError if `folder` has snapshots of a run of other values: one folder, one config."""
-        path = folder / RECORD / "config.yaml"
-        if not path.is_file() or not any(folder.glob("snapshots/step_*")):
-            return
-        then, now = (flatten(yaml.safe_load(text) or {}) for text in (path.read_text(), self.files["config.yaml"]))
-        for key, (before, value) in differing(then, now).items():
-            if not sets(key, (*NOT_COMPUTED, *LIMITS, "data_dir")) and not key.endswith("run_dir"):
-                raise ConfigError(
-                    f"{folder} holds a run with {key}={show(before)}, and here it is {show(value)}; type "
-                    f"{word(key, before)} to go on with it, or hydra.run.dir=<a new folder>, with resume={folder} to "
-                    f"begin with its snapshot"
-                )
-
     def completed(self, config: RunConfig) -> "ConfigRecord":
         """With the values of `config` for what was null or balanced, which the data have given since."""
         now = flatten({key: getattr(config, key) for key in ("model", "task")})
@@ -71,16 +49,6 @@ class ConfigRecord:
             return {key: now.get(key, value) if value in (None, "balanced") else value for key, value in values.items()}
 
         return replace(self, flat=complete(self.flat), shown=complete(self.shown))
-
-    def columns(self, world_size: int) -> dict[str, Column]:
-        """{key: value} by which runs are compared. Numbers stay numbers, lists become text; null is left out, since
-        TensorBoard would show all values of the key as text."""
-        columns = {**self.options, **self.shown, "world_size": world_size}
-        return {
-            key: value if isinstance(value, Column) else show(value)
-            for key, value in columns.items()
-            if value is not None and not sets(key, NOT_COLUMNS) and not key.endswith(("._target_", "._partial_"))
-        }
 
 
 def record_config(cfg: DictConfig, config: RunConfig, hydra_cfg: HydraConf, argv: Sequence[str]) -> ConfigRecord:

@@ -4,10 +4,9 @@
 project's own classes, which are checked alike. No torch and no pydantic here.
 """
 
-import re
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Len, Lt
 
@@ -17,24 +16,6 @@ CONF = Path(__file__).parents[3] / "conf"  # the folder of configs
 
 Node = dict[str, Any]
 """{"_target_": "package.Class", argument: value}, with OmegaConf's own values."""
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """A text matches a regular expression as a whole; meaning: what is accepted, in words."""
-
-    regex: str
-    meaning: str
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        from pydantic_core import PydanticCustomError, core_schema
-
-        def check(text: str) -> str:
-            if not re.fullmatch(self.regex, text):
-                raise PydanticCustomError("pattern", "Input should be {meaning}", {"meaning": self.meaning})
-            return text
-
-        return core_schema.no_info_after_validator_function(check, handler(source))
 
 
 Count = Annotated[int, Ge(1)]
@@ -50,8 +31,6 @@ StartMethod = Literal["spawn", "fork", "forkserver"]
 Shape = list[Count]
 ImageShape = Annotated[list[Count], Len(3, 3)]
 Classes = Count
-Duration = Annotated[str, Pattern(r"(?!0+(\.0+)?\D)\d+(\.\d+)?\s*(s|min|h)", "a time such as 90s, 30min or 2h")]
-Interval = Annotated[str, Pattern(r"(?!0+\D)(\d+)?\s*(epoch|step|min)s?", "epochs, steps or minutes, such as 50steps")]
 
 # What the program passes beside the arguments of a node: how many by position, and which names.
 LATER: dict[str, tuple[int, frozenset[str]]] = {
@@ -73,7 +52,7 @@ class Section:
 class Trainer(Section):
     epochs: Count
     max_steps: Count | None
-    max_time: Duration | None
+    max_time: str | None
     pause_after: Count | None
     batch_size: Count
     batch_size_per_rank: Count | None
@@ -110,7 +89,7 @@ class Evaluation(Section):
 
 @dataclass(frozen=True)
 class Snapshot(Section):
-    every: Interval
+    every: str
     keep_last: Count
     mirror: str | None
     format: Literal["auto", "full", "sharded"]
@@ -189,7 +168,7 @@ class Dataset:
     prepare: Node | None
     train: Node
     test: Node
-    validation: Positive | Literal["auto"] | Node | None
+    validation: Annotated[float, Gt(0), Lt(1)] | Count | Literal["auto"] | Node | None
     split_seed: Seed
     folds: Annotated[int, Ge(2)] | None
     fold: Whole | None
@@ -264,60 +243,26 @@ class RunConfig(Section):
         return config
 
     def refuse_contradictions(self) -> None:
-        """Raise ConfigError for values that would together choose something else than what they say."""
-        data, monitor, final, fold = self.dataset, self.monitor or "", self.trainer.final, self.dataset.fold
-        size, folds = data.validation, data.folds
-        is_plateau = self.scheduler.get("_target_") == "lockstep.training.schedulers.Plateau"
-        compared = "compares evaluations, and here nothing is chosen"
-        hold_out = "dataset.validation=0.1" if final is None else "trainer.final=null"
-        chooses, searches = self.objective is not None, self.sweep.search in ("halving", "tpe", "race")
-        own, held_out = isinstance(size, dict), size is not None or folds is not None
-        no_share = isinstance(size, float) and size > 1 and size % 1 != 0
+        """Raise ConfigError for values that would together do something else than what they say."""
+        data, monitor, final, search = self.dataset, self.monitor or "", self.trainer.final, self.sweep.search
+        fold, folds, chooses, metric = data.fold, data.folds, self.objective is not None, monitor.partition("/")[2]
+        own, held_out = isinstance(data.validation, dict), data.validation is not None or folds is not None
+        plateau = self.scheduler.get("_target_") == "lockstep.training.schedulers.Plateau"
         all_folds = f"dataset.fold=0, or -m 'dataset.fold=range(0,{folds})'"
-        no_metric = monitor not in ("", "auto") and not monitor.startswith("val/")
+        hold_out = "trainer.final=null" if final else "dataset.validation=0.1"
+        compares = "compares evaluations, and here nothing is chosen"
+        right = f"monitor=val/{metric}" if metric else "monitor=auto"
         rules = [
-            (no_share, f"dataset.validation={size} is no number", "dataset.validation=0.1"),
             (folds and (fold is None or fold >= folds), f"dataset.folds={folds} needs a fold below it", all_folds),
             (fold is not None and not folds, f"dataset.fold={fold} and there are no folds", "dataset.folds=5"),
             (folds and own, "dataset.validation reads other data, without folds", "dataset.validation=0.1"),
             (final and (own or not held_out), f"trainer.final={final}: nothing is held out", "trainer.final=null"),
-            (monitor[:5] == "test/", f"monitor={monitor}: the test set chooses nothing", f"monitor=val/{monitor[5:]}"),
-            (no_metric, f"monitor={monitor} is not auto, null or val/<a metric of the task>", "monitor=auto"),
-            (monitor[:4] == "val/" and not self.holds_out, f"monitor={monitor} needs a validation set", hold_out),
-            (self.evaluation.patience and not chooses, f"evaluation.patience {compared}", "evaluation.patience=null"),
-            (is_plateau and not chooses, f"scheduler=plateau {compared}", "scheduler=cosine"),
-            (searches and not chooses, f"sweep.search={self.sweep.search} {compared}", "sweep.search=list"),
+            (monitor not in ("", "auto", f"val/{metric}"), f"monitor={monitor}: val/... alone can choose", right),
+            (metric and not self.holds_out, f"monitor={monitor} needs a validation set", hold_out),
+            (self.evaluation.patience and not chooses, f"evaluation.patience {compares}", "evaluation.patience=null"),
+            (plateau and not chooses, f"scheduler=plateau {compares}", "scheduler=cosine"),
+            (search not in ("list", "random") and not chooses, f"sweep.search {compares}", "sweep.search=list"),
         ]
         for wrong, what, advice in rules:
             if wrong:
                 raise ConfigError(f"{what}; type {advice}")
-
-
-Made = TypeVar("Made")
-
-
-def build(made: type[Made], values: Node) -> Made:
-    """The dataclass of a section from values that are checked: a whole number becomes the float that is declared."""
-    hints = get_type_hints(made, include_extras=True)
-    return made(**{field.name: _as_declared(hints[field.name], values[field.name]) for field in fields(made)})  # type: ignore[arg-type]
-
-
-def _as_declared(hint: Any, value: Any) -> Any:
-    if is_dataclass(hint):
-        return build(hint, value)  # type: ignore[arg-type]
-    if type(value) is int and float in _kinds(hint) and int not in _kinds(hint):
-        return float(value)
-    if isinstance(value, list):
-        items = [get_args(kind)[0] for kind in _kinds(hint) if getattr(kind, "__origin__", None) is list]
-        return [_as_declared(items[0], item) for item in value] if items else value
-    return value
-
-
-def _kinds(hint: Any) -> list[Any]:
-    """The members of a union, without what is annotated."""
-    arguments = get_args(hint)
-    if hasattr(hint, "__metadata__"):
-        return _kinds(arguments[0])
-    if arguments and getattr(hint, "__origin__", None) not in (list, dict, Literal):
-        return [kind for member in arguments for kind in _kinds(member)]
-    return [hint]

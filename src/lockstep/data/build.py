@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from hydra.utils import get_object
 
 from lockstep.compat import changes_colours
-from lockstep.config.check import show
 from lockstep.config.nodes import instantiate, nodes_in
 from lockstep.config.schema import Node, RunConfig
 from lockstep.data.dataset import (
@@ -43,6 +42,7 @@ from lockstep.tasks.language_modelling import LanguageModelling
 from lockstep.tasks.multi_label import MultiLabel
 from lockstep.tasks.regression import Regression
 from lockstep.tasks.segmentation import Segmentation
+from lockstep.text import show
 
 log = logging.getLogger(__name__)
 

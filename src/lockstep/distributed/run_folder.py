@@ -12,7 +12,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from lockstep.errors import CannotStartNow, path_word
+import yaml  # type: ignore[import-untyped]
+
+from lockstep.config.check import flatten, word
+from lockstep.config.record import NOT_COMPUTED, RECORD, ConfigRecord, sets
+from lockstep.errors import CannotStartNow, ConfigError, path_word
+from lockstep.text import differing, show
 
 if TYPE_CHECKING:
     from lockstep.distributed.world import World
@@ -21,6 +26,7 @@ log = logging.getLogger(__name__)
 
 SWEEP_RESUME = "LOCKSTEP_SWEEP_RESUME"  # the environment variable that tells the ranks of a job what resumes its sweep
 BAR_COLUMNS = "LOCKSTEP_BAR_COLUMNS"  # the one that tells a job whose output is captured how long a bar it shall draw
+LIMITS = ("trainer.epochs", "trainer.max_steps", "trainer.max_time", "trainer.pause_after", "evaluation.patience")
 LEAST_BYTES = 2**16  # free on the disk of a run folder at the start: for the first lines of its logs
 
 
@@ -38,6 +44,21 @@ def check_run_folder(folder: str | Path) -> None:
             raise OSError(errno.ENOSPC, "")
     except OSError as error:
         raise CannotStartNow(unwritable(folder, error)) from None
+
+
+def require_same_run(record: ConfigRecord, folder: Path) -> None:
+    """Raise ConfigError if `folder` has snapshots of a run of other values: one folder, one config."""
+    path = folder / RECORD / "config.yaml"
+    if not path.is_file() or not any(folder.glob("snapshots/step_*")):
+        return
+    then, now = (flatten(yaml.safe_load(text) or {}) for text in (path.read_text(), record.files["config.yaml"]))
+    for key, (before, value) in differing(then, now).items():
+        if not sets(key, (*NOT_COMPUTED, *LIMITS, "data_dir")) and not key.endswith("run_dir"):
+            raise ConfigError(
+                f"{folder} holds a run with {key}={show(before)}, and here it is {show(value)}; type "
+                f"{word(key, before)} to go on with it, or hydra.run.dir=<a new folder>, with resume={folder} to "
+                f"begin with its snapshot"
+            )
 
 
 def unwritable(folder: str | Path, error: OSError, key: str = "hydra.run.dir") -> str:

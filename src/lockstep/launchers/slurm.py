@@ -7,13 +7,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from lockstep.config.record import config_flags
-from lockstep.config.schema import Count, Pattern, Whole
+from lockstep.config.schema import Count, Whole
 from lockstep.distributed.environment import SLURM_JOB_FILE
 from lockstep.errors import EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, path_value
 from lockstep.launchers.base import Launcher, Worker, print_line, refuse_nesting
@@ -37,15 +37,7 @@ exit $code
 """
 
 
-TimeLimit = (
-    Count
-    | Annotated[
-        str,
-        Pattern(
-            r"UNLIMITED|INFINITE|\d+(:\d+){1,2}|\d+-\d+(:\d+){0,2}", "minutes, such as 30, or a time, such as 08:00:00"
-        ),
-    ]
-)
+TIME_LIMIT = r"UNLIMITED|INFINITE|\d+(:\d+){1,2}|\d+-\d+(:\d+){0,2}"
 
 
 class SlurmLauncher(Launcher):
@@ -73,7 +65,7 @@ class SlurmLauncher(Launcher):
         cpus_per_task: Count | None,
         partition: str | None,
         account: str | None,
-        time: TimeLimit | None,
+        time: Count | str | None,
         warning: Whole,
         options: list[str],
         setup: list[str],
@@ -92,6 +84,8 @@ class SlurmLauncher(Launcher):
                 f"launch=slurm inside Slurm job {os.environ['SLURM_JOB_ID']} would submit another one; "
                 f"type srun python src/train.py ..."
             )
+        if isinstance(self.time, str) and not re.fullmatch(TIME_LIMIT, self.time):
+            raise ConfigError(f"launch.time={self.time} is no time limit of Slurm's; type launch.time=08:00:00")
         if not self.dry_run and not shutil.which("sbatch"):
             raise ConfigError(
                 "launch=slurm needs Slurm's sbatch and this machine has none; "

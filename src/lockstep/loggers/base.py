@@ -24,13 +24,27 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from lockstep.config.record import ConfigRecord, sets
 from lockstep.tasks.base import ReadSample, Report
+from lockstep.text import show
 
 log = logging.getLogger(__name__)
 
 WARN_SECONDS = 60.0  # at most one warning per logger in this time
 
 Hyperparameter = bool | int | float | str
+NOT_COMPARED: tuple[str, ...] = ("run_dir", "data_dir", "resume", "mode", "backend", "launch", "logger", "sweep")
+NOT_COMPARED += ("hydra", "sync_bn.mode", "trainer.pause_after")
+
+
+def hyperparameters(record: ConfigRecord, world_size: int) -> dict[str, Hyperparameter]:
+    """{key: value} by which runs are compared. Numbers stay numbers, lists become text; null is left out, since
+    TensorBoard would show all values of the key as text."""
+    return {
+        key: value if isinstance(value, Hyperparameter) else show(value)
+        for key, value in {**record.options, **record.shown, "world_size": world_size}.items()
+        if value is not None and not sets(key, NOT_COMPARED) and not key.endswith(("._target_", "._partial_"))
+    }
 
 
 @dataclass(frozen=True)

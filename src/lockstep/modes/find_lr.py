@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_object
 
-from lockstep.config.check import show
 from lockstep.config.nodes import instantiate
 from lockstep.config.schema import Count, Node, Positive, RunConfig
 from lockstep.errors import ConfigError, TrainingDiverged
 from lockstep.failures import reporter
 from lockstep.files import write_whole
 from lockstep.modes.base import Mode, begin, join
+from lockstep.text import show
 
 if TYPE_CHECKING:
     from lockstep.config.record import ConfigRecord

@@ -24,7 +24,7 @@ from lockstep.runs.repeats import (
     unpaired,
 )
 from lockstep.runs.table import filtered, read_runs
-from lockstep.text import aligned, differing, plain
+from lockstep.text import aligned, differing, show
 
 EXAMPLE = "python src/runs.py compare outputs/multirun/a optimizer.lr=0.1 optimizer.lr=0.01"
 SIGN_TEST = 6  # pairs that all differ in one direction show a difference at 5 %, whatever their spread
@@ -49,7 +49,7 @@ class Side:
         """{values of `keys`: number}. Raises ConfigError if two runs have the same ones."""
         found: dict[tuple[str, ...], tuple[Run, float]] = {}
         for run, value in zip(self.runs, self.values, strict=True):
-            place = tuple(plain(run["config"].get(key)) for key in keys)
+            place = tuple(show(run["config"].get(key)) for key in keys)
             if place in found:
                 same = " ".join(f"{key}={word}" for key, word in zip(keys, place, strict=True) if word != "null")
                 raise ConfigError(
@@ -156,7 +156,7 @@ def _side(letter: str, name: str, runs: Sequence[Run], metric: str, notes: list[
     kept = [run for run, _ in numbers]
     varied = _varied(kept)
     if varied:
-        values = list(dict.fromkeys(plain(run["config"].get(varied[0])) for run in kept))
+        values = list(dict.fromkeys(show(run["config"].get(varied[0])) for run in kept))
         typed = " ".join(f"{varied[0]}={value}" for value in values[:2])
         raise ConfigError(
             f"{name} is more than one setting: its runs differ in {', '.join(varied[:NAMED])}; "

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.errors import ConfigError
 from lockstep.runs.record import FINISHED, Run, best_of, find_runs, metric_on_test, read_run, state_of
 from lockstep.runs.repeats import REPEATS, Estimate, estimate, setting_of, split_overlap
-from lockstep.text import aligned, plain
+from lockstep.text import aligned, show
 
 COLUMNS = ("date", "run", "state", "objective", "test", "best_step", "steps", "speed", "changed")
 HEADERS = {"best_step": "at step", "speed": "samples/s"}
@@ -102,8 +102,8 @@ def _is_value(run: Run, key: str, typed: str) -> bool:
         return os.path.relpath(typed) == str(value)
     cell = shown(run, key, one_objective=True)
     if key in ("date", "commit") and typed:
-        return cell.startswith(typed) or plain(value).startswith(typed)
-    return typed in (plain(value), cell)
+        return cell.startswith(typed) or show(value).startswith(typed)
+    return typed in (show(value), cell)
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
@@ -138,7 +138,7 @@ def sorted_groups(groups: Sequence[Group], name: str, reverse: bool) -> list[Gro
         value, objective = _mean_or_first(group, name), group[0]["objective"]
         if name == "objective":
             return objective["name"], -value if objective["mode"] == "max" else value, ""
-        return ("", value, "") if isinstance(value, int | float) else ("", 0.0, plain(value))
+        return ("", value, "") if isinstance(value, int | float) else ("", 0.0, show(value))
 
     with_value = [group for group in groups if _mean_or_first(group, name) is not None]
     without = [group for group in groups if _mean_or_first(group, name) is None]
@@ -224,7 +224,7 @@ def shown(run: Run, name: str, one_objective: bool) -> str:
         return shown_number(value)
     if name == "objective":
         return shown_number(value) if one_objective else f"{run['objective']['name']} {shown_number(value)}"
-    return plain(value)
+    return show(value)
 
 
 def shown_number(value: float) -> str:

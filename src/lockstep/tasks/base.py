@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.config.check import show
 from lockstep.data.dataset import count_samples, float64_device, tensors_in
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
+from lockstep.text import show
 
 COUNTS = ("right", "predicted", "true")  # for each class: hits, predictions of it, and samples of it
 SCORES = ("precision", "recall", "f1", "iou")

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.config.check import show
 from lockstep.config.schema import ClassWeights, Count, Fraction
 from lockstep.data.dataset import count_samples
 from lockstep.errors import ConfigError
@@ -24,6 +23,7 @@ from lockstep.tasks.base import (
     class_scores,
     require_known,
 )
+from lockstep.text import show
 
 SAMPLE_COUNT = "sample count"  # a sum beside the metrics, where the loss is divided by another number
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.errors import ConfigError
 from lockstep.strategies.base import Strategy
 from lockstep.tasks.base import Task
 from lockstep.training.buffers import Buffers
@@ -30,12 +31,13 @@ SECONDS = {"s": 1, "min": 60, "h": 3600}
 
 
 def time_limit(max_time: str | None) -> float | None:
-    """The seconds of trainer.max_time, None without it."""
+    """The seconds of trainer.max_time, None without it. Raises ConfigError."""
     if max_time is None:
         return None
-    match = re.fullmatch(r"([\d.]+)\s*(\w+)", max_time)
-    assert match is not None  # the config was checked
-    return float(match[1]) * SECONDS[match[2]]
+    match = re.fullmatch(r"(?!0+(\.0+)?\D)(\d+(\.\d+)?)\s*(s|min|h)", max_time)
+    if match is None:
+        raise ConfigError(f"trainer.max_time={max_time} is no time in s, min or h; type trainer.max_time=30min")
+    return float(match[2]) * SECONDS[match[4]]
 
 
 @dataclass(frozen=True)
