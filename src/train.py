@@ -2,7 +2,6 @@
 
 python src/train.py
 torchrun --standalone --nproc_per_node=2 src/train.py backend=gloo trainer.epochs=10
-python src/train.py -m launch=torchrun optimizer.lr=0.1,0.01
 """
 
 if __name__ == "__main__":

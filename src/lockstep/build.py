@@ -191,8 +191,7 @@ def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> 
 
 def check_same_config(record: ConfigRecord, world: World) -> None:
     """Raise ConfigError, on all ranks, if their configs differ. A collective."""
-    hint = "type the same command on every node"
-    require_same_config(world, agreed_on(record.flat), agreed_on(record.shown), hint)
+    require_same_config(world, agreed_on(record.flat), agreed_on(record.shown), "type the same command on every node")
 
 
 def agreed_on(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
+from lockstep import errors
 from lockstep.compat import register_resolver
 from lockstep.config.check import OPTIONS, explain, flatten, key_of
 from lockstep.config.record import NOT_COMPUTED, RECORD, config_flags, sets, typed_overrides
@@ -27,22 +28,11 @@ from lockstep.config.schema import CONF
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.host import ENDS_WITH_PARENT, end_with_parent, remove_temporary_folder
 from lockstep.distributed.rendezvous import STORE_TIMEOUT
-from lockstep.errors import (
-    EXIT_CODES,
-    EXIT_FAILED,
-    RAISED_BY_ALL,
-    CannotStartNow,
-    ConfigError,
-    RankFailed,
-    exit_code_of,
-    kind_of,
-    path_value,
-    without_quotes,
-)
+from lockstep.distributed.run_folder import folder_of_run, unwritable
+from lockstep.errors import ConfigError, RankFailed
 from lockstep.failures.causes import LOST_RANK
 from lockstep.failures.record import is_communication_error
 from lockstep.launchers.base import flush_output, print_line
-from lockstep.runs.record import NAME
 
 TEXT_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 MULTIRUN_FLAGS = {"--multirun", "-m"}
@@ -58,7 +48,7 @@ def run(main: Callable[[], Any]) -> NoReturn:
     """Call a hydra.main function and end the process, with one of `lockstep.errors.EXIT_CODES`."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     gc.disable()  # imports and configs create half a million objects that all stay; preflight turns it on
-    code: Any = EXIT_FAILED
+    code: Any = errors.EXIT_FAILED
     try:
         with exit_codes():
             code = _run(main)
@@ -67,7 +57,7 @@ def run(main: Callable[[], Any]) -> NoReturn:
     flush_output()
     remove_temporary_folder()
     # gloo's threads sometimes abort the interpreter while it exits, and torchrun would call a finished run failed.
-    os._exit(code if code in EXIT_CODES else EXIT_FAILED)
+    os._exit(code if code in errors.EXIT_CODES else errors.EXIT_FAILED)
 
 
 def _run(main: Callable[[], Any]) -> int:
@@ -75,7 +65,7 @@ def _run(main: Callable[[], Any]) -> int:
     from lockstep.distributed.rendezvous import forget_start
 
     info = read_rank_info()
-    # Started by hand, its parent is a shell, which may end under nohup.
+    # Not where it is started by hand: its parent is a shell, which may end under nohup.
     if info.started_by in STARTERS or os.environ.pop(ENDS_WITH_PARENT, ""):
         end_with_parent()  # imports and the config take seconds, in which it may be killed
     words = [word for word in sys.argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
@@ -111,15 +101,13 @@ def exit_codes() -> Iterator[None]:
     overrides before another one. The error of a job of a sweep is for the sweep to tell."""
     try:
         yield
-    except SystemExit:
-        raise
     except Exception as error:
         in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
         if in_sweep and not any(frame.f_code is _run.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
             raise
         raise SystemExit(tell(error)) from error
-    except BaseException as stopped:  # StoppedEarly, KeyboardInterrupt
-        raise SystemExit(exit_code_of(stopped)) from stopped
+    except (errors.StoppedEarly, KeyboardInterrupt) as stopped:
+        raise SystemExit(errors.exit_code_of(stopped)) from stopped
 
 
 def tell(error: Exception) -> int:
@@ -133,7 +121,7 @@ def tell(error: Exception) -> int:
         start_agent_watchdog(os.environ)
     if text := _text_of(known or error):
         print_line(text, sys.stderr)
-    return exit_code_of(known or error)
+    return errors.exit_code_of(known or error)
 
 
 def as_config_error(error: BaseException, words: Sequence[str] | None = None) -> ConfigError | None:
@@ -143,10 +131,8 @@ def as_config_error(error: BaseException, words: Sequence[str] | None = None) ->
     raised_in = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
     callers = [name for name in raised_in if name != "pathlib"]
     if isinstance(error, OSError) and callers[-1:] == ["hydra"] and raised_in[-1] == "pathlib":  # it makes the folder
-        from lockstep.distributed.run_folder import unwritable
-
-        return CannotStartNow(unwritable(error.filename, error))
-    sentence = None if isinstance(error, RankFailed) else explain(error, sys.argv[1:] if words is None else words)
+        return errors.CannotStartNow(unwritable(error.filename, error))
+    sentence = explain(error, sys.argv[1:] if words is None else words)
     return None if sentence is None else ConfigError(sentence)
 
 
@@ -156,7 +142,7 @@ def _text_of(error: Exception) -> str:
         return str(error)  # empty if the monitor prints the report
     if isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(1)  # rank 0 of this machine usually prints the same sentence, and the launcher then ends this rank
-    if kind_of(error) in RAISED_BY_ALL:
+    if errors.kind_of(error) in errors.RAISED_BY_ALL:
         return f"lockstep: {error}"
     text = "".join(traceback.format_exception(error)).rstrip("\n")
     if is_communication_error(error) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -228,21 +214,19 @@ def with_overrides_of_run(words: list[str]) -> list[str]:
     one that is removed. Raises ConfigError for a folder without a record.
     """
     mode, resume = chosen("mode", words), chosen("resume", words)
-    if mode in (None, "train", "find_lr") or asks_for_text(words):
+    if mode in (None, "train", "find_lr") or asks_for_text(words) or MULTIRUN_FLAGS & set(words):
         return words
-    if MULTIRUN_FLAGS & set(words):
-        raise ConfigError(f"mode={mode} is no training, and a sweep trains; type the command without -m, run by run")
     if mode == "check":
         from multiprocessing.util import get_temp_dir
 
-        return [*words, f"hydra.run.dir={path_value(Path(get_temp_dir(), mode))}"]
+        return [*words, f"hydra.run.dir={errors.path_value(Path(get_temp_dir(), mode))}"]
     if resume in (None, "null"):
         return words
-    folder = run_folder(without_quotes(str(resume)))
+    folder = folder_of_run(errors.without_quotes(str(resume)))
     recorded = [str(word) for word in _read(folder / RECORD / "overrides.yaml")]
     kept = [word for word in recorded if not sets(word, NOT_TAKEN) and not _is_replaced(key_of(word), words)]
     if not any(word.startswith("hydra.run.dir=") for word in words):
-        kept.append(f"hydra.run.dir={path_value(folder / str(mode))}")
+        kept.append(f"hydra.run.dir={errors.path_value(folder / str(mode))}")
     return [*kept, *words]
 
 
@@ -252,29 +236,18 @@ def with_values_of_run(cfg: DictConfig) -> DictConfig:
         return cfg
     from lockstep.modes.base import recorded_classes
 
-    record = run_folder(str(cfg.resume)) / RECORD
+    record = folder_of_run(str(cfg.resume)) / RECORD
     config, recorded = _read(record / "config.yaml"), _read(record / "overrides.yaml")
     typed = [word for word in typed_overrides(HydraConfig.get()) if word not in recorded]
     typed += [word.partition("._target_=")[0] for word in typed]  # the arguments of a typed class are its own
     for key, value in flatten({name: config.get(name) or {} for name in VALUES_OF_RUN}).items():
-        value = value or recorded_classes(record.parent) or None if key == "dataset.class_names" else value
         stays = key in INPUTS_OF_NET and key not in map(key_of, typed)
         if not sets(key, NOT_TAKEN) and (stays or not _is_replaced(key, typed)):
             OmegaConf.update(cfg, key, value, merge=False, force_add=True)
     if cfg.dataset.get("class_names", ()) is None:  # they may be of other data
-        cfg.dataset.class_names = _read(record.parent / NAME).get("classes") or None
+        cfg.dataset.class_names = recorded_classes(record.parent) or None
     cfg.parameters.init, cfg.parameters.new_layers = None, []  # the weights of the run are in its snapshots
     return cfg
-
-
-def run_folder(resume: str) -> Path:
-    """The run folder of `resume`: a run folder, its snapshots/, or a file in one of them. Raises ConfigError."""
-    path = Path(resume).expanduser()
-    for folder in (path, path.parent, path.parent.parent):
-        if (folder / RECORD / "overrides.yaml").is_file():
-            return folder
-    what = "is in no run folder" if path.exists() else "does not exist"
-    raise ConfigError(f"resume={resume} {what}; type resume=<a run folder, with {RECORD}/ inside, or a snapshot in it>")
 
 
 def chosen(key: str, words: Sequence[str]) -> str | None:

@@ -1,10 +1,6 @@
 """Errors that end a run, and the exit codes of `src/train.py`.
 
-An exit code passes through three hands:
-
-    a rank       exits with the code of a stop, or tells its monitor of its failure, which then has a `kind`
-    the launcher makes of all ranks' ends one error: ConfigError, StoppedEarly, or RankFailed with the monitor's report
-    the command  shows this error and exits with `exit_code_of` it (`cli.end_of`); in a sweep, so does each job
+`cli.exit_codes` shows an error and exits with its code. That of a rank comes as RankFailed, with the report of it.
 """
 
 import re
@@ -17,25 +13,14 @@ from typing import Any
 EXIT_FINISHED = 0
 EXIT_FAILED = 1  # an exception
 EXIT_CONFIG = 2  # what the user can mend: the command, the config, the data or the run folder; see ConfigError
-EXIT_DIVERGED = 3  # a loss, a gradient or a weight is not finite
 EXIT_HANG = 4  # no progress, or ranks that make different collective calls
-EXIT_KILLED = 5  # a rank was killed, or left before the end without a word
-EXIT_JOBS_FAILED = 6  # some jobs of a sweep have failed; its table says which, and why
-EXIT_PROMISES = 7  # mode=check found a promise that does not hold for this model and this data
 # EX_TEMPFAIL: stopped early with a good snapshot. Slurm requeues a job only if it does not exit with 0.
 EXIT_RESUMABLE = 75
 EXIT_STOPPED_WITHOUT_SNAPSHOT = 76  # stopped early, and the last step is in no snapshot; an older snapshot may exist
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, before training
-# What a command ends with. The other ones are told inside, and a command that they end ends with EXIT_FAILED.
-EXIT_CODES: tuple[int, ...] = (
-    EXIT_FINISHED,
-    EXIT_FAILED,
-    EXIT_CONFIG,
-    EXIT_HANG,
-    EXIT_RESUMABLE,
-    EXIT_STOPPED_WITHOUT_SNAPSHOT,
-)
-EXIT_CODES += (EXIT_INTERRUPTED,)
+EXIT_CODES: tuple[int, ...] = (0, 1, 2, 4, 75, 76, 130)  # of a command
+# Told inside, until issue 46: a command that they end ends with EXIT_FAILED.
+EXIT_DIVERGED, EXIT_KILLED, EXIT_JOBS_FAILED, EXIT_PROMISES = 3, 5, 6, 7
 
 
 class ConfigError(Exception):
@@ -61,10 +46,7 @@ class RankMissing(CannotStartNow, TimeoutError):
 class TrainingDiverged(Exception):
     """A loss, a gradient or a weight is not finite, so training cannot continue.
 
-    The message says at which step, and what to type.
-
-    what: the first words, with the step.
-    advice: what to type; empty if `what` says it.
+    what: the first words, with the step. advice: what to type; empty if `what` says it.
     step: the step whose batch broke it, if that is known.
     """
 
@@ -178,19 +160,8 @@ class RankFailed(Exception):
         super().__init__(screen)
         self.report = report
 
-    @property
-    def is_raised_by_all(self) -> bool:
-        """Whether all ranks have raised it alike. It is not restarted: the message says what the user has to decide."""
-        return self.report.get("first", {}).get("kind") in RAISED_BY_ALL
-
-    @property
-    def will_fail_again(self) -> bool:
-        """Whether the attempt before ended with the same failure at the same step."""
-        return bool(self.report.get("will_fail_again"))
-
 
 # The kinds of failures, as failure.json has them, and their exit codes.
-
 KINDS: dict[type[Exception], str] = {ConfigError: "config", TrainingDiverged: "diverged", RanksDiffer: "different"}
 RAISED_BY_ALL = tuple(KINDS.values())  # by all ranks alike, with a message that says what to type
 KIND_CODES = {"config": EXIT_CONFIG, "diverged": EXIT_DIVERGED, "different": EXIT_FAILED, "exception": EXIT_FAILED}

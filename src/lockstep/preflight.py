@@ -44,14 +44,16 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
         check_nodes(group, getattr(config, group))
     launcher, mode = instantiate_as(Launcher, config.launch, "launch"), instantiate_as(Mode, config.mode, "mode")
     if not starts and not mode.trains:
-        raise ConfigError(f"mode={mode.name} is no training, and a sweep trains; type mode=train")
+        raise ConfigError(f"mode={mode.name} is no training, and a sweep trains; type the command without -m")
     if starts and not mode.starts_ranks:
         launcher.prepare("lockstep.launchers.rank_imports")
     parts = build_parts(config, CalledHere(launcher) if mode.starts_ranks else launcher, mode)
     if starts and not (mode.starts_ranks or launcher.runs_elsewhere):
         check_run_folder(config.run_dir)
         if launcher.starts_processes:
-            prepare_data(config)
+            from lockstep.data.build import prepare_first
+
+            prepare_first(config)
     gc.freeze()  # what has been imported stays
     gc.enable()
     return parts
@@ -110,20 +112,3 @@ def check_optimizer(config: RunConfig) -> None:
             raise ConfigError(
                 f"parameters.groups: {show(group)} is refused: {reason}; type parameters.groups={example}"
             )
-
-
-def prepare_data(config: RunConfig) -> None:
-    """Call dataset.prepare. Raises ConfigError for whatever it raises: no rank has started that could report it."""
-    from lockstep.data.build import prepare
-    from lockstep.failures.record import exception_record
-
-    try:
-        prepare(config)
-    except ConfigError:
-        raise
-    except Exception as error:
-        failed = exception_record(error)
-        place = f" at {failed['file']}:{failed['line']}" if "file" in failed else ""
-        said = f"{failed['type']}: {failed['message']}".partition("\n")[0]
-        advice = "correct that, or type dataset.prepare=null if the data is ready"
-        raise ConfigError(f"dataset.prepare failed{place} ({said}); {advice}") from error

@@ -117,23 +117,17 @@ def validate_accumulation(config: RunConfig, strategy: Strategy, gradient_sync: 
     if not accumulates_more(config):
         return
     auto = "trainer.gradient_accumulation_steps=auto"
+    advice = "type strategy=ddp gradient_sync=auto, or trainer.gradient_accumulation_steps=2"
     if strategy.own_epoch() is not None:
-        raise ConfigError(
-            f"{auto} needs steps that all ranks take together; type strategy=ddp, or "
-            f"trainer.gradient_accumulation_steps=2"
-        )
+        raise ConfigError(f"{auto} needs steps that all ranks take together; {advice}")
     if job.world_size == 1:
         return
     if strategy.communicates_in_forward or not strategy.ranks_agree:
-        raise ConfigError(
-            f"{auto} does a step again that ran out of memory on one rank, while with this strategy the others would "
-            f"wait in their passes; type strategy=ddp, or trainer.gradient_accumulation_steps=2"
-        )
+        why = "does a step again that ran out of memory on one rank, while with this strategy the others would wait"
+        raise ConfigError(f"{auto} {why}; {advice}")
     if type(gradient_sync) not in (Auto, GradientSync):
-        raise ConfigError(
-            f"{auto} averages gradients after the backward pass, and gradient_sync={gradient_sync.name} in it; "
-            f"type gradient_sync=auto, or trainer.gradient_accumulation_steps=2"
-        )
+        why = f"averages gradients after the backward pass, and gradient_sync={gradient_sync.name} in it"
+        raise ConfigError(f"{auto} {why}; {advice}")
 
 
 def validate_training(job: JobSpec) -> None:

@@ -111,12 +111,11 @@ def test_the_mode_or_the_run_may_stand_in_a_preset(tmp_path: Path) -> None:
         assert cli.with_overrides_of_run([*flags, *words]) == [*flags, *words]
 
 
-def test_a_mode_without_a_record_or_in_a_sweep_is_refused(tmp_path: Path) -> None:
+def test_a_mode_without_a_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for words, said in {
         ("mode=evaluate", "resume=nowhere"): "resume=nowhere does not exist; type resume=<a run folder, with .hydra/",
         ("mode=evaluate", f"resume={tmp_path / 'empty'}"): "is in no run folder; type resume=<a run folder",
-        ("-m", "mode=evaluate", "resume=x"): "a sweep trains; type the command without -m",
     }.items():
         with pytest.raises(ConfigError) as refused:
             cli.with_overrides_of_run(list(words))

@@ -98,7 +98,7 @@ def test_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     piped = composed(*small_gpt(tmp_path), "strategy=pipeline")
     with pytest.raises(ConfigError, match="embedding.tokens.weight|head.linear.weight.*type model.tied=false"):
         instantiate(piped.strategy).validate_model(instantiate(piped.model), 2)
-    with pytest.raises(ConfigError, match=r"model.shape=\[64\] should be longer"):
+    with pytest.raises(ConfigError, match=r"model.shape=\[64\] should have at least 3 items"):
         accepted("dataset=text", "model=convnet")
 
 

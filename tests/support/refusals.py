@@ -6,11 +6,12 @@ from lockstep import cli
 from lockstep.config.check import explain
 from lockstep.config.nodes import check_nodes, instantiate_as
 from lockstep.config.schema import RunConfig
+from lockstep.data.build import prepare_first
 from lockstep.distributed.run_folder import check_run_folder
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import CalledHere, Launcher
 from lockstep.modes.base import Mode
-from lockstep.preflight import build_parts, prepare_data
+from lockstep.preflight import build_parts
 from support.configs import composed
 
 
@@ -37,7 +38,7 @@ def accepted(*typed: str) -> RunConfig:
     build_parts(config, CalledHere(launcher) if mode.starts_ranks else launcher, mode)
     check_run_folder(config.run_dir)
     if launcher.starts_processes:
-        prepare_data(config)
+        prepare_first(config)
     return config
 
 

@@ -198,36 +198,36 @@ def unknown_key(key: str, value: str, known: Iterable[str]) -> str:
 
 
 def explain(error: BaseException, words: Sequence[str]) -> str | None:
-    """The sentence for what Hydra or OmegaConf says of the user's input, with its text below. None for other errors.
+    """The sentence for what Hydra or OmegaConf says of the user's input. None for other errors.
 
     words: the command's.
     """
     causes = list(_causes(error))
+    for own in (cause for cause in causes if isinstance(cause, ConfigError)):  # of a resolver
+        return str(own)
     raised_in = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
-    known = any(isinstance(cause, HydraException | errors.OmegaConfBaseException | yaml.YAMLError) for cause in causes)
-    if not known and raised_in[-1:] not in (["hydra"], ["omegaconf"]):
+    is_theirs = isinstance(error, HydraException | errors.OmegaConfBaseException | yaml.YAMLError)
+    if not is_theirs and raised_in[-1:] not in (["hydra"], ["omegaconf"]):
         return None
     overrides = [one for one in words if not one.startswith("-")]
-    own = [str(cause) for cause in causes if isinstance(cause, ConfigError)]  # of a resolver
-    told = [(sentence, cause) for cause in causes if (sentence := _told(cause, overrides))]
-    sentence, cause = (told or [(_about(str(error), overrides), error)])[0]
-    return own[0] if own else f"{sentence}\n    " + str(cause).strip().replace("\n", "\n    ")
+    told = [sentence for cause in causes if (sentence := _told(cause, overrides))]
+    return told[0] if told else f"{_about(str(error), overrides)}\n    " + str(error).strip().replace("\n", "\n    ")
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        error = error.__cause__ or error.__context__
 
 
 def _told(cause: BaseException, words: list[str]) -> str | None:
     """What an error says by its type and its attributes."""
     key: Any = getattr(cause, "full_key", None)
     if isinstance(cause, yaml.YAMLError):
-        mark = getattr(cause, "problem_mark", None)
+        mark, problem = getattr(cause, "problem_mark", None), getattr(cause, "problem", None)
         where = f"{mark.name}, line {mark.line + 1}," if mark else "a config file"
         advice = "each key once, as `key: value`, with spaces for tabs, and every bracket and quote closed"
-        return f"{where} cannot be read; type {advice}"
+        return f"{where} cannot be read ({problem or cause}); type {advice}"
     if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
         return _no_option(str(cause.missing_cfg_file), cause.options or [])
     if isinstance(cause, OverrideParseException):

@@ -69,6 +69,22 @@ def prepare(config: RunConfig) -> None:
             instantiate(_of_validation(config.dataset.prepare, "test"))
 
 
+def prepare_first(config: RunConfig) -> None:
+    """`prepare` before a rank has started that could report an error: any is raised as ConfigError."""
+    from lockstep.failures.record import exception_record
+
+    try:
+        prepare(config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        failed = exception_record(error)
+        place = f" at {failed['file']}:{failed['line']}" if "file" in failed else ""
+        said = f"{failed['type']}: {failed['message']}".partition("\n")[0]
+        advice = "correct that, or type dataset.prepare=null if the data is ready"
+        raise ConfigError(f"dataset.prepare failed{place} ({said}); {advice}") from error
+
+
 def validation_node(config: RunConfig) -> Any:
     """The node that reads validation data of its own: the user's, or with dataset.validation=auto that of a folder val/
     of images. None if validation data is held out of the training data, or if there is none."""

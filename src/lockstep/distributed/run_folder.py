@@ -46,6 +46,16 @@ def check_run_folder(folder: str | Path) -> None:
         raise CannotStartNow(unwritable(folder, error)) from None
 
 
+def folder_of_run(resume: str) -> Path:
+    """The run folder of `resume`: a run folder, its snapshots/, or a file in one of them. Raises ConfigError."""
+    path = Path(resume).expanduser()
+    for folder in (path, path.parent, path.parent.parent):
+        if (folder / RECORD / "overrides.yaml").is_file():
+            return folder
+    what = "is in no run folder" if path.exists() else "does not exist"
+    raise ConfigError(f"resume={resume} {what}; type resume=<a run folder, with {RECORD}/ inside, or a snapshot in it>")
+
+
 def require_same_run(record: ConfigRecord, folder: Path) -> None:
     """Raise ConfigError if `folder` has snapshots of a run of other values: one folder, one config."""
     path = folder / RECORD / "config.yaml"

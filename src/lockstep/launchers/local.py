@@ -37,6 +37,7 @@ from lockstep.errors import (
     EXIT_FINISHED,
     EXIT_RESUMABLE,
     EXIT_STOPPED_WITHOUT_SNAPSHOT,
+    RAISED_BY_ALL,
     CannotStartNow,
     ConfigError,
     RankFailed,
@@ -249,9 +250,13 @@ class Supervisor:
                     with MonitorLink(folder) as link:
                         return self._attempt(link, relay, attempt, worker, args)
                 except RankFailed as failed:
-                    if attempt == self.max_restarts or relay.first is not None or failed.is_raised_by_all:
+                    if (
+                        attempt == self.max_restarts
+                        or relay.first is not None
+                        or failed.report.get("first", {}).get("kind") in RAISED_BY_ALL
+                    ):
                         raise
-                    if failed.will_fail_again:
+                    if failed.report.get("will_fail_again"):
                         print_line("lockstep: no restart: the same failure came again at the same step", sys.stdout)
                         raise
                     headline = str(failed).partition("\n")[0]

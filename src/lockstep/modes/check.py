@@ -121,7 +121,8 @@ class Check(Mode):
         """Ends the process with EXIT_PROMISES if a promise does not hold."""
         from multiprocessing.util import get_temp_dir
 
-        from lockstep.preflight import build_parts, prepare_data
+        from lockstep.data.build import prepare_first
+        from lockstep.preflight import build_parts
         from lockstep.preflight_rules import accumulates_more, check_batch_size
 
         ranks, _ = parts.launcher.num_ranks()
@@ -140,7 +141,7 @@ class Check(Mode):
             of_ranks = {count: build_parts(here, _forks(count), self) for count in (1, RANKS)}
         except ConfigError as error:
             raise ConfigError(f"mode=check runs on 1 and on {RANKS} ranks: {error}") from None
-        prepare_data(here)
+        prepare_first(here)
         shares = of_ranks[RANKS].strategy.data_parallel_size(RANKS)
         few = FEW_SAMPLES * max(RANKS, shares) * int(here.trainer.gradient_accumulation_steps)
         # A folder that goes with this process, also at Ctrl-C.
