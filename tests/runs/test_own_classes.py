@@ -1,6 +1,7 @@
 """Classes of the user's own, named by `_target_`: what the checks accept, refuse and show; torch's own schedules."""
 
 import importlib
+import os
 import random
 import re
 from collections.abc import Callable
@@ -308,3 +309,46 @@ def test_what_a_module_draws_or_seeds_before_the_net_is_built_changes_no_weight(
     random.seed(7)
     expected = torch.cat([parameter.detach().flatten() for parameter in net().parameters()])
     assert torch.equal(weights(tmp_path / "run"), expected.double())
+
+
+COUNTED = """
+import gc, os
+from torch import nn
+
+open("imports", "a").write(f"{gc.isenabled()}\\n")
+
+def net(shape, classes):
+    open("builds", "a").write(f"{os.getpid()}\\n")
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
+"""
+
+
+def test_a_model_is_built_in_ranks_alone_and_the_folder_of_the_command_may_hold_anything(
+    start: Callable[..., Command], tmp_path: Path
+) -> None:
+    """It is beside the folder of configs, holds another run, and a file that nobody could read to its end."""
+    (tmp_path / "counted.py").write_text(COUNTED)
+    for path, text in {
+        ".hydra/config.yaml": "seed: 9\n",
+        ".hydra/overrides.yaml": "[]",
+        "snapshots/step_1.pt": "",
+    }.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    os.mkfifo(tmp_path / "conf" / "endless.yaml")
+    node = "_target_: counted.net\nshape: ${dataset.shape}\nclasses: ${dataset.classes}\n"
+    (tmp_path / "conf" / "model" / "counted.yaml").write_text(node)
+    words = ["--config-dir=conf", "model=counted", "trainer.max_steps=1", "logger=[]"]
+    two = ["launch=fork", "launch.nproc_per_node=2"]
+    run = start(*PYTHON_TRAIN, *words, *two, cwd=tmp_path).finish()
+    built = (tmp_path / "builds").read_text().split()
+    assert len(built) == len(set(built)) == 2
+    assert str(run.process.pid) not in built
+
+
+def test_a_sweep_collects_garbage_while_it_runs(start: Callable[..., Command], tmp_path: Path) -> None:
+    (tmp_path / "counted.py").write_text(COUNTED)
+    words = ["model._target_=counted.net", "trainer.max_steps=1", "logger=[]", "seed=1,2"]
+    start(*PYTHON_TRAIN, "-m", *words, cwd=tmp_path, PYTHONPATH=tmp_path).finish()
+    assert set((tmp_path / "imports").read_text().split()) == {"True"}

@@ -25,6 +25,7 @@ def assert_refused(run: Command, *said: str) -> None:
     [
         (["trainer.epoch=3"], "trainer.epoch is no key of this config; type trainer.epochs=3"),
         (["+experiment=x"], "experiment=x is no option, and the options of experiment are cifar10_speed, "),
+        (["hydra/sweeper=optuna"], "the options of hydra/sweeper are basic, lockstep; type hydra/sweeper="),
         (["~scheduler"], "scheduler is missing; type the command without ~scheduler"),
         (["trainer.epochs={"], "trainer.epochs={ cannot be read; type trainer.epochs="),
         (["hydra.run.dir=/proc/x"], "/proc/x cannot be written (No such file or directory); type hydra.run.dir="),
