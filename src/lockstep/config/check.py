@@ -255,7 +255,7 @@ def _about(said: str, words: list[str]) -> str:
     named = [one for one in words if key_of(one) in said] or preset or words[-1:] or ["conf/local"]
     if named == preset:
         return f"{preset[0]} chooses an option again; type override before each option in its defaults list"
-    if OverridesParser.create().parse_override(named[0]).is_sweep_override():
+    if words and OverridesParser.create().parse_override(named[0]).is_sweep_override():
         return f"{named[0]} has several values; type -m {shlex.quote(named[0])} for a sweep"
     advice = named[0][1:] if named[0].startswith("+") else f"the command without {named[0]}"
     return f"{named[0]} cannot be composed; type {advice}"

@@ -17,7 +17,6 @@ CONF = Path(__file__).parents[3] / "conf"  # the folder of configs
 Node = dict[str, Any]
 """{"_target_": "package.Class", argument: value}, with OmegaConf's own values."""
 
-
 Count = Annotated[int, Ge(1)]
 Whole = Annotated[int, Ge(0)]
 Seed = Annotated[int, Ge(0), Le(2**63 - 1)]
