@@ -175,7 +175,8 @@ def conf_values() -> dict[str, dict[str, Any]]:
     chosen = {group: name for one in base.pop("defaults") if isinstance(one, dict) for group, name in one.items()}
     found = {"": flatten({key: value for key, value in base.items() if key != "hydra"}) | chosen}
     for group, names in OPTIONS.items():
-        texts = {name: (CONF / group / f"{name}.yaml").read_text() for name in names}
+        first = sorted(names, key=lambda name: name != chosen.get(group))
+        texts = {name: (CONF / group / f"{name}.yaml").read_text() for name in first}
         found |= {f"{group}={name}": flatten(yaml.safe_load(text) or {}, group) for name, text in texts.items()}
     return found
 
@@ -263,9 +264,12 @@ def _about(said: str, words: list[str]) -> str:
 
 def _no_option(file: str, options: Sequence[str]) -> str:
     group, _, option = file.rpartition("/")
+    folder = f"--config-dir=<the folder that holds {file}.yaml>"
+    if not options:
+        return f"{file} is no config; type {folder}"
     meant = [*get_close_matches(option.lower(), options, 1), default_of(group) or "<one of them>"]
-    has = f"the options of {group} are {', '.join(sorted(options))}" if options else f"{group or file} has none"
-    return f"{group}={option} is no option, and {has}; type {group}={meant[0]}, or --config-dir=<its folder>"
+    known = f"the options of {group} are {', '.join(sorted(options))}"
+    return f"{group}={option} is no option, and {known}; type {group}={meant[0]}, or {folder}"
 
 
 def _unknown_override(key: str, cfg: Any, words: list[str]) -> str:
@@ -287,4 +291,5 @@ def _unreadable(typed: str) -> str:
     """For a word that Hydra cannot parse."""
     key, _, value = (typed if "=" in typed else typed.replace(":", "=", 1)).partition("=")
     inner = re.sub(r"[^\w./+-]", "", value)
-    return f"{typed} cannot be read; type {word(key.strip(), inner) if inner else _with_default(key)}"
+    what = "cannot be read" if value else "has no value"
+    return f"{typed} {what}; type {word(key.strip(), inner) if inner else _with_default(key)}"

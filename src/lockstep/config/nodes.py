@@ -4,6 +4,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, TypeVar
@@ -172,5 +173,6 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
                 del node[name]
         if left_out - links and os.environ.get("RANK", "0") == "0":
             names = ", ".join(sorted(left_out - links))
-            print(f"{key}: {target} has its own {names}, not those of the option", flush=True)
+            with suppress(OSError):  # nobody reads it
+                print(f"{key}: {target} has its own {names}, not those of the option", flush=True)
     return cfg
