@@ -115,7 +115,7 @@ def tell(error: Exception) -> int:
     known = as_config_error(error)
     if known is not None:
         remove_empty_run_folder()
-    elif not isinstance(error, RankFailed):
+    else:
         from lockstep.distributed.host import start_agent_watchdog
 
         start_agent_watchdog(os.environ)
