@@ -65,9 +65,8 @@ def _run(main: Callable[[], Any]) -> int:
     from lockstep.distributed.rendezvous import forget_start
 
     info = read_rank_info()
-    # Not where it is started by hand: its parent is a shell, which may end under nohup.
     if info.started_by in STARTERS or os.environ.pop(ENDS_WITH_PARENT, ""):
-        end_with_parent()  # imports and the config take seconds, in which it may be killed
+        end_with_parent()  # not where it is started by hand: its parent is a shell, which may end under nohup
     words = [word for word in sys.argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
     if asks_for_text(words) and not info.is_rank_zero:
         return 0
@@ -97,8 +96,8 @@ def _run(main: Callable[[], Any]) -> int:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """In the block an error is told and becomes SystemExit with its exit code, which passes Hydra: it would print all
-    overrides before another one. The error of a job of a sweep is for the sweep to tell."""
+    """In the block an error is told and becomes SystemExit with its exit code, which passes Hydra, unlike others. The
+    error of a job of a sweep is for the sweep to tell."""
     try:
         yield
     except Exception as error:

@@ -13,6 +13,7 @@ from lockstep.config.check import default_of, word
 from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate, takes
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.run_folder import check_run_folder
+from lockstep.distributed.signals import set_run_folder
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import CalledHere, Launcher
 from lockstep.modes.base import Mode
@@ -50,6 +51,7 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
     parts = build_parts(config, CalledHere(launcher) if mode.starts_ranks else launcher, mode)
     if starts and not (mode.starts_ranks or launcher.runs_elsewhere):
         check_run_folder(config.run_dir)
+        set_run_folder(config.run_dir)  # for the last words of a run that ends at once
         if launcher.starts_processes:
             from lockstep.data.build import prepare_first
 

@@ -230,7 +230,7 @@ def _told(cause: BaseException, words: list[str]) -> str | None:
         advice = "each key once, as `key: value`, with spaces for tabs, and every bracket and quote closed"
         return f"{where} cannot be read ({problem or cause}); type {advice}"
     if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
-        return _no_option(str(cause.missing_cfg_file), cause.options or [])
+        return _no_option(str(cause.missing_cfg_file), cause.options)
     if isinstance(cause, OverrideParseException):
         return _unreadable(str(cause.override))
     if isinstance(cause, errors.MissingMandatoryValue | errors.InterpolationResolutionError):
@@ -262,8 +262,9 @@ def _about(said: str, words: list[str]) -> str:
     return f"{named[0]} cannot be composed; type {advice}"
 
 
-def _no_option(file: str, options: Sequence[str]) -> str:
+def _no_option(file: str, options: Sequence[str] | None) -> str:
     group, _, option = file.rpartition("/")
+    options = options or OPTIONS.get(group)
     folder = f"--config-dir=<the folder that holds {file}.yaml>"
     if not options:
         return f"{file} is no config; type {folder}"
