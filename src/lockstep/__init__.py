@@ -1,7 +1,6 @@
 """Lockstep: distributed PyTorch training in which every rank agrees.
 
-`train` trains, `check` tests the promises for a net of yours, `load` gives what was trained, `table` the runs of a
-folder, and `compose` the config of a command. Each is imported when it is asked for.
+`train` trains, `check` tests its promises, `load` gives the net, `table` the runs, and `compose` a config.
 """
 
 from importlib import import_module

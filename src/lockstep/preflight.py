@@ -51,7 +51,7 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
     parts = build_parts(config, CalledHere(launcher) if mode.starts_ranks else launcher, mode)
     if starts and not (mode.starts_ranks or launcher.runs_elsewhere):
         check_run_folder(config.run_dir)
-        set_run_folder(config.run_dir)  # for the last words of a run that ends at once
+        set_run_folder(config.run_dir)
         if launcher.starts_processes:
             from lockstep.data.build import prepare_first
 
