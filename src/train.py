@@ -2,6 +2,7 @@
 
 python src/train.py
 torchrun --standalone --nproc_per_node=2 src/train.py backend=gloo trainer.epochs=10
+python src/train.py -m launch=torchrun optimizer.lr=0.1,0.01
 """
 
 if __name__ == "__main__":
@@ -10,7 +11,6 @@ if __name__ == "__main__":
     end_at_signals()  # before the other imports: Ctrl-C shows no traceback while they are loaded
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -33,7 +33,7 @@ def main(cfg: DictConfig) -> Any:
         cfg = with_own_arguments(cli.with_values_of_run(cfg), typed_overrides(HydraConfig.get()))
         config = check(cfg)
         record = record_config(cfg, config, HydraConfig.get(), sys.argv)
-        require_same_run(record, Path(config.run_dir))
+        require_same_run(record, config.run_dir)
         from lockstep.preflight import preflight  # imports torch
 
         parts = preflight(config)

@@ -1,6 +1,7 @@
 """Lockstep: distributed PyTorch training in which every rank agrees.
 
-`train` trains, `check` tests its promises, `load` gives the net, `table` the runs, and `compose` a config.
+From Python `train` trains, `check` tests the promises for a net of yours, `load` gives what was trained, `table` the
+runs of a folder, and `compose` the config of a command. Each is imported when it is asked for.
 """
 
 from importlib import import_module
@@ -17,3 +18,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("lockstep.modes.trained_net" if name == "load" else "lockstep.notebook"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

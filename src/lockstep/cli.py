@@ -25,9 +25,10 @@ from lockstep.compat import register_resolver
 from lockstep.config.check import OPTIONS, explain, flatten, key_of
 from lockstep.config.record import NOT_COMPUTED, RECORD, config_flags, sets, typed_overrides
 from lockstep.config.schema import CONF
+from lockstep.distributed import signals
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
-from lockstep.distributed.host import ENDS_WITH_PARENT, end_with_parent, remove_temporary_folder
-from lockstep.distributed.rendezvous import STORE_TIMEOUT
+from lockstep.distributed.host import ENDS_WITH_PARENT, end_with_parent, remove_temporary_folder, start_agent_watchdog
+from lockstep.distributed.rendezvous import STORE_TIMEOUT, forget_start, run_started_at
 from lockstep.distributed.run_folder import folder_of_run, unwritable
 from lockstep.errors import ConfigError, RankFailed
 from lockstep.failures.causes import LOST_RANK
@@ -57,16 +58,14 @@ def run(main: Callable[[], Any]) -> NoReturn:
     flush_output()
     remove_temporary_folder()
     # gloo's threads sometimes abort the interpreter while it exits, and torchrun would call a finished run failed.
-    os._exit(code if code in errors.EXIT_CODES else errors.EXIT_FAILED)
+    os._exit(code if code in errors.EXIT_CODES or code in range(129, 160) else errors.EXIT_FAILED)  # 128 + a signal
 
 
 def _run(main: Callable[[], Any]) -> int:
-    from lockstep.distributed import signals
-    from lockstep.distributed.rendezvous import forget_start
-
     info = read_rank_info()
+    # Started by hand, its parent is a shell, which may end under nohup.
     if info.started_by in STARTERS or os.environ.pop(ENDS_WITH_PARENT, ""):
-        end_with_parent()  # not where it is started by hand: its parent is a shell, which may end under nohup
+        end_with_parent()  # imports and the config take seconds, in which it may be killed
     words = [word for word in sys.argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
     if asks_for_text(words) and not info.is_rank_zero:
         return 0
@@ -96,8 +95,8 @@ def _run(main: Callable[[], Any]) -> int:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """In the block an error is told and becomes SystemExit with its exit code, which passes Hydra, unlike others. The
-    error of a job of a sweep is for the sweep to tell."""
+    """In the block an error is told and becomes SystemExit with its exit code, which passes Hydra: it would print all
+    overrides before another one. The error of a job of a sweep is for the sweep to tell."""
     try:
         yield
     except Exception as error:
@@ -115,8 +114,6 @@ def tell(error: Exception) -> int:
     if known is not None:
         remove_empty_run_folder()
     else:
-        from lockstep.distributed.host import start_agent_watchdog
-
         start_agent_watchdog(os.environ)
     if text := _text_of(known or error):
         print_line(text, sys.stderr)
@@ -163,11 +160,8 @@ def register_resolvers() -> None:
     """`${started:format}` in a config is the moment at which the run started, the same on all ranks."""
 
     def started(pattern: str, _root_: DictConfig) -> str:
-        from lockstep.distributed.rendezvous import run_started_at
-
         seconds = OmegaConf.select(_root_, "backend.timeout")  # of a config that is not checked yet
-        is_number = isinstance(seconds, int | float) and seconds > 0
-        timeout = timedelta(seconds=seconds) if is_number else STORE_TIMEOUT
+        timeout = timedelta(seconds=seconds) if isinstance(seconds, int | float) and seconds > 0 else STORE_TIMEOUT
         claim = not asks_for_text(sys.argv)
         return run_started_at(_composing_rank(_root_), claim=claim, timeout=timeout).strftime(pattern)
 

@@ -68,7 +68,8 @@ def compose(overrides: str | Sequence[str] = ()) -> RunConfig:
 
 def _words(overrides: str | Sequence[str]) -> list[str]:
     words = shlex.split(overrides) if isinstance(overrides, str) else [str(word) for word in overrides]
-    sys.path += [str(folder.resolve().parent) for folder in cli.config_dirs(words)]  # as the command does
+    folders = [str(folder.resolve().parent) for folder in cli.config_dirs(words)]
+    sys.path += [folder for folder in folders if folder not in sys.path]  # as the command does
     return words
 
 

@@ -39,7 +39,7 @@ KEPT = [
         "the samples have the shape [20]; type dataset.augment.pad=0 dataset.augment.flip=false",
     ),
     ("model.shape=[3,8,8]", "model.shape=[3,8,8] but the samples have the shape [1,8,8]; type model.shape=[1,8,8]"),
-    ("~hydra.hydra_logging.formatters.simple", "cannot be composed; type the command without ~hydra"),
+    ("~hydra.hydra_logging.formatters.simple", "is about what is not there; type the command without ~hydra"),
     ("optimizer=adamw optimizer.betas=[0.9,0]", "torch.optim.AdamW refuses its arguments"),
     ("dataset=cifar10 dataset.prepare=null", "CIFAR10 is not in data_dir=data (searched "),
     ("dataset=mnist dataset.prepare=null launch=fork", "MNIST is not in data_dir=data (searched "),

@@ -21,11 +21,12 @@ WRONG = """
  | seed=abc | a valid integer | seed=0
  | seed=-1 | greater than or equal to 0 | seed=0
  | seed=null | a valid integer | seed=0
- | seed=2.5 | a valid integer | seed=0
+ | seed=2.5 | a valid integer | seed=2
  | optimizer.lr=1.2.3% | a valid number | optimizer.lr=0.05
  | trainer.epochs=0 | greater than or equal to 1 | trainer.epochs=5
  | trainer.epochs=true | a valid integer | trainer.epochs=5
  | trainer.max_time=30 | a valid string | trainer.max_time=null
+ | trainer.max_time=0s | a time such as 90s, 30min or 2h | trainer.max_time=null
  | trainer.compile=fast | a valid boolean or 'reduce-overhead' or 'max-autotune' | trainer.compile=false
  | trainer.ema=1 | less than 1 | trainer.ema=null
  | trainer.max_grad_norm=inf | a finite number | trainer.max_grad_norm=null
@@ -34,6 +35,7 @@ WRONG = """
  | trainer.final=all | 'train+val' | trainer.final=null
  | evaluation.test=always | 'end', 'every' or 'never' | evaluation.test=end
  | snapshot.every=9 | a valid string | snapshot.every=1epochs
+ | snapshot.every=0steps | epochs, steps or minutes, such as 50steps | snapshot.every=1epochs
  | snapshot.format=whole | 'auto', 'full' or 'sharded' | snapshot.format=auto
  | watch.nan=ignore | 'stop', 'skip' or 'rollback' | watch.nan=stop
  | watch.straggler=1 | greater than 1 | watch.straggler=1.5
@@ -43,7 +45,7 @@ WRONG = """
  | dataset.workers=-1 | greater than or equal to 0 | dataset.workers=0
  | dataset.augment.flip=3 | a valid boolean or 'alternating' | dataset.augment.flip=false
  | dataset.sampling=even | 'balanced' or 'weights' | dataset.sampling=null
- | dataset.shape=[1,8,0] | greater than or equal to 1 | 'dataset.shape=[3,32,32]'
+ | dataset.shape=[1,8,0] | greater than or equal to 1 | 'dataset.shape=[1,8,8]'
  | optimizer.lr=high | a valid number | optimizer.lr=0.05
 optimizer=adamw | optimizer.betas=0.9 | a valid array | 'optimizer.betas=[0.9,0.999]'
 optimizer=adamw | optimizer.betas=[0.9] | longer | 'optimizer.betas=[0.9,0.999]'
@@ -115,7 +117,8 @@ def test_the_config_is_frozen_and_a_spawned_process_gets_it_whole() -> None:
     ours, theirs = context.Pipe()
     process = context.Process(target=_answer, args=(config, theirs))
     process.start()
-    assert ours.recv() == config
+    received = ours.recv()
+    assert (received, repr(received)) == (config, repr(config))  # 1 and 1.0 are equal
     process.join()
     changed = config.changed({"trainer.epochs": 99, "model.width": 3, "scheduler": {"_target_": "a.b"}})
     assert (changed.trainer.epochs, changed.model["width"], changed.scheduler) == (99, 3, {"_target_": "a.b"})

@@ -36,7 +36,7 @@ NET = "model._target_=test_nodes.Net"
 WRONG = {
     NET: "test_nodes.Net needs width; type +model.width=<value>",
     f"{NET} +model.widht=3": "test_nodes.Net takes no widht, but width, depth; type ~model.widht +model.width=3",
-    f"{NET} +model.width=3 +model.x=1": "takes no x, but depth; type ~model.x",
+    f"{NET} +model.width=3 +model.x=1 +model.y=2": "takes no x or y, but depth; type ~model.x ~model.y",
     "model._target_=nowhere.Net": "(ModuleNotFoundError: No module named 'nowhere'); type --config-dir=",
     "model._target_=test_nodes.Nett": "; type model._target_=test_nodes.Net",
     "model._target_=test_nodes.NET": "(TypeError: it is neither a class nor a function); type model=convnet",

@@ -33,11 +33,11 @@ COMMANDS = [
     (["seed=1,2"], 2, "type -m seed=1,2"),
     (["optimizer.lrr=1"], 2, "optimizer.lrr is no key of this config; type optimizer.lr=1"),
     (["+optimizer.lr=1"], 2, "type optimizer.lr=1\n"),
-    (["~optimizer.lrr"], 2, "lockstep: ~optimizer.lrr cannot be composed; type the command without ~optimizer.lrr"),
+    (["~optimizer.lrr"], 2, "lockstep: ~optimizer.lrr is"),
     (["model=mlpp"], 2, "type model=mlp,"),
     (["optimizer.lr=("], 2, "optimizer.lr=( cannot be read; type"),
     (["trainer.epochs=many"], 2, "trainer.epochs=many should be a valid integer; type trainer.epochs=5"),
-    (["optimizer.lr", "=", "0.1"], 2, "optimizer.lr has no value; type optimizer.lr=0.05\n"),
+    (["optimizer.lr", "=", "0.1"], 2, "type optimizer.lr=0.1\n"),
     (["--optimizer.lr", "0.1"], 2, "unrecognized arguments: --optimizer.lr"),
     (["--config-name=nothing", "--config-dir=."], 2, "nothing is no config"),
 ]

@@ -137,11 +137,11 @@ def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
         ),
         (
             "model._target_=torch.nn.Linear",
-            "Linear needs in_features; type +model.in_features=<value>",
+            "Linear needs in_features and out_features; type +model.in_features=<value>",
         ),
         (
             "optimizer._target_=torch.optim.RMSprop +optimizer.a=1 +optimizer.b=2",
-            "takes no a, but lr, alpha, eps, ",
+            "takes no a or b, but lr, alpha, eps, ",
         ),
         ("+optimizer.maximise=true", "torch.optim.SGD takes no maximise, but dampening, maximize, "),
         ("dataset.transforms=[{_target_:support.own_data.double}]", "support.own_data.double needs "),

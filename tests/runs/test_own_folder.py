@@ -90,7 +90,7 @@ def own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["task._target_=own_parts.Weighted"], 2, "needs classes; type +task.classes=<value>"),
+        (["task._target_=own_parts.Weighted"], 2, "needs classes and limit; type +task.classes=<value> +task.limit="),
         (["task=weighted"], 2, "own_parts.Weighted needs limit; type +task.limit=<value>"),
         (["task=weighted", "+task.limit=1"], 1, "ValueError: no weights for 2 classes"),
         (["task=weighted", "+task.limit=2"], 0, "rank 0 of 1"),

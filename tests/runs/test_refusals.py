@@ -24,8 +24,8 @@ def assert_refused(run: Command, *said: str) -> None:
     ("typed", "said"),
     [
         (["trainer.epoch=3"], "trainer.epoch is no key of this config; type trainer.epochs=3"),
-        (["+experiment=x"], "experiment=x is no option, and the options of experiment are cifar10_speed, "),
-        (["hydra/sweeper=optuna"], "the options of hydra/sweeper are basic, lockstep; type hydra/sweeper="),
+        (["+experiment=x"], "experiment=x is no option, and experiment has the options cifar10_speed, "),
+        (["hydra/sweeper=optuna"], "hydra/sweeper has the options basic, lockstep; type hydra/sweeper="),
         (["~scheduler"], "scheduler is missing; type the command without ~scheduler"),
         (["trainer.epochs={"], "trainer.epochs={ cannot be read; type trainer.epochs="),
         (["hydra.run.dir=/proc/x"], "/proc/x cannot be written (No such file or directory); type hydra.run.dir="),
@@ -37,7 +37,10 @@ def assert_refused(run: Command, *said: str) -> None:
             "optimizer.lr=interval(0.1,1) has several values",
         ),
         (["optimizer.lr=nan", "launch=torchrun"], "optimizer.lr=nan should be a finite number; type optimizer.lr=0.05"),
-        (["launch=torchrun", "dataset=random"], "model.shape=[20] should have at least 3 items "),
+        (
+            ["launch=torchrun", "dataset=random"],
+            "model.shape=[20] should have at least 3 items after validation, not 1; type ",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -85,8 +85,12 @@ class LateDDP(DDP):
         super().__init__(
             gradient_as_bucket_view=True, static_graph=False, bucket_cap_mb=25, find_unused_parameters=False
         )
-        if read_rank_info().rank:
+
+    def binds_one_device(self) -> bool:
+        """A rank asks it before it meets the others, and in the first steps once more."""
+        if read_rank_info().rank and not in_phase(Path(), "meeting"):
             linger("meeting")
+        return super().binds_one_device()
 
 
 class SlowLogger(Logger):

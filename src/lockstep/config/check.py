@@ -5,11 +5,13 @@ No torch here, and pydantic inside functions: `--help` and ranks need neither.
 
 import copy
 import json
+import math
 import os
 import re
 import shlex
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache, reduce
@@ -30,6 +32,8 @@ GROUPS = [one for one in CONF.iterdir() if one.is_dir() and one.name not in ("hy
 OPTIONS = {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in GROUPS}
 UNKNOWN = {"extra_forbidden", "unexpected_keyword_argument"}  # pydantic's types of errors
 MISSING = {"missing", "missing_argument"}
+# Their text says no more than the sentence.
+TOLD = (MissingConfigException, errors.ConfigAttributeError, errors.ConfigKeyError, errors.MissingMandatoryValue)
 
 
 def check(cfg: DictConfig) -> RunConfig:
@@ -151,6 +155,7 @@ def _candidates(value: Any, wrong: list[Any], default: object) -> list[Any]:
     words = re.findall(r"'([^']*)'", " ".join(error["msg"] for error in wrong))
     limits = [limit for error in wrong for name, limit in error.get("ctx", {}).items() if name in ("ge", "le")]
     read = [yaml.safe_load(text)] * bool(re.fullmatch(r"[\w.-]+", text))  # yes is true, and '3' a number
+    read += [round(one) for one in read if isinstance(one, float) and math.isfinite(one)]
     return [*get_close_matches(text, words, 1, 0.4), *read, [value], default, *limits, *words, None, True, 1, 0.5]
 
 
@@ -199,7 +204,7 @@ def unknown_key(key: str, value: str, known: Iterable[str]) -> str:
 
 
 def explain(error: BaseException, words: Sequence[str]) -> str | None:
-    """The sentence for what Hydra or OmegaConf says of the user's input. None for other errors.
+    """The sentence for what Hydra or OmegaConf says of the user's input, with its text below. None for other errors.
 
     words: the command's.
     """
@@ -211,8 +216,9 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
     if not is_theirs and raised_in[-1:] not in (["hydra"], ["omegaconf"]):
         return None
     overrides = [one for one in words if not one.startswith("-")]
-    told = [sentence for cause in causes if (sentence := _told(cause, overrides))]
-    return told[0] if told else f"{_about(str(error), overrides)}\n    " + str(error).strip().replace("\n", "\n    ")
+    told = [(sentence, cause) for cause in causes if (sentence := _told(cause, overrides))]
+    sentence, cause = told[0] if told else (_about(str(error), overrides), error)
+    return sentence if isinstance(cause, TOLD) else f"{sentence}\n    " + str(cause).strip().replace("\n", "\n    ")
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -232,7 +238,7 @@ def _told(cause: BaseException, words: list[str]) -> str | None:
     if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
         return _no_option(str(cause.missing_cfg_file), cause.options)
     if isinstance(cause, OverrideParseException):
-        return _unreadable(str(cause.override))
+        return _unreadable(str(cause.override), words)
     if isinstance(cause, errors.MissingMandatoryValue | errors.InterpolationResolutionError):
         key = key or next((one.partition("=")[0] for one in words if "${" in one), "a key")
         return f"{key} has no value; type {_with_default(key)}"
@@ -259,7 +265,8 @@ def _about(said: str, words: list[str]) -> str:
     if words and OverridesParser.create().parse_override(named[0]).is_sweep_override():
         return f"{named[0]} has several values; type -m {shlex.quote(named[0])} for a sweep"
     advice = named[0][1:] if named[0].startswith("+") else f"the command without {named[0]}"
-    return f"{named[0]} cannot be composed; type {advice}"
+    what = "is about what is not there" if named[0].startswith("~") else "cannot be composed"
+    return f"{named[0]} {what}; type {advice}"
 
 
 def _no_option(file: str, options: Sequence[str] | None) -> str:
@@ -269,7 +276,7 @@ def _no_option(file: str, options: Sequence[str] | None) -> str:
     if not options:
         return f"{file} is no config; type {folder}"
     meant = [*get_close_matches(option.lower(), options, 1), default_of(group) or "<one of them>"]
-    known = f"the options of {group} are {', '.join(sorted(options))}"
+    known = f"{group} has the options {', '.join(sorted(options))}"
     return f"{group}={option} is no option, and {known}; type {group}={meant[0]}, or {folder}"
 
 
@@ -288,9 +295,23 @@ def _unknown_override(key: str, cfg: Any, words: list[str]) -> str:
     return unknown_key(key, value, flatten(OmegaConf.to_container(cfg, resolve=False)))
 
 
-def _unreadable(typed: str) -> str:
-    """For a word that Hydra cannot parse."""
-    key, _, value = (typed if "=" in typed else typed.replace(":", "=", 1)).partition("=")
-    inner = re.sub(r"[^\w./+-]", "", value)
-    what = "cannot be read" if value else "has no value"
-    return f"{typed} {what}; type {word(key.strip(), inner) if inner else _with_default(key)}"
+def _unreadable(typed: str, words: list[str]) -> str:
+    """For a word that Hydra cannot parse: one near to it that it can, also with the words beside it."""
+    place = words.index(typed) if typed in words else len(words)
+    before, after = words[:place][-1:], words[place + 1 :]
+    known = {key for values in conf_values().values() for key in values} | OPTIONS.keys()
+    joined = ["".join([*before, typed]), "".join([typed, *after[:2]]), "".join([typed, *after[:1]])]
+    joined += [typed.replace(":", "=", 1), f"{typed}={''.join(after[:1])}"]
+    near = [one for one in joined if one.partition("=")[0] in known and re.fullmatch("[^=]+=[^=]+", one)]
+    key, equals, value = typed.partition("=")
+    if not equals and not near:
+        return f"{key} has no value; type {_with_default(key)}" if key in known else unknown_key(key, "<value>", known)
+    inner = value.strip("[](){} ,'\"")
+    of_list = f"{key}=[{inner}]"
+    near += [of_list] * ("," in inner) + [f"{key.strip()}={value.strip()}", f"{key}={inner}", of_list]
+    for meant in near:
+        with suppress(HydraException):
+            OverridesParser.create().parse_override(meant)
+            return f"{typed} cannot be read; type {shlex.quote(meant)}"
+    quoted = value.replace('"', "")
+    return f"{typed} cannot be read; type " + shlex.quote(f'{key}="{quoted}"')

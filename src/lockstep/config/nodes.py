@@ -22,6 +22,7 @@ from lockstep.text import show
 
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 CHECKED_BY_TYPE = ("lockstep.", "torch.optim.")  # of another class only the names of its arguments are known
+ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 Kind = TypeVar("Kind")
 
@@ -84,24 +85,23 @@ def check_nodes(group: str, value: object) -> None:
     or needs others."""
     for key, node in nodes_in(value, group):
         target, path = locate(key, node["_target_"]), str(node["_target_"])
-        signature = signature_of(target)
+        parameters = signature_of(target).parameters
         count, later = LATER.get(key, (0, frozenset[str]()))
         given = {name: value for name, value in node.items() if name not in HYDRA_KEYS}
-        positional = [None] * (count + len(node.get("_args_") or ()))
-        others = dict.fromkeys(later & signature.parameters.keys())
-        try:
-            signature.bind_partial(*positional, **given, **others)
-            if count or not node.get("_partial_"):
-                signature.bind(*positional, **given, **others)
-        except TypeError as error:
-            name = [*str(error).split("'"), "_args_"][1]
-            free = [one for one in [*signature.parameters][len(positional) :] if one not in given and one not in others]
-            if name not in given:
-                raise ConfigError(f"{path} needs {name}; type +{join(key, name)}=<value>") from None
-            words = [f"~{join(key, name)}"]
-            words += [f"+{join(key, one)}={show(given[name])}" for one in get_close_matches(name, free, 1)]
+        positional = [name for name, one in parameters.items() if one.kind <= one.POSITIONAL_OR_KEYWORD]
+        filled = {*positional[: count + len(node.get("_args_") or ())], *later}
+        free = [name for name in parameters if name not in given and name not in filled]
+        unknown = [name for name in given if not takes(target, name) or (name in filled and name in parameters)]
+        if unknown:
+            words = [f"~{join(key, name)}" for name in unknown]
+            words += [f"+{join(key, one)}={show(given[unknown[0]])}" for one in get_close_matches(unknown[0], free, 1)]
             other = f", but {', '.join(free)}" if free else ""
-            raise ConfigError(f"{path} takes no {name}{other}; type {' '.join(words)}") from None
+            raise ConfigError(f"{path} takes no {' or '.join(unknown)}{other}; type {' '.join(words)}")
+        needed = [name for name in free if parameters[name].default is inspect.Parameter.empty]
+        missing = [name for name in needed if parameters[name].kind not in ANY_NUMBER]
+        if missing and (count or not node.get("_partial_")):
+            words = [f"+{join(key, name)}=<value>" for name in missing]
+            raise ConfigError(f"{path} needs {' and '.join(missing)}; type {' '.join(words)}")
         if path.startswith(CHECKED_BY_TYPE):
             null = {name for name in FROM_DATA if given.get(name) is None}  # the data will tell
             nodes = {name for name, value in given.items() if any(nodes_in(value, name))}  # objects later

@@ -167,7 +167,7 @@ class Dataset:
     prepare: Node | None
     train: Node
     test: Node
-    validation: Annotated[float, Gt(0), Lt(1)] | Count | Literal["auto"] | Node | None
+    validation: Positive | Literal["auto"] | Node | None
     split_seed: Seed
     folds: Annotated[int, Ge(2)] | None
     fold: Whole | None
@@ -251,7 +251,9 @@ class RunConfig(Section):
         hold_out = "trainer.final=null" if final else "dataset.validation=0.1"
         compares = "compares evaluations, and here nothing is chosen"
         right = f"monitor=val/{metric}" if metric else "monitor=auto"
+        no_share = isinstance(data.validation, float) and data.validation > 1 and data.validation % 1 != 0
         rules = [
+            (no_share, f"dataset.validation={data.validation} is no number", "dataset.validation=0.1"),
             (folds and (fold is None or fold >= folds), f"dataset.folds={folds} needs a fold below it", all_folds),
             (fold is not None and not folds, f"dataset.fold={fold} and there are no folds", "dataset.folds=5"),
             (folds and own, "dataset.validation reads other data, without folds", "dataset.validation=0.1"),

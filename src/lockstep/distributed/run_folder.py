@@ -56,8 +56,9 @@ def folder_of_run(resume: str) -> Path:
     raise ConfigError(f"resume={resume} {what}; type resume=<a run folder, with {RECORD}/ inside, or a snapshot in it>")
 
 
-def require_same_run(record: ConfigRecord, folder: Path) -> None:
-    """Raise ConfigError if `folder` has snapshots of a run of other values: one folder, one config."""
+def require_same_run(record: ConfigRecord, run_dir: str) -> None:
+    """Raise ConfigError if `run_dir` has snapshots of a run of other values: one folder, one config."""
+    folder = Path(run_dir)
     path = folder / RECORD / "config.yaml"
     if not path.is_file() or not any(folder.glob("snapshots/step_*")):
         return

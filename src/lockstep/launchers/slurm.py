@@ -85,7 +85,7 @@ class SlurmLauncher(Launcher):
                 f"type srun python src/train.py ..."
             )
         if isinstance(self.time, str) and not re.fullmatch(TIME_LIMIT, self.time):
-            raise ConfigError(f"launch.time={self.time} is no time limit of Slurm's; type launch.time=08:00:00")
+            raise ConfigError(f"launch.time={self.time} should be minutes, or a time; type launch.time=08:00:00")
         if not self.dry_run and not shutil.which("sbatch"):
             raise ConfigError(
                 "launch=slurm needs Slurm's sbatch and this machine has none; "

@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 WARN_SECONDS = 60.0  # at most one warning per logger in this time
 
 Hyperparameter = bool | int | float | str
-NOT_COMPARED: tuple[str, ...] = ("run_dir", "data_dir", "resume", "mode", "backend", "launch", "logger", "sweep")
-NOT_COMPARED += ("hydra", "sync_bn.mode", "trainer.pause_after")
+NOT_HYPERPARAMETERS: tuple[str, ...] = ("run_dir", "data_dir", "resume", "mode", "backend", "launch", "logger", "sweep")
+NOT_HYPERPARAMETERS += ("hydra", "sync_bn.mode", "trainer.pause_after")
 
 
 def hyperparameters(record: ConfigRecord, world_size: int) -> dict[str, Hyperparameter]:
@@ -43,7 +43,7 @@ def hyperparameters(record: ConfigRecord, world_size: int) -> dict[str, Hyperpar
     return {
         key: value if isinstance(value, Hyperparameter) else show(value)
         for key, value in {**record.options, **record.shown, "world_size": world_size}.items()
-        if value is not None and not sets(key, NOT_COMPARED) and not key.endswith(("._target_", "._partial_"))
+        if value is not None and not sets(key, NOT_HYPERPARAMETERS) and not key.endswith(("._target_", "._partial_"))
     }
 
 

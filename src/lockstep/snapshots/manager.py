@@ -422,7 +422,8 @@ class SaveInterval:
     def __init__(self, every: str) -> None:
         match = re.fullmatch(r"(?!0+\D)(\d+)?\s*(epoch|step|min)s?", every)
         if match is None:
-            raise ConfigError(f"snapshot.every={every} is no epochs, steps or min; type snapshot.every=50steps")
+            accepted = "epochs, steps or minutes, such as 50steps"
+            raise ConfigError(f"snapshot.every={every} should be {accepted}; type snapshot.every=1epochs")
         self.count, self.unit = int(match[1] or 1), match[2]
         self.last_step = 0
         self.last_time = time.monotonic()

@@ -36,7 +36,8 @@ def time_limit(max_time: str | None) -> float | None:
         return None
     match = re.fullmatch(r"(?!0+(\.0+)?\D)(\d+(\.\d+)?)\s*(s|min|h)", max_time)
     if match is None:
-        raise ConfigError(f"trainer.max_time={max_time} is no time in s, min or h; type trainer.max_time=30min")
+        accepted = "a time such as 90s, 30min or 2h"
+        raise ConfigError(f"trainer.max_time={max_time} should be {accepted}; type trainer.max_time=null")
     return float(match[2]) * SECONDS[match[4]]
 
 
