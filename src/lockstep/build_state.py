@@ -20,7 +20,7 @@ from lockstep.distributed.world import World, require_same_data
 from lockstep.errors import ConfigError
 from lockstep.loggers.base import Logger, LoggerList, RunInfo, hyperparameters
 from lockstep.loggers.run_json import RunJson, run_facts
-from lockstep.preflight_rules import accumulates_more, check_batch_size
+from lockstep.preflight_rules import check_batch_size
 from lockstep.runs.record import read_run
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import file_of_weights
@@ -61,7 +61,7 @@ def train_state(config: RunConfig, strategy: Strategy, loader: BatchLoader, take
         total_steps=settings.total_steps,
         objective_mode="min" if config.objective is None else task.mode(config.objective),
     )
-    cuts_batches = world.size * settings.gradient_accumulation_steps > 1 or settings.accumulates_more
+    cuts_batches = world.size * settings.gradient_accumulation_steps > 1
     if takes_steps and cuts_batches and strategy.batch_norm_sees():  # else they are cut alike on any number of ranks
         warn_of_gradient_hooks(strategy.model)
     return TrainState(
@@ -101,8 +101,7 @@ def train_settings(config: RunConfig, loader: BatchLoader, shares: int, takes_st
         max_seconds=time_limit(trainer.max_time),
         pause_after=trainer.pause_after,
         batch_size=check_batch_size(config, shares) if takes_steps else trainer.batch_size,
-        gradient_accumulation_steps=1 if accumulates_more(config) else int(trainer.gradient_accumulation_steps),
-        accumulates_more=accumulates_more(config),
+        gradient_accumulation_steps=trainer.gradient_accumulation_steps,
         max_grad_norm=trainer.max_grad_norm,
         precision=trainer.precision,
         eval_batch_size=config.evaluation.batch_size,

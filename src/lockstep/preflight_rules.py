@@ -18,7 +18,7 @@ from lockstep.snapshots.manager import SaveInterval, validate_format
 from lockstep.snapshots.mirror import validate_mirror
 from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
-from lockstep.strategies.gradient_sync import Auto, GradientSync
+from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.tasks.base import Task
 from lockstep.training.state import time_limit
 
@@ -44,7 +44,6 @@ def check_options(
     validate_training(job)
     strategy.validate(job)
     strategy.validate_gradient_sync(gradient_sync, job)
-    validate_accumulation(config, strategy, gradient_sync, job)
     ranks_agree = strategy.ranks_agree and gradient_sync.ranks_agree
     validate_nan_policy(job, ranks_agree)
     validate_format(config.snapshot.format, strategy)
@@ -88,8 +87,7 @@ def job_spec(config: RunConfig, launcher: Launcher) -> JobSpec:
         device_type="cuda" if backend == "nccl" else "mps" if uses_mps(config.backend.name, world_size) else "cpu",
         precision=trainer.precision,
         sync_bn=config.sync_bn.mode,
-        # What refuses two refuses a number that may grow.
-        gradient_accumulation_steps=2 if accumulates_more(config) else int(trainer.gradient_accumulation_steps),
+        gradient_accumulation_steps=trainer.gradient_accumulation_steps,
         compile=trainer.compile,
         deterministic=trainer.deterministic,
         profile=config.profiler.enabled,
@@ -103,31 +101,8 @@ def job_spec(config: RunConfig, launcher: Launcher) -> JobSpec:
 def check_batch_size(config: RunConfig, shares: int) -> int:
     """Samples of a global batch. Raises ConfigError if a rank would get none."""
     trainer = config.trainer
-    steps = 1 if accumulates_more(config) else int(trainer.gradient_accumulation_steps)
+    steps = trainer.gradient_accumulation_steps
     return global_batch_size(shares, trainer.batch_size, trainer.batch_size_per_rank, steps)
-
-
-def accumulates_more(config: RunConfig) -> bool:
-    """Whether a batch is cut into more micro-batches when a step runs out of memory."""
-    return config.trainer.gradient_accumulation_steps == "auto"
-
-
-def validate_accumulation(config: RunConfig, strategy: Strategy, gradient_sync: GradientSync, job: JobSpec) -> None:
-    """Raise ConfigError where one rank that runs out of memory would leave the others waiting in its pass."""
-    if not accumulates_more(config):
-        return
-    auto = "trainer.gradient_accumulation_steps=auto"
-    advice = "type strategy=ddp gradient_sync=auto, or trainer.gradient_accumulation_steps=2"
-    if strategy.own_epoch() is not None:
-        raise ConfigError(f"{auto} needs steps that all ranks take together; {advice}")
-    if job.world_size == 1:
-        return
-    if strategy.communicates_in_forward or not strategy.ranks_agree:
-        why = "does a step again that ran out of memory on one rank, while with this strategy the others would wait"
-        raise ConfigError(f"{auto} {why}; {advice}")
-    if type(gradient_sync) not in (Auto, GradientSync):
-        why = f"averages gradients after the backward pass, and gradient_sync={gradient_sync.name} in it"
-        raise ConfigError(f"{auto} {why}; {advice}")
 
 
 def validate_training(job: JobSpec) -> None:

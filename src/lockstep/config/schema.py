@@ -55,7 +55,7 @@ class Trainer(Section):
     pause_after: Count | None
     batch_size: Count
     batch_size_per_rank: Count | None
-    gradient_accumulation_steps: Count | Literal["auto"]
+    gradient_accumulation_steps: Count
     checkpoint_activations: Names
     max_grad_norm: Positive | None
     precision: Literal["fp32", "bf16", "fp16", "fp64", "bf16-true"]

@@ -90,13 +90,9 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def all_reduce_sums(
-        self, tensors: Sequence[Tensor], sum_in_place: Callable[[Tensor], object] | None = None
-    ) -> list[Tensor]:
+    def all_reduce_sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sum of each over all ranks, in its shape and on its device. One collective for each of this rank's
         devices, in the type that holds all tensors there; tensors of the CPU travel with those of `device`.
-
-        sum_in_place: which sums a vector; None: `all_reduce_sum`.
         """
         devices = [self.device if tensor.device.type == "cpu" else tensor.device for tensor in tensors]
         sums: dict[int, Tensor] = {}
@@ -104,7 +100,7 @@ class World:
             numbers = [number for number, one in enumerate(devices) if one == device]
             real = {n: torch.view_as_real(tensors[n]) if tensors[n].is_complex() else tensors[n] for n in numbers}
             summed = torch.cat([tensor.reshape(-1).to(device) for tensor in real.values()])
-            (sum_in_place or self.all_reduce_sum)(summed)
+            self.all_reduce_sum(summed)
             parts = summed.split([tensor.numel() for tensor in real.values()])
             for n, part in zip(numbers, parts, strict=True):
                 shaped = part.view_as(real[n]).to(tensors[n].device)

@@ -126,7 +126,6 @@ def train_epoch(
             step = progress.step + 1
             reporter.current_batch(batch)
             if step not in state.nan.left_out:
-                state.micro_batches.begin()
                 state.nan.begin(step, progress.epoch, batch)
                 loss = StepLoss(state, batch, step, timer)
                 for number, part in enumerate(batch.parts, start=1):
@@ -134,15 +133,10 @@ def train_epoch(
                     state.early_steps.check_inputs(part.inputs, batch.count // state.early_steps.parts)
                     is_last = number == len(batch.parts)
                     draws = draws_of(state, loader.seed, step, batch, part)
-                    with state.micro_batches.watched(), draws, state.early_steps.watching_draws():
+                    with draws, state.early_steps.watching_draws():
                         strategy.forward_backward(part.inputs, part.targets, loss, precision, is_last)
-                    if state.micro_batches.ran_out(step):
-                        break
-                    if is_last or state.micro_batches.count > 1:  # virtual ranks agree after the last
+                    if is_last or state.settings.gradient_accumulation_steps > 1:  # virtual ranks agree after the last
                         state.buffers.after_pass(step, len(part.indices))
-                if state.micro_batches.redoes:
-                    state.meter.discard(step)
-                    continue
                 timer.phase("optimizer")
                 state.after_backward(step)
             for watcher in watchers:
@@ -185,20 +179,13 @@ def batches(state: TrainState, loader: BatchLoader, turns: slice = slice(None)) 
 
     turns: which of these batches, for ranks that take turns.
     """
-    settings, progress, micro_batches = state.settings, state.progress, state.micro_batches
+    settings, progress = state.settings, state.progress
 
     def parts(batch: Tensor) -> list[Part]:
-        return state.strategy.parts(batch, micro_batches.count)
+        return state.strategy.parts(batch, settings.gradient_accumulation_steps)
 
-    while True:
-        count, steps = micro_batches.count, len(range(state.steps_left)[turns])
-        epoch = loader.epoch(progress.epoch, settings.batch_size, parts, progress.samples, turns, settings.last_epoch)
-        for batch in islice(epoch, steps):
-            yield batch
-            if micro_batches.count != count:
-                break  # this one comes again, in smaller parts
-        else:
-            return
+    epoch = loader.epoch(progress.epoch, settings.batch_size, parts, progress.samples, turns, settings.last_epoch)
+    return islice(epoch, len(range(state.steps_left)[turns]))
 
 
 class StepLoss:

@@ -20,7 +20,6 @@ from lockstep.training.buffers import Buffers
 from lockstep.training.early_steps import EarlySteps
 from lockstep.training.ema import average_of
 from lockstep.training.meter import Meter
-from lockstep.training.micro_batches import MicroBatches
 from lockstep.training.nan import NanPolicy, ReadSamples
 from lockstep.training.sample_noise import SampleNoise
 from lockstep.training.schedulers import FollowsObjective, constant, require_schedule
@@ -48,7 +47,6 @@ class TrainSettings:
     epoch_samples: of an epoch, over all ranks.
     batch_size: of a global batch, over all ranks. eval_batch_size: of one forward pass on one rank.
     max_seconds: as trainer.max_time.
-    accumulates_more: more micro-batches than `gradient_accumulation_steps` where memory runs out.
     draws_by_sample: dropout belongs to the samples. False: to a rank, which a compiled model needs.
     """
 
@@ -59,7 +57,6 @@ class TrainSettings:
     pause_after: int | None = None  # epochs
     batch_size: int = 64
     gradient_accumulation_steps: int = 1
-    accumulates_more: bool = False
     max_grad_norm: float | None = None
     precision: str = "fp32"
     eval_batch_size: int = 128
@@ -160,12 +157,10 @@ class TrainState:
         self.trained = TrainedParameters(strategy, optimizer)
         self.buffers = Buffers(strategy, buffers)
         shares = strategy.data_parallel_size(strategy.world.size)
-        steps = settings.gradient_accumulation_steps
-        self.micro_batches = MicroBatches(strategy, steps, settings.batch_size // shares, settings.accumulates_more)
         # Ranks that compute the same samples draw for their own parts of the model.
         shares_samples = shares < strategy.world.size
         self.noise = SampleNoise() if settings.draws_by_sample and not shares_samples else None
-        self.early_steps = EarlySteps(task, strategy, shares * steps, self.noise)
+        self.early_steps = EarlySteps(task, strategy, shares * settings.gradient_accumulation_steps, self.noise)
         self.grad_norm: tuple[int, Tensor] | None = None
         self.gradients: dict[str, Tensor] | None = {} if keeps_gradients else None
 
