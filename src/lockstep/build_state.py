@@ -178,7 +178,7 @@ def evaluators(config: RunConfig, state: TrainState, loaders: Loaders, loggers: 
         for name, loader in (("val", loaders.val), ("test", loaders.test))
         if name in at_each and loader is not None
     }
-    test = Evaluator(state, loaders.test, LoggerList(loggers.loggers), of_shown["test"], "test")
+    test = Evaluator(state, loaders.test, loggers, of_shown["test"], "test")
     return Evaluations(decides, evaluators, None if config.evaluation.test == "never" else test)
 
 

@@ -126,7 +126,7 @@ def validate_nan_policy(job: JobSpec, ranks_agree: bool) -> None:
     if not ranks_agree and job.world_size > 1:
         raise ConfigError(
             "watch.nan=skip needs the same gradient on all ranks, which this strategy or gradient_sync does not give; "
-            "type watch.nan=stop or watch.nan=rollback, or strategy=ddp gradient_sync=auto"
+            "type watch.nan=stop, or strategy=ddp gradient_sync=auto"
         )
     if job.precision == "fp16":
         raise ConfigError(

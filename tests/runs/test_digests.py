@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lockstep.training.step_records import StepDigests, StepTable, in_memory_order, read_digests
 from lockstep.training.weight_check import digest
-from support.commands import own_data
 from support.configs import composed
 from support.worlds import in_world, train, train_all
 
@@ -135,24 +134,6 @@ def test_gradients_are_averaged_before_they_are_digested(tmp_path: Path) -> None
     # The loss is that of rank 0's samples.
     assert first_difference(tmp_path / "1", tmp_path / "2", with_loss=False) is None
     assert list(table_of(tmp_path / "1").rows) == list(table_of(tmp_path / "2").rows) == [1, 2, 3, 4]
-
-
-def test_after_a_rollback_each_step_has_one_row(tmp_path: Path) -> None:
-    data = [
-        *own_data("support.damage.FloatDigits"),
-        "+dataset.train.broken=[100]",
-        "+dataset.test.broken=[]",
-        "dataset.mean=null",
-        "dataset.std=null",
-    ]
-    options = ["watch.nan=rollback", "snapshot.every=4steps", "trainer.batch_size=64", "dataset.train.train=true"]
-    in_world(1, train, composed(f"run_dir={tmp_path}", *SMALL, *data, *options))
-    table = table_of(tmp_path)
-    assert list(table.rows) == list(range(1, 31))
-    assert "back to step" in (tmp_path / "train.log").read_text()
-    width = 8 * (len(table.names) + 1)
-    content = (tmp_path / "digests.bin").read_bytes()
-    assert len(content) - content.index(b"\n") - 1 == 30 * width
 
 
 def test_a_sparse_gradient_has_the_digest_of_its_values() -> None:

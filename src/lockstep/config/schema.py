@@ -103,7 +103,7 @@ class Logging(Section):
 class Watch(Section):
     every: Count
     weights: Literal["stop", "majority", "off"]
-    nan: Literal["stop", "skip", "rollback"]
+    nan: Literal["stop", "skip"]
     timeout: Positive | None
     on_hang: Literal["stop", "report"]
     straggler: Annotated[float, Gt(1)] | None

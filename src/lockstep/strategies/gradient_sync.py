@@ -155,7 +155,7 @@ class PowerSGD(GradientSync):
         if job.nan == "skip":
             raise ConfigError(
                 "gradient_sync=powersgd adds the error of each step to the next, a NaN too; "
-                "type watch.nan=rollback, or gradient_sync=auto"
+                "type watch.nan=stop, or gradient_sync=auto"
             )
         if job.device_type == "cpu" and torch.cuda.device_count():
             raise ConfigError(

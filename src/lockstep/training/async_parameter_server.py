@@ -55,8 +55,6 @@ class AsyncParameterServer(Strategy):
             raise ConfigError(f"{name} would scale each worker's fp16 loss differently; type trainer.precision=bf16")
         if job.profile:
             raise ConfigError(f"{name} has no common step to measure; type profiler.enabled=false")
-        if job.nan == "rollback":
-            raise ConfigError(f"{name} cannot leave out the batch of one worker; type watch.nan=stop")
         if job.save_unit == "step":
             raise ConfigError(
                 f"{name} saves only when its ranks synchronise; type snapshot.every=1epochs or snapshot.every=10min"

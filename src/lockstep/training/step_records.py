@@ -170,7 +170,7 @@ class StepDigests(Logger):
     On rank 0. The loss is that of its own samples. Gradients are averaged, and not clipped yet. Weights are those
     after the update, with the model's buffers.
 
-    A resumed run goes on in the same file, behind the step that it resumed from. So does a run after a rollback.
+    A resumed run goes on in the same file, behind the step that it resumed from.
     """
 
     def __init__(self, state: TrainState, every: int) -> None:

@@ -18,10 +18,7 @@ class Watcher:
         """The first step of an epoch, or of the rest of one, is about to begin."""
 
     def on_gradients_ready(self) -> None:
-        """The gradients of a step are there, averaged if they are averaged in each step, and not clipped yet.
-
-        A step that is left out has none.
-        """
+        """The gradients of a step are there, averaged if they are averaged in each step, and not clipped yet."""
 
     def after_step(self, samples: int) -> None:
         """A step has ended. samples: of all ranks since the last call; a strategy may report several steps at once."""
@@ -36,7 +33,7 @@ class RunningMetrics(Watcher):
 
     def __init__(self, state: TrainState, logger: Logger, stragglers: StragglerWatch | None = None) -> None:
         self.state, self.logger, self.stragglers = state, logger, stragglers
-        self.last_step = self.logged_step = 0
+        self.last_step = 0
         self.interval = (0, time.perf_counter())  # when the first step after the last report began
 
     def on_epoch_start(self) -> None:
@@ -72,9 +69,7 @@ class RunningMetrics(Watcher):
         metrics |= {"world/largest_rank_mib": max(used), "world/smallest_rank_mib": min(used)}
         if self.state.nan.action == "skip":
             metrics["watch/skipped_steps"] = self.state.nan.skipped
-        if step > self.logged_step:  # after a rollback the same steps come again, with the same numbers
-            self.logger.log_metrics(metrics, step)
-            self.logged_step = step
+        self.logger.log_metrics(metrics, step)
 
     def _grad_norm(self, before: int, step: int) -> dict[str, float]:
         """The newest one of the steps after `before` up to `step`."""
