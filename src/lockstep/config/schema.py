@@ -102,7 +102,7 @@ class Logging(Section):
 @dataclass(frozen=True)
 class Watch(Section):
     every: Count
-    weights: Literal["stop", "majority", "off"]
+    weights: Literal["stop", "off"]
     nan: Literal["stop", "skip"]
     timeout: Positive | None
     on_hang: Literal["stop", "report"]
