@@ -154,7 +154,7 @@ def running_metrics(config: RunConfig, state: TrainState, loggers: LoggerList) -
     """What is logged while the run trains, and what measures its steps."""
     world, strategy, timer = state.strategy.world, state.strategy, StepTimer()
     if config.profiler.enabled:
-        from lockstep.training.step_records import StepProfiler
+        from lockstep.training.step_profiler import StepProfiler
 
         every, after, steps = config.profiler.every, config.profiler.trace_after, config.profiler.trace_steps
         timer = StepProfiler(state, loggers, config.run_dir, every, after, steps)
@@ -187,10 +187,6 @@ def loggers(config: RunConfig, state: TrainState, before_writing: Callable[[], N
     members: list[Logger] = []
     if state.strategy.world.is_rank_zero:
         members = [instantiate_as(Logger, node, f"logger.{name}") for name, node in config.logger.items()]
-        if config.trainer.digest != "off":
-            from lockstep.training.step_records import EVERY, StepDigests
-
-            members.append(StepDigests(state, EVERY if config.trainer.digest == "on" else config.trainer.digest))
         is_paused = lambda: state.reached_limit == "trainer.pause_after"  # noqa: E731
         name = config.objective or f"test/{state.task.monitor}"
         members.append(RunJson(name, state.task.mode(name), is_paused))

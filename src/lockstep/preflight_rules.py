@@ -44,17 +44,11 @@ def check_options(
     validate_training(job)
     strategy.validate(job)
     strategy.validate_gradient_sync(gradient_sync, job)
-    ranks_agree = strategy.ranks_agree and gradient_sync.ranks_agree
-    validate_nan_policy(job, ranks_agree)
+    validate_nan_policy(job, strategy.ranks_agree and gradient_sync.ranks_agree)
     validate_format(config.snapshot.format, strategy)
     if mode.trains:
         snapshot = config.snapshot
         validate_mirror(snapshot.mirror, snapshot.format, strategy, config.resume, Path(config.run_dir))
-    if config.trainer.digest != "off" and job.world_size > 1 and not ranks_agree:  # rank 0 does not hold all weights
-        raise ConfigError(
-            f"trainer.digest={config.trainer.digest} needs the same weights and gradients on all ranks, which this "
-            f"strategy or gradient_sync does not give; type trainer.digest=off, or strategy=ddp gradient_sync=auto"
-        )
     if not mode.needs_run:
         check_batch_size(config, strategy.data_parallel_size(job.world_size))
 

@@ -138,7 +138,6 @@ CHANGES = {
 EQUAL = {
     "none": (),
     "workers": ("dataset.workers=1",),
-    "digests": ("trainer.digest=1",),
     "watched": ("watch.every=1",),
     "saved": ("snapshot.every=1steps",),
     "sharded": ("snapshot.format=sharded",),
@@ -160,7 +159,6 @@ CHANGED += ("batch_norm_plain", "two_batch_norms", "lazy_batch_norm", "Residual"
 # Values of two axes that no command has together: one of them is refused there, which other tests hold.
 NEVER = [
     ({"sharded"}, {way for way in WAYS if way not in SHARDED}),
-    ({"digests"}, set(SHARDED)),
     ({"profiled"}, {"pipeline"}),
     ({"workers"}, {"stream"}),
     ({"accumulation", "all"}, set(VIRTUAL)),

@@ -63,7 +63,6 @@ class Trainer(Section):
     channels_last: bool | Literal["auto"]
     compile: bool | Literal["reduce-overhead", "max-autotune"]
     deterministic: bool
-    digest: Count | Literal["off", "on"]
     buffers: Literal["auto", "mean", "own"]
     ema: Annotated[float, Gt(0), Lt(1)] | None
     final: Literal["train+val"] | None

@@ -144,9 +144,6 @@ class Logger:
         trained on before the run resumed, else 0.
         """
 
-    def on_gradients_ready(self) -> None:
-        """The gradients of a step are there, and not clipped yet. Called in almost every step, so it must be cheap."""
-
     def on_step(self, step: int, samples: int) -> None:
         """An optimizer step has ended. samples: of its global batch. Called at every step, so it must be cheap."""
 
@@ -223,9 +220,6 @@ class LoggerList(Logger):
 
     def on_epoch_start(self, epoch: int, epochs: int, samples: int, samples_done: int) -> None:
         self._call_each(lambda logger: logger.on_epoch_start(epoch, epochs, samples, samples_done))
-
-    def on_gradients_ready(self) -> None:
-        self._call_each(lambda logger: logger.on_gradients_ready())
 
     def on_step(self, step: int, samples: int) -> None:
         self._call_each(lambda logger: logger.on_step(step, samples))

@@ -41,9 +41,6 @@ class RunningMetrics(Watcher):
         self.last_step = self.state.progress.step
         self.interval = (self.last_step, time.perf_counter())
 
-    def on_gradients_ready(self) -> None:
-        self.logger.on_gradients_ready()
-
     def after_step(self, samples: int) -> None:
         """Raises TrainingDiverged, on all ranks, if the loss is not finite."""
         step = self.state.progress.step
