@@ -32,7 +32,7 @@ from lockstep.training.evaluation import Evaluations, Evaluator, Wanted, wanted_
 from lockstep.training.parameter_groups import ParameterRules, can_fuse
 from lockstep.training.setup import cast
 from lockstep.training.state import TrainSettings, TrainState, time_limit
-from lockstep.training.timing import StepTimer, StragglerWatch
+from lockstep.training.timing import StepTimer
 from lockstep.training.watchers import RunningMetrics
 from lockstep.training.weight_check import WeightCheck
 
@@ -152,17 +152,13 @@ def model_config(record: ConfigRecord) -> dict[str, Any]:
 
 def running_metrics(config: RunConfig, state: TrainState, loggers: LoggerList) -> tuple[RunningMetrics, StepTimer]:
     """What is logged while the run trains, and what measures its steps."""
-    world, strategy, timer = state.strategy.world, state.strategy, StepTimer()
+    timer = StepTimer()
     if config.profiler.enabled:
         from lockstep.training.step_profiler import StepProfiler
 
         every, after, steps = config.profiler.every, config.profiler.trace_after, config.profiler.trace_steps
         timer = StepProfiler(state, loggers, config.run_dir, every, after, steps)
-    if config.watch.straggler is None or world.size == 1 or strategy.communicates_in_forward:
-        return RunningMetrics(state, loggers), timer
-    parameters = list(strategy.model.parameters())
-    stragglers = StragglerWatch(world, parameters, config.watch.straggler, state.settings.log_every, timer)
-    return RunningMetrics(state, loggers, stragglers), stragglers
+    return RunningMetrics(state, loggers), timer
 
 
 def evaluators(config: RunConfig, state: TrainState, loaders: Loaders, loggers: LoggerList) -> Evaluations:

@@ -38,7 +38,6 @@ WRONG = """
  | snapshot.every=0steps | epochs, steps or minutes, such as 50steps | snapshot.every=1epochs
  | snapshot.format=whole | 'auto', 'full' or 'sharded' | snapshot.format=auto
  | watch.nan=ignore | 'stop' or 'skip' | watch.nan=stop
- | watch.straggler=1 | greater than 1 | watch.straggler=1.5
  | backend.timeout=0.5 | greater than or equal to 1 | backend.timeout=300
  | backend.name=tcp | 'auto', 'gloo', 'nccl' or 'mpi' | backend.name=auto
  | sync_bn.mode=always | 'auto', 'on' or 'off' | sync_bn.mode=auto

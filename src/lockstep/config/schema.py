@@ -105,7 +105,6 @@ class Watch(Section):
     nan: Literal["stop", "skip"]
     timeout: Positive | None
     on_hang: Literal["stop", "report"]
-    straggler: Annotated[float, Gt(1)] | None
 
 
 # until issue 42

@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import secrets
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -43,29 +42,13 @@ DISK_TIMEOUT = timedelta(hours=1)  # for a slow disk
 PLAIN = (bool, int, float, str, type(None))
 
 
-class Waiting:
-    """Adds up how long this process has waited for other ranks, in sums of tensors: votes and JSON values do not count.
-
-    A context manager: the time in the block counts. seconds: since the world was formed.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = self.start = 0.0
-
-    def __enter__(self) -> None:
-        self.start = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        self.seconds += time.perf_counter() - self.start
-
-
 @dataclass(frozen=True)
 class World:
     """This rank's place among the ranks that train together, and the collectives they use.
 
     local_rank, local_size: among the ranks of this machine. timeout: seconds that a collective waits for a rank.
     control: a gloo group beside the backend's own, for votes and JSON values, which never makes a GPU wait.
-    resources: what is closed when this rank leaves the world, such as pipes to other ranks. waiting: see Waiting.
+    resources: what is closed when this rank leaves the world, such as pipes to other ranks.
     """
 
     rank: int
@@ -76,7 +59,6 @@ class World:
     control: dist.ProcessGroup
     timeout: float
     resources: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
-    waiting: Waiting = field(default_factory=Waiting, repr=False, compare=False)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -86,8 +68,7 @@ class World:
         """Sum `tensor` over all ranks, in place. Returns it. On a GPU the host does not wait."""
         if self.device.type == "mps":  # of one rank; gloo takes no tensor of it
             return tensor
-        with self.waiting:
-            dist.all_reduce(tensor)
+        dist.all_reduce(tensor)
         return tensor
 
     def all_reduce_sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:

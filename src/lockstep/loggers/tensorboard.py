@@ -236,11 +236,8 @@ def layout(run: RunInfo) -> dict[str, dict[str, Chart]]:
         "step time (ms)": _lines("speed/step_ms"),
     }
     ranks = {"memory of the largest and the smallest rank (MiB)": _lines("world/.*_rank_mib")}
-    if run.world_size > 1 or run.hyperparameters.get("profiler.enabled"):
-        speed["parts of a step (ms)"] = _lines("time/.*_ms", "profile/.*_ms")
-    if run.world_size > 1:
-        own_time = "own time of the slowest and the fastest rank in a step (ms)"
-        ranks = {own_time: _lines("world/(slowest|fastest)_rank_ms")} | ranks
+    if run.hyperparameters.get("profiler.enabled"):
+        speed["parts of a step (ms)"] = _lines("profile/.*_ms")
     return {"results": results, "training": training, "speed": speed, "ranks": ranks}
 
 

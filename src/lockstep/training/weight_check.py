@@ -52,8 +52,7 @@ class WeightCheck(Watcher):
         tensors = self.state.strategy.replicated_tensors()
         digests = torch.stack([digest(local_part(tensor)).to(self.world.device) for tensor in tensors.values()])
         mine = int(digest(digests))
-        with self.world.waiting:
-            totals = self.world.all_gather_json(mine)
+        totals = self.world.all_gather_json(mine)
         apart = self.state.strategy.ranks_per_model
         alike = [range(first, self.world.size, apart) for first in range(apart)]  # ranks that should hold the same
         differing = [ranks for ranks in alike if len({totals[rank] for rank in ranks}) > 1]
