@@ -28,7 +28,7 @@ from lockstep.snapshots.manager import SnapshotManager
 from lockstep.snapshots.resume import compared
 from lockstep.strategies.base import Strategy, warn_of_gradient_hooks
 from lockstep.tasks.base import Task, modules_of
-from lockstep.training.evaluation import Evaluations, Evaluator, Wanted, wanted_by
+from lockstep.training.evaluation import Evaluations, Evaluator, images_wanted
 from lockstep.training.parameter_groups import ParameterRules, can_fuse
 from lockstep.training.setup import cast
 from lockstep.training.state import TrainSettings, TrainState, time_limit
@@ -74,7 +74,6 @@ def train_state(config: RunConfig, strategy: Strategy, loader: BatchLoader, take
         nan=config.watch.nan,
         read=loader.read,
         objective=config.objective,
-        keeps_gradients=wanted_by(config.logger.values()).histograms,
         buffers=trainer.buffers,
     )
 
@@ -163,18 +162,16 @@ def running_metrics(config: RunConfig, state: TrainState, loggers: LoggerList) -
 
 def evaluators(config: RunConfig, state: TrainState, loaders: Loaders, loggers: LoggerList) -> Evaluations:
     """The evaluations. All ranks prepare what the keys of rank 0's loggers ask for."""
-    wanted = wanted_by(config.logger.values())
+    images = images_wanted(config.logger.values())
     decides = None if config.objective is None else "val"
     at_each = {"val"} if loaders.val is not None else set()
     at_each |= {"test"} if config.evaluation.test == "every" else set()
-    shown = decides or ("val" if "val" in at_each else "test")
-    of_shown = {name: wanted if name == shown else Wanted(wanted.images) for name in ("val", "test")}
     evaluators = {
-        name: Evaluator(state, loader, loggers, of_shown[name], name)
+        name: Evaluator(state, loader, loggers, images, name)
         for name, loader in (("val", loaders.val), ("test", loaders.test))
         if name in at_each and loader is not None
     }
-    test = Evaluator(state, loaders.test, loggers, of_shown["test"], "test")
+    test = Evaluator(state, loaders.test, loggers, images, "test")
     return Evaluations(decides, evaluators, None if config.evaluation.test == "never" else test)
 
 

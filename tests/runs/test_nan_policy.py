@@ -11,7 +11,7 @@ from lockstep.data.partition import generator
 from lockstep.errors import TrainingDiverged
 from lockstep.training.nan import are_finite
 from support.configs import composed, with_values
-from support.event_files import read, scalars
+from support.event_files import scalars
 from support.worlds import in_world, train
 
 pytestmark = pytest.mark.whole
@@ -122,16 +122,6 @@ def test_where_reading_would_wait_the_next_log_finds_the_step(tmp_path: Path) ->
     assert step == 10
     for sentence in in_world(2, _train_as_on_a_gpu, cfg):
         assert sentence.startswith("the gradient is not finite (the loss is) at step 10 on rank 0 with the samples ")
-
-
-def test_gradients_of_an_earlier_epoch_are_not_shown_again(tmp_path: Path) -> None:
-    last = torch.randperm(SAMPLES, generator=generator(0, 1)).tolist()[-1]  # a sample of the second epoch's last batch
-    options = [*SMALL, "model=mlp", "watch.nan=skip", "logger.tensorboard.histograms=true"]
-    cfg = with_values(composed(f"run_dir={tmp_path}", *options), f"dataset.train.broken=[{last}]")
-    assert in_world(1, _train_all, [cfg]) == [[""]]
-    reader = read(tmp_path)
-    tags = [tag for tag in reader.Tags()["histograms"] if tag.startswith("gradients/")]
-    assert [event.step for event in reader.Histograms(tags[0])] == [23]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -143,7 +143,7 @@ EQUAL = {
     "sharded": ("snapshot.format=sharded",),
     "contiguous": ("trainer.channels_last=false",),
     "deterministic": ("trainer.deterministic=true",),
-    "curves": ("logger=[tensorboard,csv]", "logger.tensorboard.histograms=true", "logging.every=1"),
+    "curves": ("logger=[tensorboard,csv]", "logging.every=1"),
     "profiled": ("profiler.enabled=true", "profiler.every=2"),
     "small evaluations": ("evaluation.batch_size=2",),
     "unfused": ("optimizer.fused=false",),

@@ -22,8 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torch import Tensor, nn
-
 from lockstep.config.record import ConfigRecord, sets
 from lockstep.tasks.base import ReadSample, Report
 from lockstep.text import show
@@ -160,12 +158,6 @@ class Logger:
         Called if the config of a logger has the key `images`: the number of samples to show.
         """
 
-    def log_histogram(self, tag: str, values: Tensor, step: int) -> None:
-        """The values of a parameter or of its gradient. Called if the config of a logger has `histograms: true`."""
-
-    def log_graph(self, model: nn.Module, inputs: Tensor) -> None:
-        """The model, in evaluation mode, and inputs for it. Called if the config of a logger has `graph: true`."""
-
     def on_epoch_end(self, summary: EpochSummary) -> None:
         """An epoch has ended, and its evaluation if there was one."""
 
@@ -231,12 +223,6 @@ class LoggerList(Logger):
 
     def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int, split: str) -> None:
         self._call_each(lambda logger: logger.log_report(report, sample, classes, step, split))
-
-    def log_histogram(self, tag: str, values: Tensor, step: int) -> None:
-        self._call_each(lambda logger: logger.log_histogram(tag, values, step))
-
-    def log_graph(self, model: nn.Module, inputs: Tensor) -> None:
-        self._call_each(lambda logger: logger.log_graph(model, inputs))
 
     def on_epoch_end(self, summary: EpochSummary) -> None:
         self.before_writing()

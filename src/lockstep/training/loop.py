@@ -136,7 +136,7 @@ def train_epoch(
             for watcher in watchers:
                 watcher.on_gradients_ready()
             set_seed(fold_in(loader.seed, step - 1, UPDATE))  # of an optimizer that draws: the same on all ranks
-            update(state, step, is_last=state.steps_left == 1)
+            update(state, step)
             end_steps(state, batch.count, 1, timer, watchers)
             timer.step_end(state.whole_steps_left)
             if state.time_is_up:
@@ -216,16 +216,16 @@ class StepLoss:
         return loss
 
 
-def update(state: TrainState, step: int, is_last: bool) -> None:
+def update(state: TrainState, step: int) -> None:
     """One optimizer step with the gradients in `.grad`: clipping, loss scaling, schedule and moving average.
 
-    step: its number, counted from 1. is_last: whether it is the last one before an evaluation.
+    step: its number, counted from 1.
     Raises TrainingDiverged as `NanPolicy.accepts` does.
     """
     optimizer, scaler = state.optimizer, state.scaler
     gradients = state.trained.gradients(step)
     if state.nan.accepts(step, gradients):
-        state.keep_gradients(step, is_last)
+        state.keep_grad_norm(step)
         if state.settings.max_grad_norm is not None:
             scaler.unscale_(optimizer)
             state.strategy.clip_grad_norm(state.settings.max_grad_norm)
