@@ -1,1 +1,5 @@
-"""Data sets, and the loader that gives each rank its part of every global batch."""
+"""Data sets, and how they are read."""
+
+from lockstep.data.source import DataSource, Pair, Splits, Tensors
+
+__all__ = ["DataSource", "Pair", "Splits", "Tensors"]

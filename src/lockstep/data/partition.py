@@ -1,6 +1,6 @@
-"""How an epoch is cut into global batches, micro-batches and the parts of one rank, and where random numbers come from.
+"""The order of an epoch's samples, the parts of a global batch, and where random numbers come from.
 
-Every rank computes both alike: a rank's number only selects parts, and a seed depends on the place in the run alone. So
+Every rank computes all alike: a rank's number only selects parts, and a seed depends on the place in the run alone. So
 a run that stopped after any number of samples goes on from there at any world size.
 """
 
@@ -8,93 +8,108 @@ import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.errors import ConfigError
-
 
 class Part(NamedTuple):
-    """The samples of one forward pass of one rank.
+    """The samples of one forward pass of one rank: places in the global batch, from `start` to before `stop`.
 
     number: counts all parts of the global batch, over all ranks.
-    start: samples of the global batch that come before this part's.
     """
 
     number: int
     start: int
-    indices: Tensor
+    stop: int
 
 
-class LoadedPart(NamedTuple):
-    """A part whose samples are loaded: inputs and targets, on the rank's device.
+def parts(count: int, micro_batches: int, rank: int, size: int) -> list[Part]:
+    """Part `rank` of `size` of each micro-batch of a global batch of `count` samples, as `tensor_split` would cut them.
 
-    Each is a tensor (N, ...), or a tuple or dict of such. indices: of the samples in the data set (N,).
+    A batch of fewer samples than micro-batches has fewer of them: batch norm has no mean of no samples.
+    """
+    micro_batches = max(1, min(micro_batches, count))
+    found = []
+    for number in range(micro_batches):
+        begin, end = cut(count, micro_batches, number)
+        start, stop = cut(end - begin, size, rank)
+        found.append(Part(number * size + rank, begin + start, begin + stop))
+    return found
+
+
+def cut(count: int, pieces: int, number: int) -> tuple[int, int]:
+    """(start, stop) of piece `number` of `count` things: the first ones have one more."""
+    size, more = divmod(count, pieces)
+    start = number * size + min(number, more)
+    return start, start + size + (number < more)
+
+
+class Order:
+    """The indices of each epoch's samples, the same on every rank.
+
+    samples: of the data set.
+    draws: samples that an epoch draws, each at random from all of them; None: it has each one once.
+    weights: (N,) float64: an epoch draws its samples with replacement. Each comes N times its share of the weights,
+        rounded up or down, whose mean over many epochs is that number.
+    shards: (N,) of the file that a sample is in, ascending. Files are shuffled, and then samples within windows of at
+        least `window` samples: a rank reads from few files at a time.
+    shuffle: False for a stream, whose samples come as they come.
     """
 
-    number: int
-    start: int
-    inputs: Any
-    targets: Any
-    indices: Tensor
+    def __init__(
+        self,
+        samples: int,
+        seed: int,
+        draws: int | None = None,
+        weights: Tensor | None = None,
+        shards: Tensor | None = None,
+        window: int = 2**20,
+        shuffle: bool = True,
+    ) -> None:
+        self.samples, self.seed, self.draws, self.weights = samples, seed, draws, weights
+        self.window, self.shuffle = window, shuffle
+        self.repeats = draws is not None or weights is not None  # a sample may come twice in an epoch
+        self.starts = None
+        if shards is not None:  # where each file begins, and the end of the last one
+            edges = (shards.diff() != 0).nonzero().flatten() + 1
+            self.starts = torch.cat([torch.zeros(1, dtype=torch.int64), edges, torch.tensor([samples])])
+
+    def __len__(self) -> int:
+        """Samples of an epoch."""
+        return self.samples if self.draws is None else self.draws
+
+    def epoch(self, number: int) -> Tensor:
+        """(len(self),) int64: the indices of the samples, in their order."""
+        draw = generator(self.seed, number)
+        if self.weights is not None:
+            return drawn(self.weights, draw)
+        if self.draws is not None:
+            return torch.randint(self.samples, (self.draws,), generator=draw)
+        if not self.shuffle:
+            return torch.arange(self.samples)
+        if self.starts is None:
+            return torch.randperm(self.samples, generator=draw)
+        return self._of_windows(draw)
+
+    def _of_windows(self, draw: torch.Generator) -> Tensor:
+        assert self.starts is not None
+        found, open_files, waiting = [], list[Tensor](), 0
+        for file in torch.randperm(len(self.starts) - 1, generator=draw).tolist():
+            open_files.append(torch.arange(int(self.starts[file]), int(self.starts[file + 1])))
+            waiting += len(open_files[-1])
+            if waiting >= self.window:
+                found.append(_shuffled(torch.cat(open_files), draw))
+                open_files, waiting = [], 0
+        if open_files:
+            found.append(_shuffled(torch.cat(open_files), draw))
+        return torch.cat(found)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One optimizer step's work for one rank. `count`: samples of the global batch, over all ranks."""
-
-    count: int
-    parts: list[LoadedPart]
-
-
-def micro_batch_parts(batch: Tensor, accumulation_steps: int, rank: int, size: int) -> list[Part]:
-    """Cut a global batch (N,) into micro-batches, and each of these into `size` shares; return share `rank` of each.
-
-    A last batch of fewer samples than micro-batches has fewer of them: batch norm has no mean of no samples.
-    """
-    parts, start = [], 0
-    steps = max(1, min(accumulation_steps, len(batch)))
-    for number, micro_batch in enumerate(batch.tensor_split(steps)):
-        before = sum(map(len, micro_batch.tensor_split(size)[:rank]))
-        parts.append(Part(number * size + rank, start + before, micro_batch.tensor_split(size)[rank]))
-        start += len(micro_batch)
-    return parts
-
-
-def shares_in_words(batch: int, ranks: int, shares: int) -> str:
-    """ ", 21 or 22 for each of 3 ranks": how many samples of a batch a rank gets. Empty for one rank.
-
-    shares: that `ranks` ranks cut it into.
-    """
-    if ranks == 1:
-        return ""
-    smallest, rest = divmod(batch, shares)
-    share = f"{smallest} or {smallest + 1}" if rest else f"{smallest}"
-    return f", {share} for each of {ranks} ranks"
-
-
-def global_batch_size(
-    data_parallel_size: int, batch_size: int, batch_size_per_rank: int | None, accumulation_steps: int
-) -> int:
-    """Samples of an optimizer step over all ranks. Raises ConfigError if a rank would get none in an ordinary step."""
-    if batch_size_per_rank is not None:
-        batch_size = batch_size_per_rank * data_parallel_size
-    smallest = data_parallel_size * accumulation_steps
-    if batch_size < smallest:
-        shares = []
-        if data_parallel_size > 1:
-            shares.append(f"{data_parallel_size} ranks")
-        if accumulation_steps > 1:
-            shares.append(f"{accumulation_steps} micro-batches" + (" each" if shares else ""))
-        raise ConfigError(
-            f"trainer.batch_size={batch_size} is too small for {' and '.join(shares)}; "
-            f"type trainer.batch_size={smallest} or more"
-        )
-    return batch_size
+def _shuffled(values: Tensor, draw: torch.Generator) -> Tensor:
+    return values.index_select(0, torch.randperm(len(values), generator=draw))
 
 
 def fold_in(*numbers: int) -> int:
@@ -110,31 +125,24 @@ def generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(fold_in(*numbers))
 
 
-def drawn(weights: Tensor, generator: torch.Generator) -> Tensor:
-    """N indices, drawn with replacement and in random order: each comes N times its share of the weights, rounded up or
-    down, whose mean over many draws is that number. Equal weights give each index once.
+def drawn(weights: Tensor, draw: torch.Generator) -> Tensor:
+    """N indices, drawn with replacement and in random order, by systematic resampling over a random order: N evenly
+    spaced points on the running sum of the weights. Equal weights give each index once.
 
-    Systematic resampling over a random order: N evenly spaced points on the running sum of the weights. It has no limit
-    like the 2**24 categories of torch.multinomial: 10**7 samples take a few seconds.
-
+    It has no limit like the 2**24 categories of torch.multinomial: 10**7 samples take a few seconds.
     weights: (N,) float64, not negative, some above 0.
     """
     count = len(weights)
-    order = torch.randperm(count, generator=generator)
+    order = torch.randperm(count, generator=draw)
     ends = weights.index_select(0, order).cumsum(0)  # weights[order] takes five times as long
-    points = torch.arange(count, dtype=torch.float64) + torch.rand((), dtype=torch.float64, generator=generator)
+    points = torch.arange(count, dtype=torch.float64) + torch.rand((), dtype=torch.float64, generator=draw)
     points = (points * (ends[-1] / count)).clamp_(max=math.nextafter(ends[-1].item(), 0))  # a point lies below the end
-    picked = order.index_select(0, torch.searchsorted(ends, points, right=True))
-    return picked.index_select(0, torch.randperm(count, generator=generator))
+    return _shuffled(order.index_select(0, torch.searchsorted(ends, points, right=True)), draw)
 
 
 def seed_all(seed: int) -> None:
     """Seed what transforms draw from: torch's generator of the CPU, numpy's global one, and Python's `random`."""
     torch.default_generator.manual_seed(seed)
-    seed_numpy_and_random(seed)
-
-
-def seed_numpy_and_random(seed: int) -> None:
     np.random.seed(seed % 2**32)
     random.seed(seed)
 

@@ -1,201 +1,254 @@
-"""A text file as token numbers in memory: windows of it to train on, and the rest of it, once, for tests."""
+"""Text as tokens, for language models: one file, or documents in many.
+
+`prepare` writes the tokens into files that all ranks map into memory, as nanoGPT does: a rank holds no text.
+"""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from io import TextIOWrapper
+from itertools import chain, islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, BinaryIO
 
+import fsspec
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm import tqdm
 
 from lockstep.config.schema import Count
-from lockstep.data.dataset import IGNORED, InMemoryDataset
+from lockstep.data.partition import cut, generator
+from lockstep.data.source import DataSource, Splits
 from lockstep.errors import ConfigError
+from lockstep.files import one_at_a_time, write_whole
+from lockstep.text import first_line
+
+log = logging.getLogger(__name__)
 
 TRAIN_SHARE = 0.9  # of a text, from its beginning; the rest is for tests
-TINY_SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+IGNORED = -100
+PIECE = 2**18  # characters of a file that are tokenised together, and the rest of a line
+AT_ONCE = 32  # of such pieces, or documents: a tokenizer's threads share them
+SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
 
-@dataclass(frozen=True, eq=False)
-class Text:
-    """tokens: (L,) int64. symbols: what each token number stands for, sorted: characters, or numbers of bytes."""
+class Tokenizer:
+    """name: characters, bytes, a tokenizer.json of Hugging Face, or a name on its hub. characters: all that there are,
+    sorted. `names` are those of the tokens. Raises ConfigError if the tokenizer cannot be read."""
 
-    tokens: Tensor
-    symbols: list[str] | list[int]
+    def __init__(self, name: str, characters: Sequence[str] = ()) -> None:
+        self.is_bytes, self.coder = name == "bytes", None
+        self.names = [*map(str, range(256))] if self.is_bytes else [*characters]
+        if name not in ("characters", "bytes"):
+            try:
+                from tokenizers import Tokenizer as HuggingFace
 
-    @property
-    def symbols_hash(self) -> str:
-        """With other symbols the same token numbers are another text."""
-        return hashlib.sha256(repr(self.symbols).encode()).hexdigest()[:16]
+                read: Any = HuggingFace.from_file if name.endswith(".json") else HuggingFace.from_pretrained
+                self.coder = coder = read(name)
+            except Exception as error:  # a plain one
+                what = f"dataset.tokenizer={name} cannot be read ({first_line(error)})"
+                advice = "pip install tokenizers, dataset.tokenizer=<a tokenizer.json>, or dataset.tokenizer=bytes"
+                raise ConfigError(f"{what}; type {advice}") from error
+            coder.no_truncation()  # what a file says of these is for batches
+            coder.no_padding()
+            self.names = [coder.id_to_token(n) or str(n) for n in range(1 + max(coder.get_vocab().values()))]
 
-    def encode(self, text: str) -> Tensor:
-        """Token numbers (length,) of `text`. Raises ConfigError for a character that is not among the symbols."""
-        written: str | bytes = text if isinstance(self.symbols[0], str) else text.encode()
-        numbers = {symbol: number for number, symbol in enumerate(self.symbols)}
-        unknown = sorted({str(symbol) for symbol in written if symbol not in numbers})
-        if unknown:
-            raise ConfigError(f"the text has no {unknown[0]!r}, so the model has not learned it; type another prompt")
-        return torch.tensor([numbers[symbol] for symbol in written], dtype=torch.int64)
+    def encode(self, texts: list[str]) -> list[Any]:
+        """The tokens of each text. Raises ConfigError for a character that is not known."""
+        if self.coder is not None:
+            return [found.ids for found in self.coder.encode_batch_fast(texts, add_special_tokens=False)]
+        if self.is_bytes:
+            return [np.frombuffer(text.encode(errors="surrogateescape"), np.uint8) for text in texts]
+        known = {name: number for number, name in enumerate(self.names)}
+        try:
+            return [np.fromiter(map(known.__getitem__, text), np.uint32, len(text)) for text in texts]
+        except KeyError as error:
+            raise ConfigError(f"the text has no {error}, so the model has not learned it; type another one") from None
 
-    def decode(self, tokens: Tensor) -> str:
-        """The text of token numbers (length,). Bytes that are no UTF-8 are shown as a question mark."""
-        symbols = [self.symbols[token] for token in tokens.tolist()]
-        if isinstance(self.symbols[0], str):
-            return "".join(map(str, symbols))
-        return bytes(map(int, symbols)).decode(errors="replace")
-
-
-@cache
-def read_text(path: str, symbols: str) -> Text:
-    """The whole file as "characters" or as "bytes". Raises ConfigError if it cannot be read so."""
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(_how_to_get(path, error)) from None
-    if not content:
-        raise ConfigError(f"dataset.path={path} is empty; type dataset.path=<a text file>")
-    if symbols == "bytes":
-        return Text(torch.from_numpy(np.frombuffer(content, np.uint8).astype(np.int64)), list(range(256)))
-    try:
-        points = np.frombuffer(content.decode().encode("utf-32-le"), np.uint32)
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"dataset.path={path} is no UTF-8 text (byte {error.start}); type dataset.symbols=bytes dataset.classes=256"
-        ) from None
-    present, tokens = np.unique(points, return_inverse=True)
-    return Text(torch.from_numpy(tokens.astype(np.int64).reshape(-1)), [chr(point) for point in present])
+    def decode(self, tokens: list[int]) -> str:
+        if self.coder is not None:
+            return str(self.coder.decode(tokens, skip_special_tokens=False))
+        return bytes(tokens).decode(errors="replace") if self.is_bytes else "".join(map(self.names.__getitem__, tokens))
 
 
-def _how_to_get(path: str, error: OSError) -> str:
-    if Path(path).parts[-2:] != ("tinyshakespeare", "input.txt"):
-        return f"dataset.path={path} cannot be read ({error.strerror}); type dataset.path=<a text file>"
-    return (
-        f"{path} cannot be read ({error.strerror}); type dataset.path=<a text file>, or get this one: "
-        f"curl --create-dirs -o {path} {TINY_SHAKESPEARE}"
-    )
+@dataclass(eq=False)
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of `block` tokens, which begin every `stride` tokens, and as targets the tokens after each.
 
-
-Symbols = Literal["characters", "bytes"]
-
-
-def check_text(path: str, symbols: Symbols, block: Count, classes: Count) -> None:
-    """Raise ConfigError if the text cannot be read, is too short, or has another number of symbols than `classes`.
-
-    path: the text file.
-    symbols: what a token is.
-    block: tokens of a sample.
-    classes: different symbols of the whole text.
-    """
-    text = read_text(path, symbols)
-    if len(text.symbols) != classes:
-        raise ConfigError(
-            f"dataset.classes={classes} but {path} has {len(text.symbols)} different {symbols}; "
-            f"type dataset.classes={len(text.symbols)}"
-        )
-    tokens = _train_tokens(text)
-    if tokens <= block or len(text.tokens) - tokens < 2:
-        shorter = max(1, tokens // 10)
-        advice = f"dataset.block={shorter}, or " if shorter < block and len(text.tokens) - tokens >= 2 else ""
-        raise ConfigError(
-            f"dataset.block={block} is too long for the {tokens} tokens of {path} to train on; "
-            f"type {advice}dataset.path=<a longer text>"
-        )
-
-
-def _train_tokens(text: Text) -> int:
-    return int(TRAIN_SHARE * len(text.tokens))
-
-
-def training_text(path: str, symbols: Symbols, block: Count, samples: Count | None) -> "TextWindows":
-    """Every window of `block` tokens in the text's first 90 %, of which an epoch draws some at random.
-
-    path: the text file.
-    symbols: what a token is.
-    block: tokens of a sample.
-    samples: samples that an epoch draws; null: as many as fit side by side.
-    """
-    text = read_text(path, symbols)
-    tokens = text.tokens[: _train_tokens(text)]
-    return TextWindows(*_windows(tokens, block), text, tokens, samples or (len(tokens) - 1) // block)
-
-
-def held_out_text(path: str, symbols: Symbols, block: Count) -> InMemoryDataset:
-    """The rest of the text, in blocks (N, block) side by side, so that each token but the first is a target once.
-
-    The last block is filled up with targets of -100, which are not counted.
-
-    path: the text file.
-    symbols: what a token is.
-    block: tokens of a sample.
-    """
-    text = read_text(path, symbols)
-    return InMemoryDataset(*_blocks(text.tokens[_train_tokens(text) :], block))
-
-
-def _blocks(tokens: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Samples and targets (blocks, block) side by side. The last ones are filled up."""
-    missing = -(len(tokens) - 1) % block
-    inputs = torch.cat([tokens[:-1], torch.zeros(missing, dtype=torch.int64)])
-    targets = torch.cat([tokens[1:], torch.full((missing,), IGNORED)])
-    return inputs.view(-1, block), targets.view(-1, block)
-
-
-def _windows(tokens: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Samples and targets (windows, block): views of the tokens, and of those after them."""
-    return tokens[:-1].unfold(0, block, 1), tokens[1:].unfold(0, block, 1)
-
-
-@dataclass(frozen=True, eq=False)
-class TextWindows(InMemoryDataset):
-    """Every window of `tokens` (L,), the part of `text` to train on. An epoch is `drawn` of them, at random.
-
-    numbers: where the windows begin, if some text is held out.
+    tokens: (L,) in a file. samples: drawn at random in an epoch; None: as many as lie side by side, or where the
+    windows do so, each once. tokenizer: its name. classes: the names of the tokens. pieces: (start, stop) of the tokens
+    that are used. The last window of a piece is filled up, with targets of -100.
     """
 
-    text: Text
-    tokens: Tensor
-    drawn: int
+    tokens: Any
+    block: int
+    stride: int
+    samples: int | None
+    tokenizer: str
+    classes: list[str]
+    pieces: list[tuple[int, int]]
+
+    def __post_init__(self) -> None:
+        self.starts, self.stops = np.array([piece for piece in self.pieces if piece[1] - piece[0] > 1]).T
+        targets = self.stops - self.starts - 1
+        counts = 1 - (self.block - targets).clip(max=0) // self.stride
+        self.count, self.firsts = int(counts.sum()), counts.cumsum() - counts
+        is_once = self.stride == self.block and self.samples is None
+        self.draws = None if is_once else self.samples or max(1, int((targets // self.block).sum()))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.gather(torch.tensor([index]))
+        return inputs[0], targets[0]
+
+    def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (n, block) int64."""
+        numbers = indices.numpy(force=True)
+        piece = np.searchsorted(self.firsts, numbers, side="right") - 1
+        starts, last = self.starts[piece] + (numbers - self.firsts[piece]) * self.stride, self.stops[piece, None] - 1
+        places = starts[:, None] + np.arange(self.block + 1)
+        tokens = torch.from_numpy(self.tokens[places.clip(max=last)].astype(np.int64))
+        targets = tokens[:, 1:].masked_fill(torch.from_numpy(places[:, 1:] > last), IGNORED)
+        return tokens[:, :-1].contiguous(), targets
 
     @property
-    def block(self) -> int:
-        """Tokens of a sample."""
-        return self.samples.shape[1]
+    def evaluated(self) -> "Windows":
+        """The same text in windows side by side: each token is a target once."""
+        return replace(self, stride=self.block, samples=None)
+
+    def hold_out(self, size: float | None, fold: tuple[int, int] | None, seed: int) -> tuple["Windows", "Windows"]:
+        """As `split.hold_out`, which calls this. The part is one stretch of the text: drawn, or the fold."""
+        length = len(self.tokens)
+        if fold is not None:
+            start, stop = cut(length, fold[1], fold[0])
+        else:
+            assert size is not None
+            count = round(size * length) if size < 1 else int(size) * self.block + 1
+            start = int(torch.randint(max(1, length - count + 1), (), generator=generator(seed)))
+            stop = start + count
+        if stop - start < 2 or max(start, length - stop) <= self.block:
+            what = f"{stop - start} of {length} tokens are for validation, and a sample has {self.block}"
+            raise ConfigError(f"{what}; type loader.validation=0.1, or a smaller dataset.block")
+        return replace(self, pieces=[(0, start), (stop, length)]), replace(self.evaluated, pieces=[(start, stop)])
 
     @property
-    def epoch_samples(self) -> int:
-        return self.drawn
+    def coder(self) -> Tokenizer:
+        return Tokenizer(self.tokenizer, self.classes)
 
-    @property
-    def evaluated(self) -> range:
-        """The windows that lie side by side: each token is a target once, but for some before text that is held out."""
-        return range(0, len(self), self.block)
 
-    def epoch_order(self, generator: torch.Generator) -> Tensor:
-        return torch.randint(len(self), (self.drawn,), generator=generator)
+@dataclass(kw_only=True)
+class Text(DataSource):
+    """path, test_path: files, or addresses that fsspec reads, with * and ?. Lines of JSON, and rows of parquet, have a
+    text in `field`; any other file is one. separator: what is put after each text, by which a model sees its end."""
 
-    def to(self, device: torch.device) -> "TextWindows":
-        if not self.fits_on(device):
-            return self
-        tokens = self.tokens.to(device)
-        return TextWindows(
-            *_windows(tokens, self.block), self.text, tokens, self.drawn, numbers=self.numbers_on(device)
-        )
+    path: str | list[str]
+    test_path: str | list[str] | None
+    field: str
+    tokenizer: str
+    separator: str | None
+    block: Count
+    stride: Count
+    samples: Count | None
+    tokens_dir: str
 
-    def without(self, pieces: Sequence[range]) -> tuple["TextWindows", InMemoryDataset]:
-        """(the windows that touch none of these pieces of the tokens, the pieces in blocks side by side).
+    def prepare(self) -> None:
+        paths = {"train": self.path} | ({} if self.test_path is None else {"test": self.test_path})
+        try:
+            files = {part: fsspec.open_files(path, "rb", compression="infer") for part, path in paths.items()}
+            if missing := [paths[part] for part, some in files.items() if not some]:
+                raise FileNotFoundError(f"there is no file {missing[0]}")
+            state = [file.fs.ukey(file.path) for some in files.values() for file in some]
+            state += [Path(self.tokenizer).read_text()] if self.tokenizer.endswith(".json") else []
+            with one_at_a_time(self._folder()):
+                self._write(files, _hash(state))
+        except (ImportError, LookupError, OSError, TypeError, ValueError) as error:
+            what = f"the text cannot be made into tokens ({first_line(error)})"
+            advice = "dataset.path=<a text>, dataset.field=<where it is>, or dataset.tokenizer=bytes if it is no UTF-8"
+            if isinstance(error, FileNotFoundError) and str(self.path).endswith("tinyshakespeare/input.txt"):
+                advice = f"curl --create-dirs -o {self.path} {SHAKESPEARE}"
+            raise ConfigError(f"{what}; type {advice}") from error
+        self.splits()
 
-        Each token of a piece but its first is a target once.
-        """
-        block, is_free = self.block, torch.ones(len(self.samples), dtype=torch.bool)
-        for piece in pieces:  # a window that begins at i has the tokens i to i + block, with its last target
-            is_free[max(0, piece.start - block) : piece.stop] = False
-        numbers = is_free.nonzero().flatten()
-        fit_side_by_side = self.drawn == (len(self.tokens) - 1) // block
-        drawn = max(1, len(numbers) // block) if fit_side_by_side else self.drawn
-        blocks = [_blocks(self.tokens[piece.start : piece.stop], block) for piece in pieces]
-        samples, targets = (torch.cat(parts) for parts in zip(*blocks, strict=True))
-        rest = TextWindows(self.samples, self.targets, self.text, self.tokens, drawn, numbers=numbers)
-        return rest, InMemoryDataset(samples, targets)
+    def splits(self) -> Splits:
+        about = json.loads((self._folder() / "about.json").read_text())
+        parts = [np.memmap(self._folder() / name, about["type"], "r").view(np.ndarray) for name in about["files"]]
+        if len(parts) == 1:
+            parts = np.split(parts[0], [int(TRAIN_SHARE * len(parts[0]))])
+        count, tested = map(len, parts)
+        if count <= self.block or tested < 2:
+            what = f"dataset.block={self.block} is too long for {count} tokens to train on and {tested} to test"
+            raise ConfigError(f"{what}; type dataset.block={max(1, count // 10)}, or dataset.path=<a longer text>")
+        classes = about["classes"]
+        if self.classes is not None and self.classes < len(classes):
+            what = f"dataset.classes={self.classes}, and dataset.tokenizer={self.tokenizer} has {len(classes)} tokens"
+            raise ConfigError(f"{what}; type dataset.classes=null")
+        about = (self.block, self.stride, self.samples, self.tokenizer, classes)
+        train, test = (Windows(part, *about, pieces=[(0, len(part))]) for part in parts)
+        return Splits(train, test.evaluated)
+
+    def _folder(self) -> Path:
+        own = (os.getcwd(), self.path, self.test_path, self.field, self.tokenizer, self.separator)
+        return Path(self.tokens_dir, _hash(own))
+
+    def _write(self, files: dict[str, Any], state: str) -> None:
+        about, characters = self._folder() / "about.json", set[str]()
+        if about.exists() and json.loads(about.read_text())["state"] == state:
+            return
+        if self.tokenizer == "characters":
+            for text in self._texts(chain(*files.values())):
+                characters.update(text)
+        tokenizer = Tokenizer(self.tokenizer, sorted(characters))
+        names, kind = [f"{part}-{state}.bin" for part in files], "uint16" if len(tokenizer.names) <= 2**16 else "uint32"
+
+        def fill(some: Any, out: BinaryIO) -> None:
+            texts = self._texts(tqdm(some, "tokenising once", unit=" files", disable=None))  # disable: in no log
+            while batch := list(islice(texts, AT_ONCE)):
+                out.writelines(np.asarray(tokens, kind).data for tokens in tokenizer.encode(batch))
+            if not out.tell():
+                raise ValueError("there is no text")
+
+        for name, some in zip(names, files.values(), strict=True):
+            write_whole(self._folder() / name, partial(fill, some))
+        known = {"state": state, "classes": tokenizer.names, "type": kind, "files": names}
+        write_whole(about, json.dumps(known))
+
+    def _texts(self, files: Iterable[Any]) -> Iterator[str]:
+        for file in files:
+            number, nulls = 0, list[int]()
+            try:
+                with file as stream:
+                    for number, text in enumerate(self._read(stream, file.path), 1):
+                        nulls += [number] if text is None else []
+                        yield text or ""
+            except (LookupError, TypeError, ValueError) as error:
+                raise ValueError(f"{file.path}, line {number + 1}: {type(error).__name__}: {error}") from error
+            if nulls:
+                log.warning("%s: %d texts are null and left out, the first in line %d", file.path, len(nulls), nulls[0])
+
+    def _read(self, stream: Any, name: str) -> Iterator[str | None]:
+        """The texts of a file, one of each line or row, None where it is null; or pieces of a plain one."""
+        endings, end = {*Path(name.lower()).suffixes}, self.separator or ""
+        if ".parquet" in endings:
+            from pyarrow.parquet import ParquetFile
+
+            batches = ParquetFile(stream).iter_batches(columns=[self.field])
+            texts: Iterable[str | None] = (text for batch in batches for text in batch[self.field].to_pylist())
+        elif endings & {".json", ".jsonl", ".ndjson"}:
+            texts = (json.loads(line)[self.field] if line.strip() else "" for line in stream)
+        else:
+            plain = TextIOWrapper(stream, "utf-8", "surrogateescape" if self.tokenizer == "bytes" else None, newline="")
+            yield from (piece + plain.readline(PIECE) for piece in iter(partial(plain.read, PIECE), ""))
+            texts, end = [end], ""
+        yield from (text and text + end for text in texts)
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
