@@ -65,22 +65,6 @@ def test_a_drawn_combination_that_is_refused_costs_its_own_job_only(start):
     assert not (run.cwd / "t").exists()
 
 
-def test_a_halving_leaves_out_what_the_constraints_refuse(start):
-    rates = ["optimizer.lr=0.1,0.2", "trainer.epochs=2", "trainer.batch_size=64,128"]
-    constraint = 'sweep.constraints=["optimizer.lr * trainer.batch_size / trainer.epochs <= 6.4"]'
-    command = [*PYTHON_TRAIN, "model=linear", "-m", "sweep.search=halving", "hydra.sweep.dir=s"]
-    run = start(*command, *rates, constraint).finish()
-    assert "sweep: 1 of 4 jobs are left out by sweep.constraints" in run.output
-    assert sorted(column(run.cwd / "s", "overrides")) == [
-        "optimizer.lr=0.1 trainer.batch_size=128",
-        "optimizer.lr=0.1 trainer.batch_size=64",
-        "optimizer.lr=0.2 trainer.batch_size=64",
-    ]
-    assert sorted(column(run.cwd / "s", "state")) == ["finished", "pruned", "pruned"]
-    run = start(*command, *rates, 'sweep.constraints=["optimzer.lr < 1"]').finish(2)
-    assert "sweep.constraints: optimzer.lr < 1 names optimzer.lr, which is no key of a job; type" in run.sentence
-
-
 def test_the_table_of_a_sweep_and_a_second_command_in_its_folder(start):
     """Job 1 diverges. Then: nothing is run twice, new values get new numbers, another config is refused."""
     command = [*PYTHON_TRAIN, "model=mlp", "trainer.epochs=1", "-m", "hydra.sweep.dir=s"]

@@ -162,15 +162,13 @@ class OpenSweep:
             **self.table.read_results(number),
         )
 
-    def finish(self, search: Search) -> int:
-        """Print the summary, and what the search has found. Returns the exit code."""
+    def finish(self) -> int:
+        """Print the summary. Returns the exit code."""
         signals.stop_listening()  # the sweep is over, and nothing is left to save
         words = whole_command(read_rank_info().started_by)
         script = words[: 1 + next((index for index, word in enumerate(words) if word.endswith("train.py")), 1)]
         resume = [*script, "-m", *self.table.resume]
         print_summary(self.table, self.settings.objective, self.settings.mode, [*script, *self.fixed], resume)
-        if verdict := search.verdict():
-            say(verdict)
         return exit_code(list(self.table), self.stop_code)
 
 
@@ -230,7 +228,7 @@ class SweepRunner:
             environment = slot.environment | {SWEEP_RESUME: shlex.join(self.table.resume)}
             captured = len(self.slots) > 1
             if not captured:
-                say(f"sweep: {job.describe(row.overrides)}")
+                say(f"sweep: job {job.number}, {row.overrides or 'no override'}")
             elif self.screen.columns > 0:  # the job draws a bar for this screen
                 environment[BAR_COLUMNS] = str(self.screen.columns)
             with signals.blocked():
@@ -251,7 +249,6 @@ class SweepRunner:
         row = self.sweep.record(job.number, outcome, state, time.time() - process.started)
         if row.state == STOPPED:
             self.sweep.note_stop(outcome.stop_code)
-        self.search.tell(job.number)
         if len(self.slots) > 1:
             self.screen.print([f"sweep: job {job.number} {row.state}, {row.overrides}"])
 

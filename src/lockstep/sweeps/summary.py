@@ -26,7 +26,7 @@ from lockstep.runs.repeats import (
     split_overlap,
     wilson,
 )
-from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, REFUSED, STATES, SUBMITTED, TABLE, Row, SweepTable
+from lockstep.sweeps.table import FAILED, FINISHED, REFUSED, STATES, SUBMITTED, TABLE, Row, SweepTable
 from lockstep.text import aligned
 
 if TYPE_CHECKING:
@@ -81,12 +81,11 @@ def settings_of(rows: Iterable[Row], mode: str, runs: Mapping[int, Run] = {}) ->
 
     mode: "min" or "max".
     runs: {job: its run.json}, which tell the folds of a job, if it has any.
-    Each job of a search by halving is a setting of its own: only the lucky seeds of one are trained to the end.
     """
     jobs: dict[object, list[Row]] = {}
     seen: Counter[str] = Counter()  # a job that is listed twice is trained twice, and tells nothing new
     for row in sorted(rows, key=lambda row: row.number):
-        key = row.number if row.rungs else (setting_of(shlex.split(row.overrides)), seen[row.overrides])
+        key = setting_of(shlex.split(row.overrides)), seen[row.overrides]
         seen[row.overrides] += 1
         jobs.setdefault(key, []).append(row)
     settings = []
@@ -169,7 +168,7 @@ def print_summary(table: SweepTable, objective: str, mode: str, command: Sequenc
             reason, again = error.strerror, shlex.join(table.resume)
             say(f"plot:       {PLOT} cannot be written ({reason}); to draw it, type -m {again}")
         say(f"run it again: {shlex.join([*command, *_words_of(best)])}")
-    if any(row.state not in (FINISHED, PRUNED, FAILED) for row in rows):
+    if any(row.state not in (FINISHED, FAILED) for row in rows):
         say(f"go on with: {shlex.join(resume)}")
     if any(row.state == FAILED and not row.cause.startswith(REFUSED) for row in rows):
         say(f"run what failed again: {shlex.join([*resume, 'sweep.retry=failed'])}")
@@ -302,7 +301,7 @@ def exit_code(rows: Sequence[Row], stop_code: int | None) -> int:
     states = {row.state for row in rows if row.cause != SUBMITTED}
     if FAILED in states:
         return EXIT_JOBS_FAILED
-    return EXIT_FINISHED if states <= {FINISHED, PRUNED} else EXIT_RESUMABLE
+    return EXIT_FINISHED if states <= {FINISHED} else EXIT_RESUMABLE
 
 
 def plot_sweep(
