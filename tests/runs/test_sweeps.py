@@ -5,16 +5,11 @@ Sweeps by each launcher are in test_starters.py. Sweeps that are killed, and sev
 
 import fcntl
 import json
-import os
 import re
-import subprocess
-import termios
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
 from support.commands import PYTHON_TRAIN, TRAIN
 from support.sweep_tables import column, rows_of
@@ -75,7 +70,6 @@ def test_the_table_of_a_sweep_and_a_second_command_in_its_folder(start):
     check_run(folder / "0_optimizer.lr=0.1", run.output, rows_of(folder)[0])
     assert "the loss is" in rows_of(folder)[1]["cause"]
     check_summary(run.output)
-    assert Image.open(folder / "sweep.png").size[0] > 100
     check_one_after_the_other(folder)
     check_changes_are_refused(start, command, folder)
 
@@ -176,24 +170,3 @@ def test_folders_that_no_sweep_can_use_are_refused(start, tmp_path):
 def test_a_sweep_inside_the_ranks_of_a_launcher_is_refused(start):
     run = start(*PYTHON_TRAIN, "-m", "seed=1,2", RANK=0, WORLD_SIZE=2).finish(2)
     assert run.sentence.endswith("type python src/train.py -m launch=torchrun and the same overrides")
-
-
-def test_jobs_at_once_have_a_bar_each_below_their_lines_on_a_terminal(tmp_path):
-    """The terminal is shown as its bytes: a bar of job 0 and one of job 1 in two lines, which are erased together."""
-    reading, writing = os.openpty()
-    termios.tcsetwinsize(writing, (24, 80))
-    steady = ["trainer.batch_size=1", "optimizer.lr=0.001"]  # an epoch is longer than tqdm waits between two drawings
-    words = ["-m", "seed=1,2", "model=mlp", "trainer.epochs=4", *steady, "sweep.slots=2"]
-    with os.fdopen(reading, "rb", buffering=0) as screen:
-        run = subprocess.Popen([*PYTHON_TRAIN, *words], cwd=tmp_path, stdout=writing, stderr=writing)
-        os.close(writing)
-        shown = ""
-        with suppress(OSError):  # Linux says so when nobody holds the other end any more
-            while text := screen.read(65536):
-                shown += text.decode(errors="replace")
-    assert run.wait() == 0
-    assert re.search(r"\[0\] epoch \d/4: .*\r\n\[1\] epoch \d/4: .*\r\n\x1b\[2F\x1b\[J", shown)
-    assert re.search(r"/\d+, loss=\d", shown)
-    last = shown.rpartition("\x1b[J")[2]
-    assert "sweep: job" in last
-    assert "%|" not in last
