@@ -8,7 +8,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.distributed import signals
 from lockstep.distributed.environment import SLURM_JOB_FILE, read_rank_info
@@ -32,9 +32,6 @@ from lockstep.sweeps.table import (
     lock_sweep,
     write_sweep_record,
 )
-
-if TYPE_CHECKING:
-    pass
 
 TELL_SECONDS = 0.02  # between two looks at what rank 0 has announced
 LOCK_SECONDS = 20.0  # for the ranks of a sweep that was killed to end
