@@ -79,7 +79,7 @@ dataset.validation=null monitor=val/loss -> dataset.validation=0.1
 monitor=val/loss trainer.final=train+val -> trainer.final=null
 dataset.validation=null evaluation.patience=3 -> evaluation.patience=null
 monitor=null scheduler=plateau -> scheduler=cosine
-dataset.validation=null sweep.search=race -> sweep.search=list
+dataset.validation=null sweep.search=tpe -> sweep.search=list
 """
 
 

@@ -123,13 +123,9 @@ class Sweep(Section):
     changes: Literal["refuse", "accept"]
     max_failures: Count | None
     slots: Count | Literal["auto"]
-    search: Literal["list", "halving", "random", "tpe", "race"]
+    search: Literal["list", "random", "tpe"]
     trials: Count | None
     seed: Seed
-    constraints: list[str]
-    eta: Annotated[int, Ge(2)]
-    first_rung: Count
-    confidence: Annotated[float, Ge(0.5), Lt(1)]
 
 
 @dataclass(frozen=True)
@@ -260,7 +256,7 @@ class RunConfig(Section):
             (metric and not self.holds_out, f"monitor={monitor} needs a validation set", hold_out),
             (self.evaluation.patience and not chooses, f"evaluation.patience {compares}", "evaluation.patience=null"),
             (plateau and not chooses, f"scheduler=plateau {compares}", "scheduler=cosine"),
-            (search not in ("list", "random") and not chooses, f"sweep.search {compares}", "sweep.search=list"),
+            (search == "tpe" and not chooses, f"sweep.search {compares}", "sweep.search=list"),
         ]
         for wrong, what, advice in rules:
             if wrong:
