@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.data.builtin import digits
 from lockstep.loggers.tensorboard import TensorBoardLogger
-from lockstep.models import mlp as models
+from lockstep.models import tutorial as models
 
 
 def mlp(shape: list[int], classes: int, **options: Any) -> torch.nn.Module:
