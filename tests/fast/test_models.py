@@ -112,9 +112,8 @@ def test_a_gpt_is_the_formulas_of_its_papers(variant: Any) -> None:
 
     def placed(vectors: Tensor) -> Tensor:
         """(N, T, 4) of a head: of the norm 2, and turned as complex numbers."""
-        turned = torch.complex(*(2 * F.normalize(vectors, dim=-1)).chunk(2, -1)) * torch.polar(
-            torch.ones(12, 2), angles
-        )
+        pairs = torch.complex(*F.normalize(vectors, dim=-1).chunk(2, -1))
+        turned = 2 * pairs * torch.polar(torch.ones(12, 2), angles)
         return torch.cat([turned.real, turned.imag], -1)
 
     def attention(vectors: Tensor, block: str) -> Tensor:
