@@ -65,7 +65,7 @@ def test_what_a_model_does_not_take_is_refused_by_its_own_name(monkeypatch: pyte
             "drop_rat.* or ~model.<option>",
         ),
         (lambda: timm_model("resnet18", [3, 64, 64], 5, pretrained=True), "pretrained.* or ~model.<option>"),
-        (lambda: timm_model("resnet81", [3, 64, 64], 5), r"Unknown model \(resnet81\).*type model.name="),
+        (lambda: timm_model("resnet81", [3, 64, 64], 5), r"Unknown model \(resnet81\).*type model.model_name="),
         (lambda: torchvision_model("resnet18", [3, 64, 64], 5, drop_rat=0.1), "drop_rat.* or ~model.<option>"),
         (lambda: torchvision_model("resnet81", [3, 64, 64], 5), "Unknown model resnet81.*type model.name="),
         (lambda: gpt([8], 5, 1, 4, 18, 0.0, True, "gpt2"), "type model.width=16"),
