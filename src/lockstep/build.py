@@ -3,61 +3,54 @@
 Each function with random numbers has a seed block of its own, so that none of them depends on what was built before.
 """
 
+import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from hydra.utils import get_object
-from torch import Tensor, nn
+from torch import nn
 
-from lockstep.config.nodes import check_nodes, instantiate_as, nodes_in
+from lockstep.config.nodes import instantiate_as, nodes_in
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
-from lockstep.data.build import DataSets, batch_transforms, completed, datasets, prepare, samples
-from lockstep.data.dataset import weight_of_each_sample
-from lockstep.data.loader import BatchLoader, Converter
+from lockstep.data.build import Data, build_data, completed, loader_of, reader_of, source_of
+from lockstep.data.loader import InputConverter, Loader
 from lockstep.data.partition import random_states_kept, seeded
-from lockstep.data.samples import Samples
-from lockstep.data.transforms import Augment
+from lockstep.data.reader import Request, SampleReader
+from lockstep.data.source import map_tensors
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
 from lockstep.errors import ConfigError
 from lockstep.failures import reporter
 from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
-from lockstep.modes.base import Mode
 from lockstep.preflight import Parts
+from lockstep.preflight_rules import check_batch_size
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.strategies.base import refuse_changing_weights
+from lockstep.tasks.base import Task, modules_of
 from lockstep.text import first_line
 from lockstep.training.checkpointing import checkpoint_activations
-from lockstep.training.setup import model_dtype, model_memory_format, prepare_model
-
-
-# until issue 40
-class Data(NamedTuple):
-    """The data sets of a run, and what reads their samples. split: which samples validate, in words; None for none."""
-
-    sets: DataSets
-    train: Any
-    val: Any
-    test: Any
-    split: str | None
+from lockstep.training.setup import cast, model_dtype, model_memory_format, prepare_model
 
 
 class Loaders(NamedTuple):
-    """What gives this rank its share of each data set. val: None without a validation set.
+    """What gives this rank its share of each split. val: None without a validation set.
 
     split: which samples the validation set has, in words with a hash; None without one.
-    numbers: (n,) of the validation samples in the training data; None if they are other data.
+    held_out: (n,) indices of the validation samples in the training data; None if they are other data.
     """
 
-    train: BatchLoader
-    val: BatchLoader | None
-    test: BatchLoader
+    train: Loader
+    val: Loader | None
+    test: Loader
+    task: Any
     split: str | None = None
-    numbers: Tensor | None = None
+    held_out: Any = None
 
 
 def model_and_data(config: RunConfig, world: World, parts: Parts) -> tuple[RunConfig, Loaders]:
@@ -66,43 +59,75 @@ def model_and_data(config: RunConfig, world: World, parts: Parts) -> tuple[RunCo
     Nothing here keeps the model: a strategy may hold only a part of it on this rank.
     """
     reporter.enter("prepare")
-    world.once_per_machine(lambda: prepare(config))
+    world.once_per_machine(lambda: source_of(config).prepare())
     reporter.enter("build")
     import_nodes(config)
     require_same_code(world)
-    config, data = build_data(config, world, parts.mode)
-    converter = build_model(config, world, parts, data)
-    return config, build_loaders(config, world, parts, data, converter)
+    data = build_data(config, parts.mode.reads_training_data)
+    split = check_same_data(data, world)
+    config = completed(config, data)
+    check_sizes(config)
+    task = build_task(config, world)
+    readers = build_readers(config, parts, data, task)
+    converter = build_model(config, world, parts, readers["train"])
+    return config, build_loaders(config, world, parts, readers, converter)._replace(
+        task=task, split=split, held_out=data.held_out
+    )
 
 
 # until issue 42
 def import_nodes(config: RunConfig) -> None:
     """A module that seeds torch when it is imported does so here."""
-    for group in ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task"):
-        for _, node in nodes_in(vars(config.dataset) if group == "dataset" else getattr(config, group), group):
+    for group in ("model", "dataset", "loader", "optimizer", "scheduler", "strategy", "gradient_sync", "task"):
+        for _, node in nodes_in(vars(config.loader) if group == "loader" else getattr(config, group), group):
             with suppress(Exception):  # what fails here fails again when it is instantiated, with a message
                 get_object(node["_target_"])
 
 
-def build_data(config: RunConfig, world: World, mode: Mode) -> tuple[RunConfig, Data]:
-    """The data sets, the same on all ranks, and the config with what they tell. A collective."""
-    found = datasets(config, mode)
-    require_same_data(world, "test data", len(found.test), data_fingerprint(found.test))
-    split = None
-    if found.val is not None:
-        split = data_fingerprint(found.val) if found.held_out is None else str(found.held_out)
-        require_same_data(world, "validation data", len(found.val), split)
-    asked, config = config, completed(config, found.train)
-    if config.model != asked.model:  # the data has told its shape and classes
-        check_nodes("model", config.model)
-    check_sizes(config)
-    train, test = samples(config, found.train, "training data"), samples(config, found.test, "test data")
-    val = None if found.val is None else samples(config, found.val, "validation data")
-    return config, Data(found, train, val, test, split)
+def check_same_data(data: Data, world: World) -> str | None:
+    """Raise an error if ranks have other data. Returns what validates, in words with a hash. A collective."""
+    require_same_data(world, "test data", len(data.test), data_fingerprint(data.test))
+    if data.val is None:
+        return None
+    split = data_fingerprint(data.val)
+    if data.held_out is not None:
+        digest = hashlib.sha256(np.ascontiguousarray(data.held_out).tobytes()).hexdigest()[:16]
+        split = f"{len(data.val)} of {len(data.train) + len(data.val)} training samples, {digest}"
+    require_same_data(world, "validation data", len(data.val), split)
+    return split
 
 
-def build_model(config: RunConfig, world: World, parts: Parts, data: Data) -> Converter:
-    """Hand the model to the strategy. Returns what brings samples to its device, type and memory layout."""
+def build_task(config: RunConfig, world: World) -> Task:
+    """The task, with its own modules on the rank's device."""
+    with seeded(config.seed):
+        task = instantiate_as(Task, config.task, "task")
+    precision = config.trainer.precision
+    for module in modules_of(task):
+        cast(module, "fp32" if precision == "bf16-true" else precision)  # losses are of float32
+        if world.device.type == "mps":  # weights of classes are of float64, which it lacks
+            module.float()
+        module.to(world.device)
+    return task
+
+
+def build_readers(config: RunConfig, parts: Parts, data: Data, task: Task) -> dict[str, SampleReader]:
+    """What reads the samples of each split. Training data that a mode evaluates is transformed as the tests are."""
+    check = partial(task.check_targets, classes=config.dataset.get("classes")) if parts.mode.needs_labels else None
+    train, is_trained = data.train, not parts.mode.needs_run
+    if not is_trained:
+        train = getattr(train, "evaluated", train)  # of a text: each token once
+    readers = {"train": reader_of(config, train, "train", is_trained, check)}
+    for name, split in (("val", data.val), ("test", data.test)):
+        if split is not None:
+            readers[name] = reader_of(config, split, name, False, check)
+    return readers
+
+
+def build_model(config: RunConfig, world: World, parts: Parts, reader: SampleReader) -> InputConverter:
+    """Hand the model to the strategy. Returns what brings inputs to its type and memory layout.
+
+    reader: of the training data.
+    """
     trainer, strategy = config.trainer, parts.strategy
     with seeded(config.seed):
         torch.set_default_dtype(torch.float32)  # a file of the user's may have set another: `trainer.precision` decides
@@ -112,8 +137,8 @@ def build_model(config: RunConfig, world: World, parts: Parts, data: Data) -> Co
         memory_format = model_memory_format(model, trainer.channels_last, world.device)
         device, dtype = strategy.device_before_setup(world), model_dtype(trainer.precision)
         model = prepare_model(model, world, device, trainer.precision, memory_format, trainer.compile)
-        mean, std = config.dataset.mean, config.dataset.std
-        set_weights_from_data(model, data.train, Converter(device, dtype, memory_format, mean, std))
+        converter = InputConverter(dtype, memory_format, config.dataset.get("mean"), config.dataset.get("std"))
+        set_weights_from_data(model, reader, converter, device)
     load_initial_weights(model, config.parameters.init, config.parameters.new_layers)
     freeze(model, config.parameters.freeze)
     if strategy.syncs_batch_norm(config.sync_bn.mode, world.size):
@@ -124,35 +149,30 @@ def build_model(config: RunConfig, world: World, parts: Parts, data: Data) -> Co
     strategy.validate_model(model, world.size)
     checkpoint_activations(model, trainer.checkpoint_activations)
     strategy.setup(model, world, parts.gradient_sync, trainer.precision)
-    return Converter(world.device, dtype, memory_format, mean, std)
+    return converter.to(world.device)
 
 
-def build_loaders(config: RunConfig, world: World, parts: Parts, data: Data, converter: Converter) -> Loaders:
+def build_loaders(
+    config: RunConfig, world: World, parts: Parts, readers: dict[str, SampleReader], converter: InputConverter
+) -> Loaders:
     """What reads this rank's shares."""
-    section, share = config.dataset, parts.strategy.evaluation_share(world)
-    options = {name: getattr(section.augment, name) for name in ("pad", "flip", "sizes")}
-    augment, transforms = Augment(**options, epochs=config.trainer.epochs), batch_transforms(config)
-    weights = None
-    if section.sampling is not None and parts.mode.reads_training_data:
-        weights = weight_of_each_sample(data.sets.train, section.sampling)
-    if isinstance(data.train, Samples) and data.train.stream is not None:
-        data.train.stream.share(*share)
-    train = BatchLoader(data.train, converter, *share, config.seed, augment, section.workers, transforms, weights)
-
-    def evaluated(read: Any) -> BatchLoader:
-        return BatchLoader(read, converter, *share, config.seed, workers=section.workers)
-
-    val, test = None if data.val is None else evaluated(data.val), evaluated(data.test)
-    for loader in filter(None, (train, val, test)):
-        world.resources.callback(loader.close)
-    held_out = data.sets.held_out
-    return Loaders(train, val, test, data.split, None if held_out is None else held_out.numbers)
+    strategy, trainer = parts.strategy, config.trainer
+    share = strategy.evaluation_share(world)
+    batch_size = trainer.batch_size
+    if not parts.mode.needs_run:
+        batch_size = check_batch_size(config, strategy.data_parallel_size(world.size))
+    plan = partial(strategy.parts, micro_batches=trainer.gradient_accumulation_steps)
+    options = (converter, world.device, plan, share, batch_size)
+    loaders = {
+        name: loader_of(config, reader, name == "train" and not parts.mode.needs_run, *options)
+        for name, reader in readers.items()
+    }
+    return Loaders(loaders["train"], loaders.get("val"), loaders["test"], None)
 
 
-# until issue 40
 def check_sizes(config: RunConfig) -> None:
     """Raise ConfigError for a size of training images that the model cannot take, though it takes that of the data."""
-    sizes, shape = config.dataset.augment.sizes, config.dataset.shape
+    sizes, shape = (config.loader.augment or {}).get("sizes"), config.dataset.get("shape")
     if sizes is None or shape is None:
         return
     with random_states_kept(), torch.no_grad(), torch.device("meta"):  # without weights
@@ -166,23 +186,27 @@ def check_sizes(config: RunConfig) -> None:
                 model(torch.empty(2, shape[0], size, size))
             except Exception as error:
                 raise ConfigError(
-                    f"dataset.augment.sizes has {size}, and the model takes no images of {size}x{size} pixels "
+                    f"loader.augment.sizes has {size}, and the model takes no images of {size}x{size} pixels "
                     f"({first_line(error)}); type model=resnet18, whose last layer sees the mean over an image of any "
-                    f"size, or dataset.augment.sizes=null"
+                    f"size, or loader.augment.sizes=null"
                 ) from None
 
 
-# until issue 40
-def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> None:
+def set_weights_from_data(
+    model: nn.Module, reader: SampleReader, converter: InputConverter, device: torch.device
+) -> None:
     """Give a model whose first weights, or their shapes, depend on the training data the samples that it needs."""
+
+    def inputs(count: int) -> Any:
+        with random_states_kept():  # reading a sample seeds what weights are drawn from
+            raw, _ = reader.read(Request(0, 0, np.arange(min(count, len(reader)))))
+        return converter.to(device)(map_tensors(lambda tensor: tensor.to(device), raw))
+
     if has_lazy_layers(model):
-        with random_states_kept():  # reading a sample seeds what its weights are drawn from
-            inputs = BatchLoader(data, converter).raw_inputs(1, epoch=0)
-        give_shapes(model, converter(converter.to_device(inputs), ())[0])
+        give_shapes(model, inputs(1))
         model.to(memory_format=converter.memory_format)
     if isinstance(model, WeightsFromData):
-        inputs = BatchLoader(data, converter).raw_inputs(model.samples_wanted, epoch=0)
-        model.set_weights_from(converter(converter.to_device(inputs), ())[0])
+        model.set_weights_from(inputs(model.samples_wanted))
 
 
 def check_same_config(record: ConfigRecord, world: World) -> None:

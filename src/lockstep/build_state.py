@@ -13,9 +13,8 @@ from lockstep.build import Loaders, agreed_on
 from lockstep.config.nodes import instantiate, instantiate_as
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
-from lockstep.data.dataset import class_names, whole_of
-from lockstep.data.loader import BatchLoader
-from lockstep.data.partition import seeded
+from lockstep.data.loader import Loader
+from lockstep.data.source import class_names
 from lockstep.distributed.world import World, require_same_data
 from lockstep.errors import ConfigError
 from lockstep.loggers.base import Logger, LoggerList, RunInfo, hyperparameters
@@ -27,10 +26,8 @@ from lockstep.snapshots.initial_weights import file_of_weights
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.snapshots.resume import compared
 from lockstep.strategies.base import Strategy, warn_of_gradient_hooks
-from lockstep.tasks.base import Task, modules_of
 from lockstep.training.evaluation import Evaluations, Evaluator, images_wanted
 from lockstep.training.parameter_groups import ParameterRules, can_fuse
-from lockstep.training.setup import cast
 from lockstep.training.state import TrainSettings, TrainState, time_limit
 from lockstep.training.timing import StepTimer
 from lockstep.training.watchers import RunningMetrics
@@ -39,13 +36,12 @@ from lockstep.training.weight_check import WeightCheck
 WRITTEN_NUMBERS = 2000  # of validation samples in run.json; of more, the recipe and the hash
 
 
-def train_state(config: RunConfig, strategy: Strategy, loader: BatchLoader, takes_steps: bool = True) -> TrainState:
-    """The run that trains the strategy's model on the samples of `loader`.
+def train_state(config: RunConfig, strategy: Strategy, loaders: Loaders, takes_steps: bool = True) -> TrainState:
+    """The run that trains the strategy's model on the samples of `loaders`.
 
     takes_steps: False works on any number of ranks, also on more than the batch has samples.
     """
-    world, trainer = strategy.world, config.trainer
-    task = build_task(config, world)
+    world, trainer, task, loader = strategy.world, config.trainer, loaders.task, loaders.train
     settings = train_settings(config, loader, strategy.data_parallel_size(world.size), takes_steps)
     rules = ParameterRules(config.parameters.no_decay, config.parameters.groups)
     node = dict(config.optimizer)
@@ -78,20 +74,7 @@ def train_state(config: RunConfig, strategy: Strategy, loader: BatchLoader, take
     )
 
 
-def build_task(config: RunConfig, world: World) -> Task:
-    """The task, with its own modules on the rank's device."""
-    with seeded(config.seed):
-        task = instantiate_as(Task, config.task, "task")
-    precision = config.trainer.precision
-    for module in modules_of(task):
-        cast(module, "fp32" if precision == "bf16-true" else precision)  # losses are of float32
-        if world.device.type == "mps":  # weights of classes are of float64, which it lacks
-            module.float()
-        module.to(world.device)
-    return task
-
-
-def train_settings(config: RunConfig, loader: BatchLoader, shares: int, takes_steps: bool) -> TrainSettings:
+def train_settings(config: RunConfig, loader: Loader, shares: int, takes_steps: bool) -> TrainSettings:
     trainer = config.trainer
     return TrainSettings(
         epochs=trainer.epochs,
@@ -120,7 +103,7 @@ def snapshots(
     weights: WeightCheck,
 ) -> SnapshotManager:
     """The manager of this run's snapshots. Raises ConfigError, on all ranks, if their training data differs."""
-    count, data = len(loaders.train), data_fingerprint(loaders.train.dataset)
+    count, data = len(loaders.train), data_fingerprint(loaders.train.reader.dataset)
     require_same_data(state.strategy.world, "training data", count, data)
     fingerprint = model_config(record) | {
         "optimizer": config.optimizer["_target_"],
@@ -192,17 +175,14 @@ def run_info(config: RunConfig, record: ConfigRecord, snapshots: SnapshotManager
     names = {"training_samples": "training samples", "training_data": "training data"}
     data = {name: snapshots.fingerprint[key] for name, key in names.items()}
     if loaders.val is not None:
-        data |= {"validation_samples": len(loaders.val), "validation_data": loaders.split}
-    if loaders.numbers is not None and len(loaders.numbers) <= WRITTEN_NUMBERS:
-        data["validation_numbers"] = " ".join(map(str, loaders.numbers.tolist()))
-    data |= {"test_samples": len(loaders.test), "test_data": data_fingerprint(loaders.test.dataset)}
+        data |= {"validation_samples": len(loaders.val.reader), "validation_data": loaders.split}
+    if loaders.held_out is not None and len(loaders.held_out) <= WRITTEN_NUMBERS:
+        data["validation_numbers"] = " ".join(map(str, loaders.held_out.tolist()))
+    data |= {"test_samples": len(loaders.test.reader), "test_data": data_fingerprint(loaders.test.reader.dataset)}
     data |= _beginning(config.parameters.init, snapshots) if world.is_rank_zero else {}
-    text = getattr(whole_of(loaders.train.dataset), "text", None)
-    if text is not None:
-        data["symbols"] = text.symbols_hash
     computed = [key for key in compared(record.shown) if not key.startswith("logger.")]
     facts = run_facts(world, state.progress.step, record, computed, data)
-    facts["classes"] = class_names(loaders.train.dataset)
+    facts["classes"] = class_names(loaders.train.reader.dataset)
     return RunInfo(
         run_dir=snapshots.run_dir,
         config_yaml=record.files["config.yaml"],
@@ -211,8 +191,8 @@ def run_info(config: RunConfig, record: ConfigRecord, snapshots: SnapshotManager
         world_size=world.size,
         data_parallel_size=state.strategy.data_parallel_size(world.size),
         train_samples=len(loaders.train),
-        val_samples=0 if loaders.val is None else len(loaders.val),
-        eval_samples=len(loaders.test),
+        val_samples=0 if loaders.val is None else len(loaders.val.reader),
+        eval_samples=len(loaders.test.reader),
         batch_size=state.settings.batch_size,
         epochs=state.settings.epochs,
         start_step=state.progress.step,

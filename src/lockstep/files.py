@@ -1,10 +1,15 @@
 """Files that are written whole or not at all, and what an error of the disk means. No torch here."""
 
 import errno
+import fcntl
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+log = logging.getLogger(__name__)
 
 Contents = str | bytes | memoryview | Callable[[BinaryIO], object]
 """What a file shall hold, or a function that writes it to the open file."""
@@ -51,6 +56,19 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Make `folder`, and let one process at a time into the block, of all machines that share the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # POSIX allows both
+            log.warning("waiting for another run that writes into %s", folder)
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
 
 
 def explain_disk_error(error: OSError, folder: Path) -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
     from lockstep.strategies.gradient_sync import GradientSync
 
-GROUPS = ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "logger")
+GROUPS = ("model", "dataset", "loader", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "logger")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
     from lockstep.strategies.gradient_sync import GradientSync
 
     for group in GROUPS:
-        check_nodes(group, vars(config.dataset) if group == "dataset" else getattr(config, group))
+        check_nodes(group, vars(config.loader) if group == "loader" else getattr(config, group))
     check_loggers(config)
     check_optimizer(config)
     strategy = instantiate_as(Strategy, config.strategy, "strategy")

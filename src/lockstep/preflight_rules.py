@@ -9,7 +9,7 @@ from hydra.utils import get_object
 
 from lockstep.config.nodes import instantiate_as
 from lockstep.config.schema import RunConfig
-from lockstep.data.partition import global_batch_size, seeded
+from lockstep.data.partition import seeded
 from lockstep.distributed.backend import uses_mps, validate_backend
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
@@ -93,10 +93,14 @@ def job_spec(config: RunConfig, launcher: Launcher) -> JobSpec:
 
 
 def check_batch_size(config: RunConfig, shares: int) -> int:
-    """Samples of a global batch. Raises ConfigError if a rank would get none."""
-    trainer = config.trainer
-    steps = trainer.gradient_accumulation_steps
-    return global_batch_size(shares, trainer.batch_size, trainer.batch_size_per_rank, steps)
+    """Samples of a global batch, which is cut into `shares`. Raises ConfigError if a rank would get none."""
+    trainer, steps = config.trainer, config.trainer.gradient_accumulation_steps
+    batch_size = trainer.batch_size if trainer.batch_size_per_rank is None else trainer.batch_size_per_rank * shares
+    if batch_size < shares * steps:
+        cut_into = [f"{shares} ranks"] * (shares > 1) + [f"{steps} micro-batches"] * (steps > 1)
+        what = f"trainer.batch_size={batch_size} is too small for {' and '.join(cut_into)}"
+        raise ConfigError(f"{what}; type trainer.batch_size={shares * steps} or more")
+    return batch_size
 
 
 def validate_training(job: JobSpec) -> None:

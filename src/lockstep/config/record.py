@@ -42,8 +42,7 @@ class ConfigRecord:
 
     def completed(self, config: RunConfig) -> "ConfigRecord":
         """With the values of `config` for what was null or balanced, which the data have given since."""
-        now = flatten({key: getattr(config, key) for key in ("model", "task")})
-        now |= {"dataset.shape": config.dataset.shape, "dataset.classes": config.dataset.classes}
+        now = flatten({key: getattr(config, key) for key in ("dataset", "model", "task")})
 
         def complete(values: Mapping[str, Any]) -> dict[str, Any]:
             return {key: now.get(key, value) if value in (None, "balanced") else value for key, value in values.items()}

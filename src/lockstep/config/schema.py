@@ -48,9 +48,10 @@ LATER: dict[str, tuple[int, frozenset[str]]] = {
     "optimizer": (1, frozenset()),
     "scheduler": (1, frozenset({"steps_per_epoch", "total_steps", "objective_mode"})),
     "scheduler.schedule": (1, frozenset()),
-    "dataset.collate_fn": (1, frozenset()),
+    "loader.collate_fn": (1, frozenset()),
+    "loader.augment": (0, frozenset({"epochs"})),
 }
-FROM_DATA = ("shape", "classes")  # null in a node: the training data tells
+FROM_DATA = ("shape", "classes", "num_classes")  # null in a node: the training data tells
 
 
 class Section:
@@ -155,38 +156,18 @@ class SyncBN(Section):
     mode: Literal["auto", "on", "off"]
 
 
-# until issue 40
 @dataclass(frozen=True)
-class Augment(Section):
-    pad: Whole
-    flip: bool | Literal["alternating"]
-    sizes: list[Count] | None
-
-
-# until issue 40
-@dataclass(frozen=True)
-class Dataset:
-    """What every data set has. Its readers may have other keys beside these."""
-
-    __pydantic_config__: ClassVar = {"extra": "ignore", "allow_inf_nan": False}
-
-    prepare: Node | None
-    train: Node
-    test: Node
-    validation: Positive | Literal["auto"] | Node | None
-    split_seed: Seed
+class Loader(Section):
+    validation: Positive | None
     folds: Annotated[int, Ge(2)] | None
     fold: Whole | None
+    split_seed: Seed
     groups: Literal["auto", "on", "off"]
-    shape: Shape | None
-    classes: Count | None
-    mean: list[float] | None
-    std: list[Positive] | None
-    augment: Augment
-    workers: Whole
+    num_workers: Whole
     transforms: list[Node]
     test_transforms: list[Node]
     batch_transforms: list[Node]
+    augment: Node | None
     collate_fn: Node | None
     sampling: Literal["balanced", "weights"] | None
     on_error: Literal["fail", "skip"]
@@ -212,7 +193,8 @@ class RunConfig(Section):
     profiler: Profiler
     backend: Backend
     sync_bn: SyncBN
-    dataset: Dataset
+    loader: Loader
+    dataset: Node
     model: Node
     task: Node
     optimizer: Node
@@ -225,9 +207,8 @@ class RunConfig(Section):
 
     @property
     def holds_out(self) -> bool:
-        """Whether there is a validation set."""
-        data = self.dataset
-        return self.trainer.final is None and (data.validation is not None or data.folds is not None)
+        """Whether there is a validation set: of the data's own, or held out of the training data."""
+        return self.trainer.final is None and (self.loader.validation is not None or self.loader.folds is not None)
 
     @property
     def objective(self) -> str | None:
@@ -249,21 +230,20 @@ class RunConfig(Section):
 
     def refuse_contradictions(self) -> None:
         """Raise ConfigError for values that would together do something else than what they say."""
-        data, monitor, final, search = self.dataset, self.monitor or "", self.trainer.final, self.sweep.search
+        data, monitor, final, search = self.loader, self.monitor or "", self.trainer.final, self.sweep.search
         fold, folds, chooses, metric = data.fold, data.folds, self.objective is not None, monitor.partition("/")[2]
-        own, held_out = isinstance(data.validation, dict), data.validation is not None or folds is not None
         plateau = self.scheduler.get("_target_") == "lockstep.training.schedulers.Plateau"
-        all_folds = f"dataset.fold=0, or -m 'dataset.fold=range(0,{folds})'"
-        hold_out = "trainer.final=null" if final else "dataset.validation=0.1"
+        all_folds = f"loader.fold=0, or -m 'loader.fold=range(0,{folds})'"
+        hold_out = "trainer.final=null" if final else "loader.validation=0.1"
+        held_out = data.validation is not None or folds is not None
         compares = "compares evaluations, and here nothing is chosen"
         right = f"monitor=val/{metric}" if metric else "monitor=auto"
-        no_share = isinstance(data.validation, float) and data.validation > 1 and data.validation % 1 != 0
+        no_share = data.validation is not None and data.validation > 1 and data.validation % 1 != 0
         rules = [
-            (no_share, f"dataset.validation={data.validation} is no number", "dataset.validation=0.1"),
-            (folds and (fold is None or fold >= folds), f"dataset.folds={folds} needs a fold below it", all_folds),
-            (fold is not None and not folds, f"dataset.fold={fold} and there are no folds", "dataset.folds=5"),
-            (folds and own, "dataset.validation reads other data, without folds", "dataset.validation=0.1"),
-            (final and (own or not held_out), f"trainer.final={final}: nothing is held out", "trainer.final=null"),
+            (no_share, f"loader.validation={data.validation} is no number", "loader.validation=0.1"),
+            (folds and (fold is None or fold >= folds), f"loader.folds={folds} needs a fold below it", all_folds),
+            (fold is not None and not folds, f"loader.fold={fold} and there are no folds", "loader.folds=5"),
+            (final and not held_out, f"trainer.final={final}: nothing is held out", "trainer.final=null"),
             (monitor not in ("", "auto", f"val/{metric}"), f"monitor={monitor}: val/... alone can choose", right),
             (metric and not self.holds_out, f"monitor={monitor} needs a validation set", hold_out),
             (self.evaluation.patience and not chooses, f"evaluation.patience {compares}", "evaluation.patience=null"),

@@ -59,10 +59,10 @@ class ShiftFlip:
     sizes: pixels of a side in equal parts of a training of `epochs` epochs (progressive resizing, Howard 2018).
     """
 
-    pad: Whole
-    flip: bool | Literal["alternating"]
-    sizes: list[Count] | None
     epochs: Count
+    pad: Whole = 0
+    flip: bool | Literal["alternating"] = False
+    sizes: list[Count] | None = None
 
     def __post_init__(self) -> None:
         self.draws = Draws([2 * self.pad + 1, 2 * self.pad + 1, 2])

@@ -75,7 +75,9 @@ def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
     if not config.holds_out and config.trainer.final is None:
         val = None
     if val is not None and config.trainer.final is not None:
-        what = f"trainer.final={config.trainer.final} trains on what is held out, and the validation data are other data"
+        what = (
+            f"trainer.final={config.trainer.final} trains on what is held out, and the validation data are other data"
+        )
         raise ConfigError(f"{what}; type trainer.final=null")
     for split, data in (("train", train), ("test", test), ("val", val)):
         if data is None and split != "val":
@@ -95,7 +97,7 @@ def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
 def completed(config: RunConfig, data: Data) -> RunConfig:
     """A copy of `config` in which each `shape` and `classes` that is null has the value of the training data, and
     balanced class weights are numbers. Raises ConfigError for other numbers of channels than `mean` and `std` have."""
-    inputs, targets = reader_of(config, data.train, "train").read(Request(0, 0, np.zeros(1, dtype=int)))
+    inputs, targets = reader_of(config, data.train, "train", True).read(Request(0, 0, np.zeros(1, dtype=int)))
     first = targets[0] if isinstance(targets, Tensor) else None
     shape, node = list(inputs.shape[1:]) if isinstance(inputs, Tensor) else None, config.dataset
     for name in ("mean", "std"):
@@ -154,12 +156,16 @@ def class_numbers(dataset: Any) -> Tensor | None:
     return torch.as_tensor(targets).long() if is_known else None
 
 
-def reader_of(config: RunConfig, dataset: Any, split: str, check: Check | None = None) -> SampleReader:
-    """What reads the samples of a split: "train", "val" or "test". check: of targets; those in memory are looked at
-    here."""
+def reader_of(
+    config: RunConfig, dataset: Any, split: str, is_trained: bool, check: Check | None = None
+) -> SampleReader:
+    """What reads the samples of a split: "train", "val" or "test". is_trained: whether it has the transforms of training.
+
+    check: of targets. Those in memory are looked at here.
+    """
     loader = config.loader
     with seeded(fold_in(config.seed, TRANSFORMS)):
-        transforms = instantiate(loader.transforms if split == "train" else loader.test_transforms)
+        transforms = instantiate(loader.transforms if is_trained else loader.test_transforms)
         collate = instantiate(loader.collate_fn) or default_collate
     if transforms and config.task["_target_"].endswith("Segmentation"):
         transforms = [with_mask, *transforms]
@@ -179,7 +185,7 @@ def with_mask(sample: Any) -> Any:
 def loader_of(
     config: RunConfig,
     reader: SampleReader,
-    split: str,
+    is_trained: bool,
     converter: InputConverter,
     device: torch.device,
     parts: Callable[[int, int], Sequence[Part]],
@@ -189,7 +195,7 @@ def loader_of(
     """What reads a split for a rank. parts, share: as of `Loader`."""
     section, transforms, augment = config.loader, list[BatchWide](), None
     order = Order(len(reader), config.seed, shuffle=not isinstance(reader.dataset, Stream))
-    if split == "train":
+    if is_trained:
         weights, shards = None, of_each_sample(reader.dataset, "shards")
         if section.sampling is not None:
             weights = sampling_weights(reader.dataset, section.sampling)
@@ -197,13 +203,23 @@ def loader_of(
         shards = None if shards is None else torch.as_tensor(shards)
         order = Order(len(reader), config.seed, draws, weights, shards, shuffle=order.shuffle)
         if section.augment is not None:
-            augment = instantiate_as(ShiftFlip, section.augment, "loader.augment")
+            augment = instantiate_as(ShiftFlip, section.augment, "loader.augment", epochs=config.trainer.epochs)
         transforms = [BatchWide(one) for one in instantiate(section.batch_transforms)]
         if transforms and not order.shuffle:
             what = "loader.batch_transforms mix in other samples, and a stream gives each once"
             raise ConfigError(f"{what}; type loader.batch_transforms=[]")
     return Loader(
-        reader, order, converter, device, config.seed, batch_size, parts, share, augment, transforms, section.num_workers
+        reader,
+        order,
+        converter,
+        device,
+        config.seed,
+        batch_size,
+        parts,
+        share,
+        augment,
+        transforms,
+        section.num_workers,
     )
 
 

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -30,7 +31,9 @@ class Columns(Dataset[tuple[Any, Any]]):
                 self.rows = self.rows.cast_column(name, datasets.Image(decode=False))
         feature = rows.features[target] if isinstance(target, str) else None
         is_number = getattr(feature, "dtype", "").startswith(("int", "uint", "float"))
-        self.targets = self.rows.with_format("arrow")[:][target].to_numpy().copy() if is_number else None
+        self.targets = None
+        if is_number:  # writable, as torch wants arrays
+            self.targets = np.require(self.rows.with_format("arrow")[:][target].to_numpy(), requirements="W")
         self.classes = getattr(feature, "names", None)
 
     def __len__(self) -> int:

@@ -39,29 +39,27 @@ def read_file(path: str, size: int | None) -> Tensor:
 
 
 class Images(torch.utils.data.Dataset[Any]):
-    """The images of a split, decoded when they are read. files: of `ImageSource.columns`; kept as (N,) bytes."""
+    """The images of a split, decoded when they are read. files: (N,) bytes, below `root`. targets: None without labels;
+    those of samples are then torch's ignore_index."""
 
-    def __init__(self, root: str, size: int | None, files: Tensor, targets: Tensor, **others: Any) -> None:
-        self.root, self.size, self.files, self.targets = root, size, _names(files), targets
+    def __init__(self, root: str, size: int | None, files: Any, targets: Tensor | None, **others: Any) -> None:
+        self.root, self.size, self.files, self.targets = root, size, files, targets
         self.classes, self.groups, self.weights = map(others.get, ("classes", "groups", "weights"))
 
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return read_file(os.path.join(self.root, os.fsdecode(self.files[index])), self.size), self.targets[index]
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        image = read_file(os.path.join(self.root, os.fsdecode(self.files[index])), self.size)
+        return image, -100 if self.targets is None else self.targets[index].clone()
 
 
 class DecodedImages(Tensors):
     """The same images in a file that is mapped into memory. inputs: (N, 3, size, size) uint8."""
 
-    def __init__(self, files: Tensor, inputs: Tensor, targets: Tensor, **others: Any) -> None:
+    def __init__(self, files: Any, inputs: Tensor, targets: Tensor, **others: Any) -> None:
         super().__init__(inputs, targets, **others)
-        self.files = _names(files)
-
-
-def _names(files: Tensor) -> Any:
-    return files.numpy().view(f"S{files.shape[1]}")[:, 0]
+        self.files = files
 
 
 @dataclass(kw_only=True)
@@ -82,31 +80,32 @@ class ImageSource(DataSource):
         if not names:
             raise ConfigError(f"{source} has no images; type dataset.root=<folder with {', '.join(ENDINGS)}>")
         stored = np.array([os.fsencode(name) for name in names]).view(np.uint8).reshape(len(names), -1)
-        return {"files": torch.from_numpy(stored), "targets": torch.as_tensor(targets), **others}
+        return {"files": torch.from_numpy(stored), "targets": targets, **others}
 
     def prepare(self) -> None:
         try:
             found, stored = self.listed(), io.BytesIO()
             with one_at_a_time(Path(self.cache_dir)):
-                for columns in found.values():
-                    columns["pixels"] = self._pixels(_names(columns["files"]))
+                for columns in found.values():  # images without labels are read once
+                    columns["pixels"] = None if columns["targets"] is None else self._pixels(_names(columns["files"]))
                 torch.save(found, stored)
                 # Not without need: another machine may have the file mapped, and NFS would end its ranks.
                 if not self._list().exists() or self._list().read_bytes() != stored.getvalue():
                     write_whole(self._list(), stored.getvalue())
         except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a process of the pool was killed
             what = f"the images of {self.root} cannot be listed or decoded ({first_line(error)})"
-            raise ConfigError(f"{what}; correct that, or type dataset.cache=false if it is an image") from error
+            advice = "dataset.cache=false for a damaged image, or dataset.cache_dir=<another folder> for a full disk"
+            raise ConfigError(f"{what}; correct that, or type {advice}") from error
 
     def splits(self) -> Splits:
         found = torch.load(self._list(), mmap=True, weights_only=True)
         return Splits(**{name: self._split(**columns) for name, columns in found.items()})
 
-    def _split(self, pixels: str | None, **columns: Any) -> Images | DecodedImages:
+    def _split(self, pixels: str | None, files: Tensor, **columns: Any) -> Images | DecodedImages:
         if pixels is None:
-            return Images(self.root, self.size, **columns)
+            return Images(self.root, self.size, _names(files), **columns)
         decoded = np.load(Path(self.cache_dir, pixels), mmap_mode="c")
-        return DecodedImages(inputs=torch.from_numpy(decoded), **columns)
+        return DecodedImages(_names(files), torch.from_numpy(decoded), **columns)
 
     def _list(self) -> Path:
         own = [value for name, value in vars(self).items() if name not in DataSource.__dataclass_fields__]
@@ -140,6 +139,10 @@ class ImageSource(DataSource):
         return path.name
 
 
+def _names(files: Tensor) -> Any:
+    return files.numpy().view(f"S{files.shape[1]}")[:, 0]
+
+
 def _decode(file: Path, size: int, start: int, paths: list[str]) -> None:
     pixels = np.load(file, mmap_mode="r+")
     for row, path in enumerate(paths, start):
@@ -158,7 +161,7 @@ class ImageFolders(ImageSource):
             classes = classes or own  # of training; `require_same_classes` refuses other ones by their names
             names = classes + [name for name in own if name not in classes]
             pairs = [(file, number) for number, name in enumerate(names) for file in _below(folder / name, self.root)]
-            files, targets = [file for file, _ in pairs], [number for _, number in pairs]
+            files, targets = [file for file, _ in pairs], torch.tensor([number for _, number in pairs])
             found[split] = self.columns(f"{folder}/<class>/", files, targets, classes=names)
         return found
 
@@ -171,7 +174,7 @@ class ImageList(ImageSource):
 
     def listed(self) -> dict[str, dict[str, Any]]:
         names = _below(Path(self.root), self.root) if self.files is None else self.files
-        columns = self.columns(self.root, names, torch.full([len(names)], -100))  # torch's ignore_index
+        columns = self.columns(self.root, names, None)
         return {"train": columns, "test": columns.copy()}
 
 

@@ -1,7 +1,9 @@
 """The loader that gives one rank its parts of every global batch, on its device, as model and task take them."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import count as numbers_from
 from itertools import tee
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.data.augment import BatchWide, Places, ShiftFlip
 from lockstep.data.partition import Order, Part, fold_in
-from lockstep.data.reader import EVALUATION, Request, SampleReader, batches
+from lockstep.data.reader import EVALUATION, Request, SampleReader, Stream, batches
 from lockstep.data.source import map_tensors, unwrapped, without_samples
 
 # Values in memory that are looked up and converted together: step by step, the calls cost more than the work.
@@ -39,7 +41,8 @@ class LoadedPart(NamedTuple):
     numbers: Tensor
 
 
-class Batch(NamedTuple):
+@dataclass(frozen=True)
+class Batch:
     """One optimizer step's work for one rank.
 
     number: of the batch in its epoch. count: its samples, over all ranks. parts: [] is no work.
@@ -140,11 +143,13 @@ class Loader:
         self.augment, self.transforms, self.workers = augment, transforms, workers
         whole, indices = unwrapped(reader.dataset)
         self.indices = None if indices is None else torch.as_tensor(indices)
-        self.memory = None
+        self.memory: Any = None
         if hasattr(whole, "gather") and not reader.transforms:
             self.memory = whole.to(device)
             one = self.memory.gather(torch.zeros(1, dtype=torch.int64))[0]
             self.values, self.is_here = one.numel(), one.device == device
+
+        self.is_stream = isinstance(reader.dataset, Stream)
 
     def __len__(self) -> int:
         """Samples of an epoch."""
@@ -172,14 +177,24 @@ class Loader:
         for share, pair in zip(waiting, self._loaded(asked), strict=True):
             yield LoadedPart(rank, share.start, *pair, share.numbers)
 
-    def read(self, numbers: Tensor, epoch: int = EVALUATION) -> tuple[Any, Any]:
-        """(inputs, targets) of these samples (n,), not augmented, as model and task take them. In this process."""
+    def read(self, numbers: Tensor, epoch: int = EVALUATION) -> tuple[Tensor, Any, Any]:
+        """(their numbers in the whole data set, inputs, targets) of these samples (n,), as model and task take them,
+        but not augmented. In this process."""
         inputs, targets = self._to_device(self.raw(numbers, epoch))
-        return self.converter(inputs), map_tensors(self.converter.target, targets)
+        return self.whole(numbers), self.converter(inputs), map_tensors(self.converter.target, targets)
+
+    def whole(self, numbers: Tensor) -> Tensor:
+        """The numbers that these samples (n,) have in the whole data set, of which this may be a part."""
+        return numbers if self.indices is None else self.indices.index_select(0, numbers)
 
     def raw(self, numbers: Tensor, epoch: int = EVALUATION) -> tuple[Any, Any]:
         """(inputs, targets) of these samples (n,), as the data set and its transforms give them."""
         return self.reader.read(Request(epoch, 0, numbers.numpy(force=True)))
+
+    def shown(self, number: int) -> Tensor:
+        """The inputs of a sample as `raw` gives them; an empty tensor if they are several."""
+        inputs, _ = self.raw(torch.tensor([number]))
+        return inputs[0] if isinstance(inputs, Tensor) else torch.empty(0)
 
     def _plan(self, position: Position) -> Iterator[tuple[int, int, list[_Share]]]:
         """(number, samples, this rank's shares) of each batch."""
@@ -188,7 +203,11 @@ class Loader:
             order = self.order.epoch(epoch)
             for start in range(skip, len(self), self.batch_size):
                 number, count = start // self.batch_size, min(self.batch_size, len(self) - start)
-                yield number, count, [self._share(epoch, start, count, part, order) for part in self.parts(number, count)]
+                yield (
+                    number,
+                    count,
+                    [self._share(epoch, start, count, part, order) for part in self.parts(number, count)],
+                )
             skip = 0
 
     def _share(self, epoch: int, start: int, count: int, part: Part, order: Tensor) -> _Share:
@@ -250,18 +269,21 @@ class Loader:
                 yield group, self._gathered(group)
             return
         with ThreadPoolExecutor(1) as thread:  # host memory: gathered and pinned while the GPU computes
-            group = next(groups, None)
-            ahead = group and thread.submit(self._pinned, group)
-            while group is not None and ahead is not None:
-                pair, now, group = ahead.result(), group, next(groups, None)
-                ahead = group and thread.submit(self._pinned, group)
-                yield now, pair
+            waiting = deque[tuple[list[_Share], Future[tuple[Tensor, Tensor]]]]()
+            for group in groups:
+                waiting.append((group, thread.submit(self._pinned, group)))
+                if len(waiting) > 1:
+                    now, pair = waiting.popleft()
+                    yield now, pair.result()
+            for now, pair in waiting:
+                yield now, pair.result()
 
     def _gathered(self, group: Sequence[_Share]) -> tuple[Tensor, Tensor]:
         numbers = group[0].numbers if len(group) == 1 else torch.cat([share.numbers for share in group])
         if self.indices is not None:
             numbers = self.indices.index_select(0, numbers)
-        return self.memory.gather(numbers)
+        inputs, targets = self.memory.gather(numbers)
+        return inputs, targets
 
     def _pinned(self, group: Sequence[_Share]) -> tuple[Tensor, Tensor]:
         inputs, targets = self._gathered(group)

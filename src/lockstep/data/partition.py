@@ -143,6 +143,10 @@ def drawn(weights: Tensor, draw: torch.Generator) -> Tensor:
 def seed_all(seed: int) -> None:
     """Seed what transforms draw from: torch's generator of the CPU, numpy's global one, and Python's `random`."""
     torch.default_generator.manual_seed(seed)
+    seed_numpy_and_random(seed)
+
+
+def seed_numpy_and_random(seed: int) -> None:
     np.random.seed(seed % 2**32)
     random.seed(seed)
 

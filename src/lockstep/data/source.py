@@ -99,8 +99,9 @@ class Tensors(Dataset[Any]):
 
     def to(self, device: torch.device) -> "Tensors":
         """The same samples on `device`, where they fit beside the training; else themselves."""
-        tensors = (self.inputs, self.targets)
-        return Tensors(*(tensor.to(device) for tensor in tensors)) if fits(device, *tensors) else self
+        if not fits(device, self.inputs, self.targets):
+            return self
+        return Tensors(self.inputs.to(device), self.targets.to(device))
 
 
 def fits(device: torch.device, *tensors: Tensor) -> bool:

@@ -49,6 +49,8 @@ def hold_out(
     is_held_out = torch.zeros(samples, dtype=torch.bool)
     is_held_out[chosen] = True
     parts = [where.nonzero().flatten().numpy() for where in (~is_held_out, is_held_out)]
+    if hasattr(dataset, "fit"):  # a table is scaled by the rows that are trained on
+        dataset.fit(parts[0])
     return Subset(dataset, parts[0]), Subset(dataset, parts[1])  # type: ignore[arg-type]  # an array is enough
 
 

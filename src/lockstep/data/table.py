@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from annotated_types import Gt, Lt
-from torch.utils.data import Subset
 
 from lockstep.config.schema import Seed
 from lockstep.data.source import DataSource, Splits, Tensors
@@ -31,13 +30,6 @@ class Rows(Tensors):
         for rows in self.alike:
             scaled = ((rows.numbers - mean) / deviation).filled(0)
             rows.inputs = torch.from_numpy(np.hstack([scaled, rows.one_hot]).astype(np.float32))
-
-    def hold_out(self, size: float | None, fold: tuple[int, int] | None, seed: int) -> tuple[Any, Any]:
-        """As `split.hold_out`, which calls this. All is scaled by what is left: validation rows must not tell how."""
-        plain = Tensors(self.inputs, self.targets, groups=self.groups)
-        train, validation = hold_out(plain, size, fold, seed, self.groups is not None)
-        self.fit(train.indices)
-        return Subset(self, train.indices), Subset(self, validation.indices)
 
 
 @dataclass(kw_only=True)
@@ -83,7 +75,7 @@ class Table(DataSource):
             values["weights"] = torch.tensor(frame[self.weight_column].to_numpy(np.float64))
         if self.split_column is None:
             whole = Tensors(torch.empty(len(frame)), values["targets"], groups=values.get("groups"))
-            held_out = hold_out(whole, self.test, None, self.split_seed, self.group_column is not None)[1]
+            held_out = hold_out(whole, self.test, None, self.split_seed, "auto")[1]
             split = np.where(np.isin(np.arange(len(frame)), held_out.indices), "test", "train")
         else:
             split = frame[self.split_column].to_numpy(str)

@@ -90,7 +90,8 @@ def read_image(stored: bytes, size: int | None) -> Tensor:
     found: Any = None
     if stored[:2] == b"\xff\xd8" and (size is None or len(stored) < LARGE_JPEG):
         with suppress(AttributeError, RuntimeError):  # a later torchvision lacks it, or the file is damaged
-            pixels = torch.ops.image.decode_jpeg(torch.frombuffer(bytearray(stored), dtype=torch.uint8), 0, True)
+            encoded = torch.frombuffer(bytearray(stored), dtype=torch.uint8)
+            pixels: Tensor = torch.ops.image.decode_jpeg(encoded, 0, True)  # with the channels that it has, and EXIF
             if len(pixels) in (1, 3) and (size is None or pixels.shape[1:] == (size, size)):  # 4 are inks
                 return pixels.expand(3, -1, -1)
             if len(pixels) == 3 and size is not None and min(pixels.shape[1:]) < 4 * size:

@@ -17,6 +17,11 @@ from lockstep.errors import ConfigError
 log = logging.getLogger(__name__)
 
 
+def float64_device(device: torch.device) -> torch.device:
+    """Where a computation in float64 is that belongs to one on `device`: Apple's GPUs have none."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
 def choose_backend(name: str, local_size: int = 1) -> str:
     """Replace `auto` by nccl if there is a GPU for each of the `local_size` ranks of this machine, else by gloo.
 

@@ -18,8 +18,8 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
     (
         r"expected input\[.*\] to have \d+ channels",
         "the images have another number of channels than the model was made for",
-        "make the model for the channels of dataset.shape, or change the images in dataset.transforms and in "
-        "dataset.test_transforms, for example with torchvision.transforms.v2.RGB or Grayscale",
+        "make the model for the channels of dataset.shape, or change the images in loader.transforms and in "
+        "loader.test_transforms, for example with torchvision.transforms.v2.RGB or Grayscale",
     ),
     (
         f"{OUT_OF_MEMORY}|MemoryError",
@@ -30,7 +30,7 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
     (
         r"</torch_\d+.*No space left on device",
         "the memory that processes share, /dev/shm, is full: a process that loads data passes its samples on there",
-        "give it more, as docker run --shm-size=8g does, or type dataset.workers=0",
+        "give it more, as docker run --shm-size=8g does, or type loader.num_workers=0",
     ),
     (r"No space left on device", "the disk is full", "free some space, or type hydra.run.dir=<another disk>"),
     (
@@ -94,7 +94,7 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
     (
         r"DataLoader worker.* (killed|exited)",
         "a process that loads data has ended",
-        "type dataset.workers=0 to see its error here",
+        "type loader.num_workers=0 to see its error here",
     ),
     (
         r"Cannot re-initialize CUDA|not compiled with CUDA|no NVIDIA driver|No CUDA GPUs",

@@ -191,7 +191,7 @@ def failed(error: BaseException) -> None:
     _end_copy(error)
     record: dict[str, Any] = {"time": time.monotonic(), "samples": []} | exception_record(error)
     with suppress(Exception):  # no batch yet; or a device that failed, from which nothing can be read
-        indices = [int(index) for part in _reporter.batch.parts for index in part.indices.tolist()]
+        indices = [int(index) for part in _reporter.batch.parts for index in part.numbers.tolist()]
         record["samples"] = indices[:MOST_SAMPLES]
     record["is_communication"] &= _reporter.world_size > 1
     record["phase"] = _reporter.page.phase  # by the time of the report it may close its files

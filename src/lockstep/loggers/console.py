@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.partition import shares_in_words
 from lockstep.errors import path_value
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
 
@@ -24,18 +23,20 @@ class ConsoleLogger(Logger):
 
     def on_fit_start(self, run: RunInfo) -> None:
         self._run = run
+        share, rest = divmod(run.batch_size, run.data_parallel_size)
+        more = f" or {share + 1}" if rest else ""
         log.info(
             "%d training%s and %d test samples; batches of %d samples%s",
             run.train_samples,
             f", {run.val_samples} validation" if run.val_samples else "",
             run.eval_samples,
             run.batch_size,
-            shares_in_words(run.batch_size, run.world_size, run.data_parallel_size),
+            "" if run.world_size == 1 else f", {share}{more} for each of {run.world_size} ranks",
         )
         if run.is_final:
             log.info("trained on training and validation data: nothing is chosen, and its number is the test's alone")
         elif run.objective is None:
-            way = "" if run.val_samples else "; type dataset.validation=0.1 to hold some data out"
+            way = "" if run.val_samples else "; type loader.validation=0.1 to hold some data out"
             log.info("nothing is chosen: the last weights are the result%s", way)
 
     def on_epoch_end(self, summary: EpochSummary) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lockstep.build import Loaders
     from lockstep.config.record import ConfigRecord
     from lockstep.config.schema import RunConfig
-    from lockstep.data.loader import BatchLoader
+    from lockstep.data.loader import Loader
     from lockstep.distributed.world import World
     from lockstep.loggers.rank_logs import RankLogs
     from lockstep.preflight import Parts
@@ -72,7 +72,7 @@ class TrainedRun:
         """The names of the classes in run.json, empty if the training data had none."""
         return recorded_classes(self.folder)
 
-    def loader(self, split: str) -> "BatchLoader":
+    def loader(self, split: str) -> "Loader":
         """split: "train", "val" or "test". Raises ConfigError for a validation set that there is none of."""
         found = {"train": self.loaders.train, "val": self.loaders.val, "test": self.loaders.test}[split]
         if found is None:
@@ -129,7 +129,7 @@ class Mode:
         with join(config, parts) as (world, logs):
             begin(config, record, world, logs)
             config, loaders = build.model_and_data(config, world, parts)
-            state = build_state.train_state(config, parts.strategy, loaders.train, takes_steps=False)
+            state = build_state.train_state(config, parts.strategy, loaders, takes_steps=False)
             record = record.completed(config)
             paths = snapshots_to_try(config.resume, self.snapshot, self.name)
             saved, snapshot = restore_trained(state, paths, build_state.model_config(record))
@@ -174,20 +174,11 @@ def begin(config: "RunConfig", record: "ConfigRecord", world: "World", logs: "Ra
 
 def _require_same_classes(trained: TrainedRun) -> None:
     """Raise ConfigError if a class number, or a token number of a text, has another name than in the training."""
-    from lockstep.data.dataset import class_names, require_same_classes, whole_of
+    from lockstep.data.source import class_names, require_same_classes
 
-    dataset, symbols = trained.loaders.train.dataset, None
-    for data in (dataset, trained.loaders.test.dataset):
-        advice = "type dataset=<data with the classes of the training>"
-        require_same_classes(trained.classes, class_names(data), "the training", "this data", advice)
-    with suppress(ConfigError):
-        symbols = read_run(trained.folder)["data"].get("symbols")
-    text = getattr(whole_of(dataset), "text", None)
-    if text is not None and symbols not in (None, text.symbols_hash):
-        raise ConfigError(
-            "the text has other symbols than the one that the model was trained on, which would be shown in their "
-            "place; type dataset.path=<the text that it was trained on>"
-        )
+    for loader in (trained.loaders.train, trained.loaders.test):
+        names, advice = class_names(loader.reader.dataset), "type dataset=<data with the classes of the training>"
+        require_same_classes(trained.classes, names, "the training", "this data", advice)
 
 
 def _warn_of_changed_data(trained: TrainedRun, config: Mapping[str, Any]) -> None:
@@ -204,7 +195,7 @@ def _warn_of_changed_data(trained: TrainedRun, config: Mapping[str, Any]) -> Non
     if before != now:
         return
     for name, loader in (("training_data", trained.loaders.train), ("test_data", trained.loaders.test)):
-        fingerprint = data_fingerprint(loader.dataset)
+        fingerprint = data_fingerprint(loader.reader.dataset)
         if recorded.get(name, fingerprint) != fingerprint:
             what = name.replace("_", " ")
             log.warning("the %s is not that of the training: it was %s, and is %s", what, recorded[name], fingerprint)

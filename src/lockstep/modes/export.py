@@ -106,7 +106,8 @@ class Export(Mode):
             write_weights(map_only(torch.Tensor, as_saved, state), path, self.format)
             return
         net = TrainedNet(model, trained.loaders.test.converter, "fp32", trained.classes)
-        samples = trained.loaders.test.raw_inputs(EXAMPLES)
+        loader = trained.loaders.test
+        samples, _ = loader.raw(torch.arange(min(EXAMPLES, len(loader.reader))))
         if not isinstance(samples, torch.Tensor):
             raise ConfigError(f"mode.format={self.format} needs samples of one tensor; type mode.format=state_dict")
         if len(samples) == 1:  # torch.export would take a batch of one for the only size
@@ -210,7 +211,7 @@ def write_onnx(net: "TrainedNet", samples: "Tensor", path: Path) -> Outputs:
 
 def require_same_outputs(ours: Any, theirs: Any, format: str) -> None:
     """Raise ConfigError if an exported net computes something else than the net. The data may hold NaN."""
-    from lockstep.data.dataset import tensors_in
+    from lockstep.data.source import tensors_in
 
     for one, other in zip_longest(tensors_in(ours), tensors_in(theirs)):
         problem = "another number of tensors" if one is None or other is None else _difference(one, other)

@@ -82,12 +82,12 @@ class FindLr(Mode):
             changes |= {"trainer.max_time": None, "trainer.pause_after": None, "trainer.ema": None, "watch.nan": "stop"}
             rising = {"first": self.min_lr / typed, "last": self.max_lr / typed}
             changes["scheduler"] = {"_target_": RISING} | rising
-            state = build_state.train_state(config.changed(changes), parts.strategy, loaders.train)
-            finder, divergence = RateFinder(state), None
+            state = build_state.train_state(config.changed(changes), parts.strategy, loaders)
+            finder, divergence, stream = RateFinder(state), None, loaders.train.batches(state.progress)
             try:
                 while not state.finished:
                     reporter.epoch_starts(state.progress.epoch + 1)
-                    train_epoch(state, loaders.train, watchers=[finder])
+                    train_epoch(state, stream, config.seed, watchers=[finder])
             except TrainingDiverged as error:
                 divergence = error
             losses = finder.losses

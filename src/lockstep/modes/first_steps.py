@@ -19,8 +19,9 @@ from lockstep import build, build_state
 from lockstep.compat import is_of_transform
 from lockstep.config.nodes import instantiate_as
 from lockstep.config.schema import RunConfig
-from lockstep.data.dataset import tensors_in
-from lockstep.data.loader import BatchLoader
+from lockstep.data.loader import Loader
+from lockstep.data.reader import Request
+from lockstep.data.source import tensors_in
 from lockstep.distributed import signals
 from lockstep.distributed.sync_batch_norm import unsynced_batch_norms
 from lockstep.distributed.world import OtherData, init_distributed, require_same_data
@@ -91,9 +92,9 @@ def find_facts(config: RunConfig, parts: Parts, folder: Path, variant: Variant, 
             try:
                 config, loaders = build.model_and_data(config, world, parts)
                 loader = loaders.train
-                fingerprint = data_fingerprint(loader.dataset)
+                fingerprint = data_fingerprint(loader.reader.dataset)
                 require_same_data(world, "training data", len(loader), fingerprint)
-                state = build_state.train_state(config, strategy, loader)
+                state = build_state.train_state(config, strategy, loaders)
                 facts = replace(FirstSteps(state, loader, variant, folder, needs_all).take(), fingerprint=fingerprint)
             except OtherData as error:
                 facts = Facts(resume=[f"the {error.name} is another one at each start: draw it from a seed of its own"])
@@ -115,7 +116,7 @@ class FirstSteps(Watcher):
     needs_all: whether each parameter must get a gradient.
     """
 
-    def __init__(self, state: TrainState, loader: BatchLoader, variant: Variant, folder: Path, needs_all: bool) -> None:
+    def __init__(self, state: TrainState, loader: Loader, variant: Variant, folder: Path, needs_all: bool) -> None:
         self.state, self.loader, self.variant, self.folder = state, loader, variant, folder
         self.needs_all, self.world, self.model = needs_all, state.strategy.world, state.strategy.model
         self.facts = Facts()
@@ -132,7 +133,7 @@ class FirstSteps(Watcher):
         state, loader = self.state, self.loader
         if 1 not in self.variant.steps:
             restore_state(state, torch.load(self.folder / SAVED, weights_only=True))
-        reads_again = loader.reader is not None and not loader.is_stream
+        reads_again = loader.memory is None and not loader.is_stream
         epochs = (0, 1) if self.world.size == 1 else (1, 0)  # what a data set keeps of one must not change the other
         read = {epoch: _read(loader, epoch) for epoch in epochs if reads_again}
         if loader.is_stream:
@@ -146,9 +147,10 @@ class FirstSteps(Watcher):
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(self._use, name))
+        stream = loader.batches(state.progress)
         try:
             while not state.finished:
-                train_epoch(state, loader, watchers=[self])
+                train_epoch(state, stream, loader.seed, watchers=[self])
         except _Enough:
             pass
         except TrainingDiverged as error:
@@ -181,8 +183,6 @@ class FirstSteps(Watcher):
             self.facts.likely.append(state.noise.drawn_by_rank)
         if state.early_steps.shared_draws:
             self.facts.likely.append(state.early_steps.shared_draws)
-        if self.loader.reader is not None and (drawn := self.loader.samples.draws_of_collate_fn()):
-            self.facts.likely.append(drawn)
         if self.unused and self.needs_all:
             self.facts.numbers.append("parameters without a gradient, see below")
             self.facts.fits.append(
@@ -290,15 +290,11 @@ def sums_by_sample(values: Any, rows: int) -> Tensor | None:
     return total
 
 
-def _read(loader: BatchLoader, epoch: int = 0, turn: int = 1) -> list[int]:
+def _read(loader: Loader, epoch: int = 0, turn: int = 1) -> list[int]:
     """Digests of the first samples of an epoch, in their order. turn: -1 to read them backwards."""
-    samples = loader.samples
-    numbers = list(range(min(SAMPLES_READ, len(samples))))
-    read = samples.read([(epoch, number) for number in numbers[::turn]])
-    collated = samples.collate(read._replace(numbers=read.numbers[::turn], samples=read.samples[::turn]))
-    if isinstance(collated, ConfigError):
-        raise collated
-    return [int(digest(tensor)) for tensor in tensors_in(collated)]
+    reader, numbers = loader.reader, range(min(SAMPLES_READ, len(loader.reader)))
+    read = {number: reader.read(Request(epoch, 0, np.array([number]))) for number in numbers[::turn]}
+    return [int(digest(tensor)) for number in numbers for tensor in tensors_in(read[number])]
 
 
 # How far two worlds are apart.

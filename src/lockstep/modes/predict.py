@@ -15,7 +15,7 @@ from lockstep.modes.base import Mode, TrainedRun, require_place, write_output
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.data.loader import BatchLoader
+    from lockstep.data.loader import Loader
     from lockstep.strategies.base import JobSpec
 
 log = logging.getLogger(__name__)
@@ -46,24 +46,18 @@ class Predict(Mode):
 
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError, on all ranks, if the file cannot be written."""
-        import torch
-
-        from lockstep.data.dataset import numbers_of
 
         loader, world = trained.loader(self.split), trained.world
-        if loader.leaves_out:
-            raise ConfigError("mode=predict writes a row for each sample; type dataset.on_error=fail")
         columns = predict(trained, self.split)
         rows = sum(world.all_gather_json(len(next(iter(columns.values()), ()))))
-        samples = len(loader.evaluated)
+        samples = len(loader.reader)
         if rows != samples:
-            raise ConfigError(f"{samples - rows} samples of {samples} have no prediction; type dataset.on_error=fail")
-        is_part = numbers_of(loader.dataset) is not None
-        numbers = loader.numbers_of(torch.tensor(loader.evaluated)).cpu() if is_part else None
-        shares = world.gather_state({"share": loader.rank, "columns": columns})
+            raise ConfigError(f"{samples - rows} samples of {samples} have no prediction; type mode.split=test")
+        (rank, size), numbers = loader.share, loader.indices
+        shares = world.gather_state({"share": rank, "columns": columns})
         path = Path(self.file) if self.file is not None else trained.folder / "predictions.csv"
         lines = (
-            table(in_order(shares, loader.size, samples), trained.classes, files_of(loader), numbers)
+            table(in_order(shares, size, samples), trained.classes, files_of(loader), numbers)
             if world.is_rank_zero
             else iter(())
         )
@@ -75,10 +69,13 @@ def predict(trained: TrainedRun, split: str) -> Columns:
     """The columns of this rank's share, without rows where another rank computes the outputs."""
     import torch
 
-    from lockstep.data.dataset import count_samples
+    from lockstep.data.partition import fold_in, seeded
+    from lockstep.data.reader import EVALUATION
+    from lockstep.data.source import count_samples
     from lockstep.distributed import signals
     from lockstep.failures import reporter
     from lockstep.training.evaluation import draws_of_samples
+    from lockstep.training.sample_noise import SampleNoise
     from lockstep.training.setup import autocast
 
     state, parts, rows = trained.state, list[Columns](), 0
@@ -95,13 +92,13 @@ def predict(trained: TrainedRun, split: str) -> Columns:
     strategy.module.eval()
     context = autocast(strategy.world.device, settings.precision)
     loader = trained.loader(split)
-    with state.ema_weights(), torch.no_grad(), loader.evaluation_draws():
-        numbers = loader.eval_numbers(settings.eval_batch_size)
-        batches = zip(loader.eval_batches(settings.eval_batch_size), numbers, strict=True)
-        for ((inputs, targets), batch), draws in zip(batches, draws_of_samples(state, loader), strict=False):
-            rows = len(batch)
-            with draws:
-                strategy.eval_step(inputs, targets, keep, context)
+    rank, size = loader.share
+    with state.ema_weights(), torch.no_grad(), seeded(fold_in(loader.seed, EVALUATION, rank)):
+        noise = SampleNoise()
+        for part in loader.evaluation(settings.eval_batch_size * size):
+            rows = len(part.numbers)
+            with draws_of_samples(state, noise, loader, part):
+                strategy.eval_step(part.inputs, part.targets, keep, context)
             reporter.heartbeat()
             if signals.stop_requested():
                 raise StoppedEarly("stopped early; no file was written", EXIT_STOPPED_WITHOUT_SNAPSHOT)
@@ -123,7 +120,7 @@ def _of_one_shape(ranks: Sequence[Sequence[Mapping[str, list[int]]]]) -> list[st
             raise ConfigError(
                 f"{name} has rows of the shapes {list(shapes[0])} and {list(shapes[-1])}, and a column needs one; "
                 f"type evaluation.batch_size=<more than the samples> launch=env, or give all samples one length in "
-                f"dataset.collate_fn"
+                f"loader.collate_fn"
             )
     return names
 
@@ -139,7 +136,7 @@ def _columns(name: str, values: Any) -> "Iterator[tuple[str, Tensor]]":
 
 def _beside(targets: Any, values: "Tensor") -> "Tensor":
     """Values (N, 1) as (N,) where targets are one number, so that their columns have names of one kind."""
-    from lockstep.data.dataset import tensors_in
+    from lockstep.data.source import tensors_in
 
     is_number = all(target.dim() == 1 for target in tensors_in(targets))
     return values.squeeze(1) if is_number and values.shape[1:] == (1,) else values
@@ -156,17 +153,18 @@ def in_order(shares: Sequence[dict[str, Any]], size: int, samples: int) -> Colum
     return whole
 
 
-def files_of(loader: "BatchLoader") -> Sequence[str]:
+def files_of(loader: "Loader") -> Sequence[str]:
     """The names of the files of images in their folder, in their order; empty for other data."""
-    from lockstep.data.dataset import numbers_of
-    from lockstep.snapshots.data_fingerprint import image_files
+    from lockstep.data.source import unwrapped
 
-    folder, files = image_files(loader.dataset) or ("", ())
-    numbers = numbers_of(loader.dataset)
-    paths = [path for path, _ in files]
-    if numbers is not None and paths:
-        paths = [paths[number] for number in numbers.tolist()]
-    return [os.path.relpath(path, folder) for path in paths]
+    whole, _ = unwrapped(loader.reader.dataset)
+    files = getattr(whole, "files", None)
+    if files is None:  # the folders of torchvision
+        samples, root = getattr(whole, "samples", ()), getattr(whole, "root", None)
+        are_files = root is not None and all(isinstance(sample, tuple) for sample in samples[:1])
+        files = [os.path.relpath(path, root) for path, _ in samples] if are_files else []
+    names = [os.fsdecode(name) for name in files]
+    return names if loader.indices is None or not names else [names[number] for number in loader.indices.tolist()]
 
 
 def table(
@@ -202,11 +200,11 @@ def _texts(values: "Tensor", classes: Sequence[str], has_blanks: bool) -> Iterat
     """
     import torch
 
-    from lockstep.data.image_files import without_target
-
     digits = 17 if values.dtype.itemsize == 8 else 9
-    blanks = without_target(values).tolist() if has_blanks else itertools.repeat(False)
-    for row, is_blank in zip(values if values.dim() > 1 else values[:, None], blanks, strict=False):
+    rows = values if values.dim() > 1 else values[:, None]
+    no_target = rows.isnan() if values.is_floating_point() else rows == -100  # as data without labels has
+    blanks = no_target.all(1).tolist() if has_blanks else itertools.repeat(False)
+    for row, is_blank in zip(rows, blanks, strict=False):
         numbers = row.tolist()
         if is_blank:
             yield [""] * len(numbers)

@@ -48,20 +48,20 @@ class Sample(Mode):
         """Raises ConfigError if the run was not trained on a text, or not on the symbols of the prompt."""
         import torch
 
-        from lockstep.data.dataset import whole_of
         from lockstep.training.setup import autocast
 
-        dataset = whole_of(trained.loaders.train.dataset)
-        if not hasattr(dataset, "text"):
+        dataset = trained.loaders.train.reader.dataset
+        if not hasattr(dataset, "coder"):
             raise ConfigError("mode=sample writes text, and this run was not trained on one; type mode=predict")
         state, device = trained.state, trained.world.device
         model = state.strategy.model.eval()
-        tokens = dataset.text.encode(self.prompt).to(device)
+        coder = dataset.coder
+        tokens = torch.tensor([int(token) for token in coder.encode([self.prompt])[0]], device=device)
         generator = torch.Generator(device).manual_seed(self.seed)
         with state.ema_weights(), torch.no_grad(), autocast(device, state.settings.precision):
             for _ in range(self.length):
                 tokens = torch.cat([tokens, self._next(model, tokens[-dataset.block :], generator)])
-        print(dataset.text.decode(tokens))
+        print(coder.decode(tokens.tolist()))
         log.info("sampled: %d tokens at step %d", self.length, trained.step)
 
     def _next(self, model: "nn.Module", tokens: "Tensor", generator: "torch.Generator") -> "Tensor":

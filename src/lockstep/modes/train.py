@@ -30,7 +30,7 @@ class Train(Mode):
             begin(config, record, world, logs)
             config, loaders = build.model_and_data(config, world, parts)
             record = record.completed(config)
-            state = build_state.train_state(config, parts.strategy, loaders.train)
+            state = build_state.train_state(config, parts.strategy, loaders)
             weights = WeightCheck(state, config.watch.every, config.watch.weights)
             with (
                 build_state.loggers(config, state, held.restore) as loggers,

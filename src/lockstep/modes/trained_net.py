@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lockstep.config.nodes import check_nodes, instantiate, instantiate_as
 from lockstep.config.schema import Node
-from lockstep.data.dataset import map_tensors
-from lockstep.data.loader import Converter
+from lockstep.data.loader import InputConverter
+from lockstep.data.source import map_tensors
 from lockstep.errors import ConfigError
 from lockstep.modes.base import folder_of, recorded_classes
 from lockstep.snapshots.resume import PYTHON, load_first_good, snapshots_to_try
@@ -35,7 +35,7 @@ class TrainedNet(nn.Module):
     def __init__(
         self,
         net: nn.Module,
-        converter: Converter,
+        converter: InputConverter,
         precision: str,
         classes: Sequence[str],
         mean: list[float] | None = None,
@@ -57,18 +57,18 @@ class TrainedNet(nn.Module):
         """samples: also an array of NumPy, or a list of samples of one shape."""
         now = self._place_and_type()
         if now is not None and now != self.weights:  # after net.to(), net.double() or net.half()
-            dtype = self.converter.input_type
+            dtype = self.converter.dtype
             if self.weights is None or now[1] != self.weights[1]:
                 self.precision, dtype = "", now[1]  # that type is what was asked for
             self.weights = now
-            self.converter = Converter(now[0], dtype, self.converter.memory_format, self.mean, self.std)
+            self.converter = InputConverter(dtype, self.converter.memory_format, self.mean, self.std).to(now[0])
         if isinstance(samples, list):
             samples = torch.stack([_as_tensor(sample) for sample in samples])
         elif isinstance(samples, np.ndarray):
             samples = _as_tensor(samples)
-        moved = map_tensors(lambda tensor: tensor.to(self.converter.device), samples)
-        inputs, _ = self.converter(moved, ())
-        with autocast(self.converter.device, self.precision) if self.precision in AUTOCAST_TYPES else nullcontext():
+        device = self.converter.scale.device
+        inputs = self.converter(map_tensors(lambda tensor: tensor.to(device), samples))
+        with autocast(device, self.precision) if self.precision in AUTOCAST_TYPES else nullcontext():
             return self.net(inputs)
 
     def predict(self, samples: Any) -> list[str | int]:
@@ -131,7 +131,7 @@ def load(
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path} does not fit this model ({reason}); type model=<the net that was trained>") from None
     mean, std = config.get("dataset.mean"), config.get("dataset.std")
-    converter = Converter(torch.device(device), model_dtype(precision), memory_format, mean, std)
+    converter = InputConverter(model_dtype(precision), memory_format, mean, std).to(device)
     classes, task = recorded_classes(folder_of(path)), str(config.get("task._target_"))
     return TrainedNet(net, converter, precision, classes, mean, std, task)
 

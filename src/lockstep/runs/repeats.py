@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-REPEATS = ("seed", "dataset.fold", "dataset.split_seed")  # keys in which runs of one setting differ
+REPEATS = ("seed", "loader.fold", "loader.split_seed")  # keys in which runs of one setting differ
 # Parts of the config that change no number of a run.
 NO_NUMBER: tuple[str, ...] = ("launch.", "backend.", "sweep.", "profiler.", "logger", "logging.", "snapshot.")
 NO_NUMBER += ("data_dir", "run_dir", "resume", "mode.", "trainer.pause_after", *REPEATS)
@@ -95,12 +95,12 @@ def split_overlap(runs: Sequence[Mapping[str, Any]]) -> float:
     """For `overlap`, of runs with these run.json; 0 if they have not held out several parts of the training data.
 
     Any two folds train on mostly the same samples, so their numbers are less independent than they look (Nadeau and
-    Bengio 2003; for repeated folds Bouckaert and Frank 2004). So do any two values of dataset.split_seed.
+    Bengio 2003; for repeated folds Bouckaert and Frank 2004). So do any two values of loader.split_seed.
     """
     configs = [run["config"] for run in runs]
-    if len({(config.get("dataset.fold"), config.get("dataset.split_seed")) for config in configs}) < 2:
+    if len({(config.get("loader.fold"), config.get("loader.split_seed")) for config in configs}) < 2:
         return 0.0
-    folds, share = configs[0].get("dataset.folds"), configs[0].get("dataset.validation")
+    folds, share = configs[0].get("loader.folds"), configs[0].get("loader.validation")
     if isinstance(folds, int) and folds >= 2:
         return 1 / (folds - 1)
     known = [data for run in runs if "validation_data" in (data := run.get("data", {}))]

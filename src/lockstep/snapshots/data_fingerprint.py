@@ -1,36 +1,33 @@
 """A hash of a data set: another run, another rank or a resumed run shall see that its data is another one."""
 
 import hashlib
-import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, SupportsFloat
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
-from lockstep.data.dataset import TARGET_KEYS, InMemoryDataset, of_each_sample, whole_of
-from lockstep.data.image_files import ImageFiles, Target
 from lockstep.data.partition import random_states_kept
+from lockstep.data.source import Tensors, of_each_sample, tensors_in, unwrapped
 from lockstep.training.weight_check import digest
 
 LARGEST_TENSOR = 2**30  # bytes; a larger one may be a file that is mapped into memory, and is sampled
 TENSOR_ROWS = 64  # sampled of such a tensor
-FILES = 4096  # whose sizes are read of a folder of images
+TARGET_KEYS = ("target", "targets", "label", "labels")  # of samples that are dicts
 ITEMS = 16  # sampled of any other data set, where loading an item may take a while
 
 _known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def data_fingerprint(dataset: Any) -> str:
-    """A hash of a map-style data set, and what it covers: "0123456789abcdef of all samples and targets".
+    """A hash of a data set, and what it covers: "0123456789abcdef of all samples and targets".
 
-    In memory every bit counts, or of more than `LARGEST_TENSOR` bytes some rows. Of a folder of images the names of all
-    files count, and the sizes of up to `FILES` of them. A data set may have it as its attribute `fingerprint`.
-    Elsewhere the length and some numeric targets count, since random transforms change the inputs; an item that cannot
-    be loaded counts as one without a target. The hash of a part is that of the whole data set.
+    In memory every bit counts, or of more than `LARGEST_TENSOR` bytes some rows. A data set may have it as its
+    attribute `fingerprint`. Elsewhere the length and some numeric targets count, since random transforms change the
+    inputs; an item that cannot be loaded counts as one without a target. The hash of a part is that of the whole.
     """
     try:
         known = _known.get(dataset)
@@ -42,24 +39,22 @@ def data_fingerprint(dataset: Any) -> str:
 
 
 def _fingerprint(dataset: Any) -> str:
-    dataset = whole_of(dataset)
-    weights = of_each_sample(dataset, "sample_weights")
+    dataset, _ = unwrapped(dataset)
+    weights = of_each_sample(dataset, "weights")
     if weights is None:
         return _of_samples(dataset)
-    return f"{_of_samples(dataset)}, sample_weights {_hash(torch.as_tensor(weights, dtype=torch.float64).tolist())}"
+    return f"{_of_samples(dataset)}, weights {_hash(np.asarray(weights, np.float64).tobytes())}"
 
 
 def _of_samples(dataset: Any) -> str:
-    images = image_files(dataset)
-    if images is not None:
-        folder, files = images
-        names = "\n".join(f"{str(file)[len(folder) :]} {target}" for file, target in files)
-        sizes = [_size(files[index][0]) for index in _evenly_spaced(len(files), FILES)]
-        return f"{_hash(names, sizes)} of the names of {len(files)} files and the sizes of {len(sizes)}"
-    if isinstance(dataset, InMemoryDataset):
-        return _of_tensors(dataset)
     if isinstance(own := getattr(dataset, "fingerprint", None), str):
         return own
+    if isinstance(files := getattr(dataset, "files", None), np.ndarray):  # of images
+        return f"{_hash(files.tobytes(), np.asarray(dataset.targets).tobytes())} of the names and targets of {len(files)} files"
+    if isinstance(dataset, Tensors):
+        return _of_tensors(dataset)
+    if not hasattr(type(dataset), "__getitem__") or type(dataset).__getitem__ is Dataset.__getitem__:
+        return _of_stream(dataset)
     targets: list[float | None] = []
     with random_states_kept():  # the data set may draw random numbers; the run's must not change
         for index in _evenly_spaced(len(dataset), ITEMS):
@@ -81,8 +76,8 @@ def _hash(*content: Any) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
-def _of_tensors(dataset: InMemoryDataset) -> str:
-    tensors = [dataset.samples.detach(), dataset.targets.detach()]
+def _of_tensors(dataset: Tensors) -> str:
+    tensors = [dataset.inputs.detach(), dataset.targets.detach()]
     described = [(str(tensor.dtype), list(tensor.shape)) for tensor in tensors]
     held = [_held_once(tensor) for tensor in tensors]
     covers = "all samples and targets"
@@ -100,23 +95,12 @@ def _held_once(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((span,), (1,)) if 0 < span < tensor.numel() else tensor
 
 
-def image_files(dataset: Any) -> tuple[str, Sequence[tuple[Any, Target]]] | None:
-    """(folder, [(file, target)]) of this project's images and torchvision's folders. None for other data sets."""
-    dataset = whole_of(dataset)
-    source = getattr(dataset, "source", None)
-    if isinstance(source, ImageFiles):
-        return str(source.folder), source.files
-    vision = sys.modules.get("torchvision.datasets")
-    if vision is not None and isinstance(dataset, vision.DatasetFolder):
-        return str(dataset.root), dataset.samples
-    return None
-
-
-def _size(file: Any) -> int:
-    """Of a file, in bytes; 0 if it is gone: training will show it."""
-    with suppress(OSError):
-        return os.stat(file).st_size
-    return 0
+def _of_stream(dataset: Any) -> str:
+    """Of the length and the first sample: a stream that shares its samples out by rank has another one on each."""
+    with random_states_kept():
+        first = next(iter(dataset), None)
+    values = [torch.as_tensor(value).double().sum().item() for value in tensors_in(first)]
+    return f"{_hash(len(dataset), values or repr(first))} of the length and the first sample"
 
 
 def _evenly_spaced(length: int, count: int) -> list[int]:

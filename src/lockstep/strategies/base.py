@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from lockstep import compat
-from lockstep.data.dataset import map_tensors, tensors_in, without_samples
-from lockstep.data.partition import Part, micro_batch_parts, seeded
+from lockstep.data import partition
+from lockstep.data.partition import Part, seeded
+from lockstep.data.source import map_tensors, tensors_in, without_samples
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
@@ -151,10 +152,13 @@ class Strategy:
         """Which share of an evaluation is this rank's, and of how many: those of a global batch."""
         return self.data_parallel_rank(world), self.data_parallel_size(world.size)
 
-    def parts(self, batch: Tensor, accumulation_steps: int) -> list[Part]:
-        """This rank's parts of a global batch of sample indices (N,), one forward pass each."""
+    def parts(self, number: int, count: int, micro_batches: int) -> list[Part]:
+        """This rank's parts of a global batch of `count` samples, the `number`-th of its epoch: one forward pass each.
+
+        [] is no work.
+        """
         size = self.data_parallel_size(self.world.size)
-        return micro_batch_parts(batch, accumulation_steps, self.data_parallel_rank(self.world), size)
+        return partition.parts(count, micro_batches, self.data_parallel_rank(self.world), size)
 
     # One step.
 

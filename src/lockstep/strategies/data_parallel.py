@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lockstep.config.schema import Positive
-from lockstep.data.dataset import count_samples, map_tensors
 from lockstep.data.partition import fold_in
+from lockstep.data.source import count_samples, map_tensors
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, Strategy

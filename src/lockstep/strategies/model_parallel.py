@@ -7,7 +7,7 @@ from torch import nn
 
 from lockstep import compat
 from lockstep.config.schema import Count
-from lockstep.data.dataset import map_tensors
+from lockstep.data.source import map_tensors
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import refuse_scripted

@@ -116,9 +116,9 @@ class Pipeline(Strategy):
     def data_parallel_rank(self, world: World) -> int:
         return 0
 
-    def parts(self, batch: Tensor, accumulation_steps: int) -> list[Part]:
+    def parts(self, number: int, count: int, micro_batches: int) -> list[Part]:
         """Every rank has all samples, and numbers of its own: each stage draws other random numbers than the others."""
-        parts = super().parts(batch, accumulation_steps)
+        parts = super().parts(number, count, micro_batches)
         return [part._replace(number=part.number * self.world.size + self.world.rank) for part in parts]
 
     def forward_backward(

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lockstep.config.schema import Count
-from lockstep.data.dataset import tensors_in
 from lockstep.data.partition import fold_in
+from lockstep.data.source import tensors_in
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
 from lockstep.strategies.base import (

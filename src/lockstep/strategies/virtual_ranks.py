@@ -7,7 +7,7 @@ batch statistics, on one thread. The results are added in one fixed tree, whiche
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from itertools import accumulate, compress
+from itertools import compress
 from operator import ne
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lockstep.compat import versions
 from lockstep.config.schema import Count
-from lockstep.data.dataset import count_samples
-from lockstep.data.partition import Part
+from lockstep.data.partition import Part, cut
+from lockstep.data.source import count_samples
 from lockstep.distributed.shared_memory import SharedMemorySum, tree_sum
 from lockstep.distributed.sync_batch_norm import BatchNorm
 from lockstep.distributed.world import World
@@ -121,11 +121,9 @@ class VirtualRanks(Strategy):
             [view.data for view in gradients], buffers[:half], buffers[half:], has_gradient, has_changed, samples
         )
 
-    def parts(self, batch: Tensor, accumulation_steps: int) -> list[Part]:
+    def parts(self, number: int, count: int, micro_batches: int) -> list[Part]:
         """The same parts at any world size; neighbours go to one rank."""
-        samples = batch.tensor_split(self.count)
-        starts = list(accumulate(map(len, samples), initial=0))
-        return [Part(number, starts[number], samples[number]) for number in self.share]
+        return [Part(own, *cut(count, self.count, own)) for own in self.share]
 
     def sum_counts(self, counts: Tensor) -> Tensor:
         """Added in the order of the virtual ranks: sums of weights that are no whole numbers depend on it."""

@@ -207,7 +207,7 @@ class HydraJobs:
 
 def _objective(base: Any) -> str:
     """What jobs with this config return, by its name."""
-    held_out = base.trainer.final is None and (base.dataset.validation is not None or base.dataset.folds is not None)
+    held_out = base.trainer.final is None and (base.loader.validation is not None or base.loader.folds is not None)
     own = None if base.monitor == "auto" else base.monitor
     return str(own or f"{'val' if held_out else 'test'}/{base.task.get('monitor', 'loss')}")
 

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.data.dataset import count_samples, float64_device, tensors_in
+from lockstep.data.source import count_samples, tensors_in
+from lockstep.distributed.backend import float64_device
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.text import show
@@ -102,6 +103,18 @@ class Task:
         """
         return count_samples(targets)
 
+    def check_targets(self, targets: Any, numbers: Any, classes: int | None) -> None:
+        """Raise ConfigError for targets that this task does not take. It is called where samples are read.
+
+        numbers: of their samples. classes: as dataset.classes. Here: as many targets as samples, if these are counted.
+        """
+        rows = next((len(tensor) for tensor in tensors_in(targets) if tensor.dim()), 1)
+        if self.counts_samples and rows != len(numbers):
+            what = (
+                f"loader.collate_fn makes {rows} targets of {len(numbers)} samples, and a step takes the mean over all"
+            )
+            raise ConfigError(f"{what}; type task._target_=<module>.<a task whose count says what it counts>")
+
     @property
     def counts_samples(self) -> bool:
         """Whether `count` is the number of samples, which all ranks know without asking each other."""
@@ -126,6 +139,24 @@ class Task:
             names = " or ".join(f"monitor={split}/{name}" for name in self.metrics)
             raise ConfigError(f"monitor={objective} is not measured; type {names}")
         return self.metrics[name]
+
+
+def check_class_numbers(targets: Any, numbers: Any, classes: int | None, ignored: int | None) -> None:
+    """Raise ConfigError for the first whole number that is no class from 0 to `classes` - 1, nor `ignored`.
+
+    targets: (N,), or (N, ...) for a class at each place. numbers: of the samples.
+    """
+    if classes is None or not isinstance(targets, Tensor) or targets.is_floating_point():
+        return
+    values = targets.long()  # the number of classes may be more than a small type holds
+    wrong = (values < 0) | (values >= classes)
+    if ignored is not None:
+        wrong &= values != ignored
+    for row, *place in wrong.nonzero().tolist()[:1]:
+        label, where = int(values[(row, *place)]), f" at {place}" if place else ""
+        advice = f"dataset.classes={label + 1}" if label >= 0 else f"its target as 0 to {classes - 1}"
+        what = f"sample {numbers[row]} has the target {label}{where}, and the classes are 0 to {classes - 1}"
+        raise ConfigError(f"{what}; type {advice}")
 
 
 def counted(task: Task, targets: Any) -> int | Tensor:

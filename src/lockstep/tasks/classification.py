@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config.schema import ClassWeights, Count, Fraction
-from lockstep.data.dataset import count_samples
+from lockstep.data.source import count_samples
 from lockstep.errors import ConfigError
 from lockstep.tasks.base import (
     COUNTS,
@@ -19,6 +19,7 @@ from lockstep.tasks.base import (
     Task,
     as_float64,
     at_least_float32,
+    check_class_numbers,
     class_counts,
     class_scores,
     require_known,
@@ -87,6 +88,12 @@ class Classification(Task):
         if not self.counts_samples:
             sums[SAMPLE_COUNT] = torch.full((), len(labels), device=labels.device)
         return self.own.replace(logits, targets, loss, sums)
+
+    def check_targets(self, targets: Any, numbers: Any, classes: int | None) -> None:
+        super().check_targets(targets, numbers, classes)
+        if isinstance(targets, Tensor) and targets.dim() == 1:
+            is_plain = type(self).count is Classification.count  # it counts every sample
+            check_class_numbers(targets, numbers, classes, None if is_plain else -100)
 
     @property
     def counts_samples(self) -> bool:

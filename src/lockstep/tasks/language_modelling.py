@@ -1,14 +1,15 @@
 """Language modelling: cross entropy per token, and perplexity."""
 
 import math
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.data.dataset import IGNORED
 from lockstep.errors import ConfigError
-from lockstep.tasks.base import Task, at_least_float32
+from lockstep.tasks.base import Task, at_least_float32, check_class_numbers
 
+IGNORED = -100  # the target that torch's losses leave out
 LARGEST_EXPONENT = 700.0  # math.exp of more than 709 raises OverflowError
 
 
@@ -34,6 +35,9 @@ class LanguageModelling(Task):
         logits = at_least_float32(outputs).flatten(0, -2)
         loss = F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORED)
         return loss, {"loss": loss}
+
+    def check_targets(self, targets: Any, numbers: Any, classes: int | None) -> None:
+        check_class_numbers(targets, numbers, classes, IGNORED)
 
     def count(self, targets: Tensor) -> Tensor:
         """The tokens that are not ignored, 0-d."""

@@ -1,5 +1,7 @@
 """Multi-label classification: each sample has any number of labels."""
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -39,6 +41,14 @@ class MultiLabel(Task):
         counts = {"right": predicted & true, "predicted": predicted, "true": true}
         sums = {"loss": loss, "accuracy": right.to(logits).mean(1).sum(), "all_right": right.all(1).sum()}
         return loss, sums | {name: labels.sum(0) for name, labels in counts.items()}
+
+    def check_targets(self, targets: Any, numbers: Any, classes: int | None) -> None:
+        super().check_targets(targets, numbers, classes)
+        if isinstance(targets, Tensor) and targets.dim() > 1:
+            wrong = ~((targets >= 0) & (targets <= 1)).flatten(1).all(1)
+            for row in wrong.nonzero().flatten().tolist()[:1]:
+                what = f"sample {numbers[row]} has the target {targets[row].tolist()}, and its labels are 0 or 1"
+                raise ConfigError(f"{what}; type task=regression, or its target as 0s and 1s")
 
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
         return {"prediction": (outputs > 0).long(), "probability": at_least_float32(outputs).sigmoid()}

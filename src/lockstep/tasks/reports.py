@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from lockstep.data.dataset import float64_device
+from lockstep.distributed.backend import float64_device
 from lockstep.distributed.world import World
 from lockstep.tasks.base import ReadSample, Report, Share, as_float64, at_least_float32
 

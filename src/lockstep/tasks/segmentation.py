@@ -1,5 +1,7 @@
 """Semantic segmentation: a class for each pixel."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from lockstep.tasks.base import (
     CrossEntropy,
     Task,
     at_least_float32,
+    check_class_numbers,
     class_counts,
     class_scores,
     require_known,
@@ -64,6 +67,10 @@ class Segmentation(Task):
         loss = (losses / counted.where(counted > 0, 1)).sum()
         labels = numbers.masked_fill(is_ignored, -1)
         return loss, {"loss": loss} | class_counts(outputs.argmax(dim=1), labels, self.classes)
+
+    def check_targets(self, targets: Any, numbers: Any, classes: int | None) -> None:
+        super().check_targets(targets, numbers, classes)
+        check_class_numbers(targets, numbers, classes, self.ignored_label)
 
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
         return {"prediction": outputs.argmax(1)}

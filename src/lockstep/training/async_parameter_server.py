@@ -9,20 +9,22 @@ Rank 0 does not train: a training thread in the same process would delay every a
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config.schema import Count
-from lockstep.data.loader import BatchLoader
+from lockstep.data.loader import Batch
+from lockstep.data.partition import Part
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.failures import reporter
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
-from lockstep.training.loop import StepLoss, batches, begin_epoch, draws_of, end_steps, update
+from lockstep.training.loop import StepLoss, begin_epoch, draws_of, end_steps, update
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
 from lockstep.training.timing import StepTimer
@@ -69,11 +71,16 @@ class AsyncParameterServer(Strategy):
     def evaluation_share(self, world: World) -> tuple[int, int]:
         return world.rank, world.size
 
+    def parts(self, number: int, count: int, micro_batches: int) -> list[Part]:
+        """Workers take turns between two synchronisations. The server has no work."""
+        turn = number % self.sync_every % (self.world.size - 1) + 1
+        return super().parts(number, count, micro_batches) if turn == self.world.rank else []
+
     def own_epoch(self) -> Callable[..., int]:
         return self.train_epoch
 
     def train_epoch(
-        self, state: TrainState, loader: BatchLoader, timer: StepTimer, watchers: Sequence[Watcher] = ()
+        self, state: TrainState, stream: Iterator[Batch], seed: int, timer: StepTimer, watchers: Sequence[Watcher] = ()
     ) -> int:
         """The rest of one epoch. Watchers are called when the ranks have synchronised.
 
@@ -86,9 +93,15 @@ class AsyncParameterServer(Strategy):
             if self.world.is_rank_zero:
                 self._serve(state, steps)
             else:
-                self._work(state, loader, steps)
+                self._work(state, stream, seed, steps)
             self._broadcast_weights(state)
-            end_steps(state, min(steps * batch_size, len(loader) - state.progress.samples), steps, timer, watchers)
+            end_steps(
+                state,
+                min(steps * batch_size, state.settings.epoch_samples - state.progress.samples),
+                steps,
+                timer,
+                watchers,
+            )
         samples = state.progress.samples - start
         state.end_epoch()
         return samples
@@ -114,21 +127,21 @@ class AsyncParameterServer(Strategy):
             last_sent[worker] = step + 1
             dist.send(to_bytes(model_tensors(self.model)).cpu(), worker, group=self.world.control)
 
-    def _work(self, state: TrainState, loader: BatchLoader, steps: int) -> None:
+    def _work(self, state: TrainState, stream: Iterator[Batch], seed: int, steps: int) -> None:
         """A worker: the gradients of its turns among the next `steps` global batches.
 
         Running statistics travel with the gradients; the server keeps those that arrived last.
         """
-        turns = slice(self.world.rank - 1, steps, self.world.size - 1)
         precision = autocast(self.world.device, state.settings.precision)
-        for ahead, batch in zip(range(steps)[turns], batches(state, loader, turns), strict=True):
-            step = state.progress.step + ahead + 1
+        for step, batch in enumerate(islice(stream, steps), start=state.progress.step + 1):
+            if not batch.parts:
+                continue
             reporter.current_batch(batch)
             state.nan.begin(step, state.progress.epoch, batch)
             loss = StepLoss(state, batch, step)
             for number, part in enumerate(batch.parts, start=1):
                 state.early_steps.check_inputs(part.inputs)
-                with draws_of(state, loader.seed, step, batch, part):
+                with draws_of(state, seed, step, batch, part):
                     self.forward_backward(part.inputs, part.targets, loss, precision, number == len(batch.parts))
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]
             has_gradient = torch.tensor([p.grad is not None for p in self.model.parameters()])

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.compat import non_persistent_buffers, versions
-from lockstep.data.dataset import count_samples, map_tensors, tensors_in
 from lockstep.data.partition import random_states_kept, seed_numpy_and_random
+from lockstep.data.source import count_samples, map_tensors, tensors_in
 from lockstep.distributed.sync_batch_norm import BatchNorm, SyncBatchNorm
 from lockstep.errors import ConfigError, first_of
 from lockstep.strategies.base import WATCHED_STEPS, Strategy, weights_behind

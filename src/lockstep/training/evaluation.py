@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.compat import versions
-from lockstep.data.dataset import class_names, count_samples
-from lockstep.data.loader import BatchLoader
-from lockstep.data.partition import fold_in
-from lockstep.data.samples import EVALUATION
+from lockstep.data.loader import LoadedPart, Loader
+from lockstep.data.partition import fold_in, seeded
+from lockstep.data.reader import EVALUATION
+from lockstep.data.source import class_names, count_samples
 from lockstep.distributed import signals
 from lockstep.distributed.signals import StopVote
 from lockstep.distributed.world import World
@@ -51,10 +51,10 @@ class SampleCount(Report):
         self.samples = sum(world.all_gather_json(self.samples))
 
 
-def broken_in(loader: BatchLoader, world: World) -> list[Broken]:
+def broken_in(loader: Loader, world: World) -> list[Broken]:
     """The samples of an evaluation that hold NaN or infinite values. A collective."""
-    batches = map(loader.read, loader.eval_shares(SCANNED))
-    mine = [found for batch in batches for found in broken_samples(*batch)]
+    parts = loader.evaluation(SCANNED * loader.share[1])
+    mine = [found for part in parts for found in broken_samples(loader.whole(part.numbers), part.inputs, part.targets)]
     return [found for rank in world.all_gather_json(mine) for found in rank]
 
 
@@ -64,7 +64,7 @@ def stop() -> NoReturn:
 
 
 def evaluate(
-    state: TrainState, loader: BatchLoader, on_stop: Callable[[], NoReturn] = stop, report: Report | None = None
+    state: TrainState, loader: Loader, on_stop: Callable[[], NoReturn] = stop, report: Report | None = None
 ) -> dict[str, float]:
     """{metric: mean over every sample of the data set, each counted once}, with the averaged weights if there are any.
 
@@ -88,13 +88,13 @@ def evaluate(
     is_stopped, vote = 0, StopVote(strategy.world, flags=1)
     strategy.module.eval()
     # Not inference_mode: buffers that FSDP creates inside it could not be used for training afterwards.
-    with state.ema_weights(), torch.no_grad(), loader.evaluation_draws():
+    with state.ema_weights(), torch.no_grad(), seeded(fold_in(loader.seed, EVALUATION, loader.share[0])):
         strategy.sync_buffers()
-        batches = loader.eval_batches(state.settings.eval_batch_size)
+        noise = SampleNoise()
         with buffers_kept(strategy.model):
-            for (inputs, targets), draws in zip(batches, draws_of_samples(state, loader), strict=False):
-                with draws:
-                    strategy.eval_step(inputs, targets, count, context)
+            for part in loader.evaluation(state.settings.eval_batch_size * loader.share[1]):
+                with draws_of_samples(state, noise, loader, part):
+                    strategy.eval_step(part.inputs, part.targets, count, context)
                 reporter.heartbeat()
                 (is_stopped,) = vote.cast(signals.stop_requested())
                 if is_stopped:
@@ -128,24 +128,24 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
             setattr(module, name, copy)
 
 
-def draws_of_samples(state: TrainState, loader: BatchLoader) -> Iterator[AbstractContextManager[Any]]:
-    """For each of `loader.eval_batches` a block, in which a sample draws the same on any number of ranks.
+def draws_of_samples(
+    state: TrainState, noise: SampleNoise, loader: Loader, part: LoadedPart
+) -> AbstractContextManager[Any]:
+    """A block in which a sample of `loader.evaluation` draws the same on any number of ranks.
 
-    It begins when the batch was read, which may draw, too.
+    It begins when the part was read, which may draw, too. noise: of this evaluation.
     """
-    noise = SampleNoise()
-    for numbers in loader.eval_numbers(state.settings.eval_batch_size):
-        if state.noise is None or not noise.is_needed:
-            yield nullcontext()
-        else:
-            torch.manual_seed(fold_in(loader.seed, EVALUATION))
-            yield noise.of_evaluation(numbers)
+    if state.noise is None or not noise.is_needed:
+        return nullcontext()
+    torch.manual_seed(fold_in(loader.seed, EVALUATION))
+    rank, size = loader.share
+    return noise.of_evaluation(range(part.start + rank, part.start + rank + size * len(part.numbers), size))
 
 
 class Evaluator:
     """Evaluates `state` on the set `name`, "val" or "test". A report for `logger` shows `images` samples; 0: none."""
 
-    def __init__(self, state: TrainState, loader: BatchLoader, logger: Logger, images: int, name: str) -> None:
+    def __init__(self, state: TrainState, loader: Loader, logger: Logger, images: int, name: str) -> None:
         self.state, self.loader, self.logger, self.images, self.name = state, loader, logger, images, name
 
     def means(self, on_stop: Callable[[], NoReturn], report: Report | None = None) -> dict[str, float]:
@@ -160,14 +160,14 @@ class Evaluator:
         """As `means`, and the logger gets the report. A collective."""
         loader, report = self.loader, None
         # A report counts samples to know their numbers, and shows some of them.
-        if self.images > 0 and not loader.leaves_out and not loader.is_stream:
-            share = Share(loader.rank, loader.size, len(loader.evaluated), self.name)
+        if self.images > 0 and not loader.is_stream:
+            share = Share(*loader.share, len(loader.reader), self.name)
             report = self.state.task.report(share, self.images)
         means = self.means(on_stop, report)
         if report is not None:
             report.reduce(self.state.strategy.world)
-            classes, step = class_names(loader.dataset), self.state.progress.step
-            self.logger.log_report(report, loader.shown_sample, classes, step, self.name)
+            classes, step = class_names(loader.reader.dataset), self.state.progress.step
+            self.logger.log_report(report, loader.shown, classes, step, self.name)
         return means
 
     def _diverged(self, loss: float) -> TrainingDiverged:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.loader import BatchLoader
-from lockstep.data.partition import Batch, LoadedPart, Part, fold_in, seed_numpy_and_random
+from lockstep.data.loader import Batch, LoadedPart, Loader
+from lockstep.data.partition import fold_in, seed_numpy_and_random
 from lockstep.failures import reporter
 from lockstep.loggers.base import EpochSummary, Logger
 from lockstep.snapshots.manager import SnapshotManager
@@ -29,7 +29,7 @@ UPDATE = -1  # in the place of the number of a part: what the optimizer draws
 
 def fit(
     state: TrainState,
-    loader: BatchLoader,
+    loader: Loader,
     evaluations: Evaluations,
     snapshots: SnapshotManager,
     loggers: Logger,
@@ -48,7 +48,7 @@ def fit(
     settings, progress, speed = state.settings, state.progress, Speed()
     decides = evaluations.decides
     objective = "" if state.objective is None else state.objective[0].partition("/")[2]
-    train = state.strategy.own_epoch() or train_epoch
+    train, stream = state.strategy.own_epoch() or train_epoch, loader.batches(progress)
     evaluated: dict[str, dict[str, float]] = {}
     state.set_clock(state.seconds_before)  # the time begins
     with snapshots.explaining_errors():
@@ -56,7 +56,7 @@ def fit(
             epoch, samples_before = progress.epoch + 1, progress.samples
             reporter.epoch_starts(epoch)
             loggers.on_epoch_start(epoch, settings.epochs, len(loader), samples_before)
-            samples = train(state, loader, timer, [*watchers, speed])
+            samples = train(state, stream, loader.seed, timer, [*watchers, speed])
             means = state.nan.require_finite(state.meter.means(), progress.step)
             count = state.meter.counted
             # All updates may have been left out, or a resumed run measures something else: then nothing was counted.
@@ -106,18 +106,24 @@ def fit(
 
 
 def train_epoch(
-    state: TrainState, loader: BatchLoader, timer: StepTimer = UNTIMED, watchers: Sequence[Watcher] = ()
+    state: TrainState,
+    stream: Iterator[Batch],
+    seed: int,
+    timer: StepTimer = UNTIMED,
+    watchers: Sequence[Watcher] = (),
 ) -> int:
     """The rest of one epoch: from `state.progress.samples` to its end, or to a limit. Returns the global samples.
 
     The gradient of a step is that of the mean over the global batch, see `StepLoss`.
+
+    stream: `Loader.batches` of the run. seed: of the run.
     """
     progress, strategy, start = state.progress, state.strategy, state.progress.samples
     precision = autocast(strategy.world.device, state.settings.precision)
     begin_epoch(state, watchers)
     timer.phase("data")
     try:
-        for batch in batches(state, loader):
+        for batch in islice(stream, state.steps_left):
             step = progress.step + 1
             reporter.current_batch(batch)
             state.nan.begin(step, progress.epoch, batch)
@@ -126,16 +132,16 @@ def train_epoch(
                 timer.phase("forward")
                 state.early_steps.check_inputs(part.inputs, batch.count // state.early_steps.parts)
                 is_last = number == len(batch.parts)
-                draws = draws_of(state, loader.seed, step, batch, part)
+                draws = draws_of(state, seed, step, batch, part)
                 with draws, state.early_steps.watching_draws():
                     strategy.forward_backward(part.inputs, part.targets, loss, precision, is_last)
                 if is_last or state.settings.gradient_accumulation_steps > 1:  # virtual ranks agree after the last
-                    state.buffers.after_pass(step, len(part.indices))
+                    state.buffers.after_pass(step, len(part.numbers))
             timer.phase("optimizer")
             state.after_backward(step)
             for watcher in watchers:
                 watcher.on_gradients_ready()
-            set_seed(fold_in(loader.seed, step - 1, UPDATE))  # of an optimizer that draws: the same on all ranks
+            set_seed(fold_in(seed, step - 1, UPDATE))  # of an optimizer that draws: the same on all ranks
             update(state, step)
             end_steps(state, batch.count, 1, timer, watchers)
             timer.step_end(state.whole_steps_left)
@@ -164,22 +170,6 @@ def end_steps(state: TrainState, samples: int, steps: int, timer: StepTimer, wat
     timer.phase("logging")
     for watcher in watchers:
         watcher.after_step(samples)
-
-
-def batches(state: TrainState, loader: BatchLoader, turns: slice = slice(None)) -> Iterator[Batch]:
-    """This rank's parts of the epoch's remaining batches, one optimizer step each.
-
-    Nothing is left if the run stopped early between its last step and the evaluation.
-
-    turns: which of these batches, for ranks that take turns.
-    """
-    settings, progress = state.settings, state.progress
-
-    def parts(batch: Tensor) -> list[Part]:
-        return state.strategy.parts(batch, settings.gradient_accumulation_steps)
-
-    epoch = loader.epoch(progress.epoch, settings.batch_size, parts, progress.samples, turns, settings.last_epoch)
-    return islice(epoch, len(range(state.steps_left)[turns]))
 
 
 class StepLoss:
@@ -253,8 +243,8 @@ def draws_of(state: TrainState, seed: int, step: int, batch: Batch, part: Loaded
         return nullcontext()
     set_seed(fold_in(seed, step - 1))
     if not state.noise.is_needed:
-        return state.noise.unwatched(len(part.indices) < batch.count)
-    return state.noise.of(part.start, len(part.indices), batch.count)
+        return state.noise.unwatched(len(part.numbers) < batch.count)
+    return state.noise.of(part.start, len(part.numbers), batch.count)
 
 
 def set_seed(seed: int) -> None:

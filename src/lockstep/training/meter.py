@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lockstep.data.dataset import float64_device
+from lockstep.distributed.backend import float64_device
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.tasks.base import Task

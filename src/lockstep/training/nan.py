@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lockstep.compat import foreach_norm, non_finite_check_and_unscale
-from lockstep.data.dataset import tensors_in
-from lockstep.data.partition import Batch
+from lockstep.data.loader import Batch
+from lockstep.data.source import tensors_in
 from lockstep.errors import TrainingDiverged, first_of
 from lockstep.strategies.base import Strategy
 from lockstep.training.meter import LOSSES_KEPT, Meter
@@ -19,7 +19,7 @@ from lockstep.training.meter import LOSSES_KEPT, Meter
 log = logging.getLogger(__name__)
 
 ReadSamples = Callable[[Tensor, int], tuple[Tensor, Any, Any]]
-"""(numbers of training samples (N,), epoch) -> (their numbers, inputs, targets), as `BatchLoader.read` gives them."""
+"""(numbers of training samples (N,), epoch) -> (their numbers, inputs, targets), as `Loader.read` gives them."""
 
 SKIPS_IN_A_ROW = 10  # more of them mean that the weights are bad, not a batch
 SMALLER_STEPS = "type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0"
@@ -52,7 +52,7 @@ class NanPolicy:
 
     def begin(self, step: int, epoch: int, batch: Batch) -> None:
         """The forward pass of `step` is about to start."""
-        self.batches.append((step, epoch, [part.indices for part in batch.parts]))
+        self.batches.append((step, epoch, [part.numbers for part in batch.parts]))
         if self.action == "skip":  # running statistics change in the forward pass
             self.buffers_before = {name: buffer.clone() for name, buffer in self.strategy.model.named_buffers()}
 

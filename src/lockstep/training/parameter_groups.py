@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.data.dataset import tensors_in
+from lockstep.data.source import tensors_in
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import matching_parameters, require_matches, sparse_parameters

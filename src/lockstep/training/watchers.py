@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from lockstep.data.dataset import float64_device
+from lockstep.distributed.backend import float64_device
 from lockstep.loggers.base import Logger
 from lockstep.training.state import TrainState
 from lockstep.training.timing import used_memory
