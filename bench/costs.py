@@ -87,7 +87,7 @@ def validation(rounds: int, quick: bool) -> str:
     run = [*DDP, f"dataset={'digits' if quick else 'mnist'}", "trainer.batch_size=128", "trainer.epochs=3"]
     measure = {
         (held_out, size): lambda held_out=held_out, size=size: samples_per_second(
-            size, *run, f"dataset.validation={held_out}"
+            size, *run, f"loader.validation={held_out}"
         )
         for held_out in ("null", "0.1")
         for size in (1, 2)
@@ -97,8 +97,8 @@ def validation(rounds: int, quick: bool) -> str:
     pairs = [zip(speeds["0.1", size], speeds["null", size], strict=True) for size, _ in columns]
     ratios = [[one[by] / other[by] for one, other in pair] for (_, by), pair in zip(columns, pairs, strict=True)]
     head = [f"{size} {'rank' if size == 1 else 'ranks'}, by {by}" for size, by in columns]
-    row = ["`dataset.validation=0.1`", *map(harness.spread, ratios)]
-    return harness.table(["samples/s against `dataset.validation=null`", *head], [row])
+    row = ["`loader.validation=0.1`", *map(harness.spread, ratios)]
+    return harness.table(["samples/s against `loader.validation=null`", *head], [row])
 
 
 def main() -> None:

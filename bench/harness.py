@@ -34,7 +34,7 @@ MEASURED_DDP = ["strategy._target_=measured.MeasuredDDP", *DDP_OPTIONS]
 MEASURED_FSDP = ["strategy=fsdp", "strategy._target_=measured_sharded.MeasuredFSDP", "strategy.replicas=1",
                  "strategy.reshard_after_forward=true", "strategy.wrap_classes=[]", "strategy.wrap_min_parameters=1000",
                  "strategy.find_unused_parameters=false"]  # fmt: skip
-WHOLE = ["dataset.validation=null", "evaluation.test=every"]  # the data of those it is compared with
+WHOLE = ["loader.validation=null", "evaluation.test=every"]  # the data of those it is compared with
 DDP = [*MEASURED_DDP, *WHOLE]
 RECORDER = "+logger.measured._target_=measured.EpochRecorder"
 MEASURED = [*DDP, RECORDER]

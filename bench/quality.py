@@ -100,7 +100,7 @@ def images(data: str, quick: bool) -> dict[str, Callable[[], Any]]:
     theirs = [str(CONTENDERS / "references_images.py"), f"--data={folder}", "--size=32", "--batch=32", "--resnet18"]
     theirs += ["--epochs=1"] if quick else ["--epochs=30", f"--until={ACCURACY}"]
     ours = [TRAIN, "experiment=image_folder_speed", f"dataset.root={folder}", "hydra.run.dir=run"]
-    ours += ["dataset.validation=null", f"dataset.cache_dir={folder}/decoded"]  # all of the training data, as there
+    ours += ["loader.validation=null", f"dataset.cache_dir={folder}/decoded"]  # all of the training data, as there
     ours += [f"trainer.epochs={1 if quick else 2}"]
 
     def run_lockstep() -> tuple[float, float, float]:

@@ -230,7 +230,7 @@ def starts(folder: Path, args: Any) -> str:
     for held_out in ("null", "0.1"):
         found = [start(held_out) for _ in range(args.rounds)]
         spreads = [harness.spread([one[key] for one in found]) for key in ("seconds", "MB")]
-        rows.append([f"`dataset.validation={held_out}`", *spreads])
+        rows.append([f"`loader.validation={held_out}`", *spreads])
     return harness.table([f"{MANY} samples in {MANY // PER_SHARD} shards", "s to the first batch", "MB more"], rows)
 
 

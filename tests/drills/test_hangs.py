@@ -62,7 +62,7 @@ MATRIX = [
 
 def hang_command(kind, sync, size):
     words = [*PYTHON_TRAIN, "launch=fork", f"launch.nproc_per_node={size}", *SMALL, f"watch.timeout={TIMEOUT}"]
-    words += [f"gradient_sync={sync}", f"dataset.workers={2 * (kind == 'worker')}"]
+    words += [f"gradient_sync={sync}", f"loader.num_workers={2 * (kind == 'worker')}"]
     return [*words, *(DATA if kind in ("loader", "worker") else MODEL)]
 
 

@@ -23,7 +23,7 @@ def test_the_command_that_resumes_starts_with_mpirun(start):
     words = [
         "model=mlp",
         "model._target_=support.faults.FaultyModel",
-        "dataset.validation=null",
+        "loader.validation=null",
         "trainer.batch_size=1437",
         "snapshot.every=1steps",
     ]

@@ -28,13 +28,13 @@ def test_a_store_that_is_gone_for_a_minute_costs_no_sample_and_one_line(
     words = [
         *("dataset=shards", "data_dir=data", "dataset.inputs=npy", "model=mlp", "model.width=8"),
         *("trainer.precision=fp64", "trainer.batch_size=16", f"trainer.epochs={EPOCHS}", "optimizer.lr=1e-3"),
-        *("dataset.workers=2", "dataset.validation=100", "snapshot.every=10steps"),
+        *("loader.num_workers=2", "loader.validation=100", "snapshot.every=10steps"),
     ]
 
     def typed(place: str, folder: str) -> list[str]:
         shards = [f'dataset.urls="{place}/train-{{000..002}}.tar"', f"dataset.test_urls='{place}/test-000.tar'"]
         written = f"[{{_target_:support.read_samples.WrittenDown,folder:{tmp_path / folder}}}]"
-        return [*words, *shards, f"dataset.transforms={written}", f"hydra.run.dir=run_{folder}"]
+        return [*words, *shards, f"loader.transforms={written}", f"hydra.run.dir=run_{folder}"]
 
     local = train(*typed(str(tmp_path / "stored"), "local"), PYTHONPATH=ROOT / "tests")
     with far_store(tmp_path, delay=0.1) as store:

@@ -14,7 +14,7 @@ from support.worlds import same_bits
 pytestmark = pytest.mark.drill
 
 READ_BY_WORKERS = [
-    *SLOW, "trainer.epochs=24", *own_data("support.slow.SlowDigits"), "dataset.workers=2", "trainer.batch_size=8",
+    *SLOW, "trainer.epochs=24", *own_data("support.slow.SlowDigits"), "loader.num_workers=2", "trainer.batch_size=8",
     "snapshot.every=1steps",
 ]  # fmt: skip
 
@@ -47,7 +47,7 @@ def test_ctrl_c_saves_the_last_step(start, tmp_path, launch):
 
 
 def test_a_run_that_was_stopped_in_mid_epoch_goes_on_to_the_same_bits(start, tmp_path):
-    alone = [*PYTHON_TRAIN, *READ_BY_WORKERS, "dataset.workers=0", "launch=fork", "hydra.run.dir=whole"]
+    alone = [*PYTHON_TRAIN, *READ_BY_WORKERS, "loader.num_workers=0", "launch=fork", "hydra.run.dir=whole"]
     start(*alone, PYTHONPATH=ROOT / "tests").finish()
     command = interrupt(start, tmp_path / "run", "torchrun")
     start(*command, PYTHONPATH=ROOT / "tests").finish()

@@ -111,22 +111,22 @@ def test_one_of_refuses_transforms_of_both_kinds() -> None:
 def test_samples_that_are_no_images_and_targets_that_are_no_classes_are_refused() -> None:
     points, plan = torch.rand(5, 4), torch.full((5, 5), 0.5, dtype=torch.float64)
     for transform in (CutMix(1.0, CLASSES), RandomErasing(0.5)):
-        with pytest.raises(ConfigError, match=r"the samples have the shape \[4\]; type dataset.batch_transforms=\[\]"):
+        with pytest.raises(ConfigError, match=r"the samples have the shape \[4\]; type loader.batch_transforms=\[\]"):
             transform(points, LABELS[:5], plan)
     with pytest.raises(
         ConfigError, match=r"have the shape \[4\]; type dataset.augment.pad=0 dataset.augment.flip=false"
     ):
         Augment(0, True)(points, plan)
     for targets in (torch.zeros(5, 4, 4, dtype=torch.int64), torch.rand(5)):
-        with pytest.raises(ConfigError, match="MixUp and CutMix mix class numbers .*; type dataset.batch_transforms="):
+        with pytest.raises(ConfigError, match="MixUp and CutMix mix class numbers .*; type loader.batch_transforms="):
             MixUp(0.4, CLASSES)(points, targets, plan)
     with pytest.raises(ConfigError, match="classes 0 to 2, and the targets are -100 to 1; type dataset.batch_tr"):
         MixUp(0.4, CLASSES)(points, torch.tensor([0, 1, -100, 1, 0]), plan)
     for inputs, found in ((torch.arange(20).view(5, 4), "torch.int64"), ((points, points), "several inputs")):
-        with pytest.raises(ConfigError, match=f"MixUp mixes .* these are {found}; type dataset.batch_transforms="):
+        with pytest.raises(ConfigError, match=f"MixUp mixes .* these are {found}; type loader.batch_transforms="):
             MixUp(0.4, CLASSES)(inputs, LABELS[:5], plan)
     for inputs in (points, (points, points)):
-        with pytest.raises(ConfigError, match=r"ColorJitter is for images .*; type dataset.batch_transforms=\[\]"):
+        with pytest.raises(ConfigError, match=r"ColorJitter is for images .*; type loader.batch_transforms=\[\]"):
             as_batch_transforms([v2.ColorJitter(0.5)])[0](inputs, LABELS[:5], plan)
 
 
@@ -150,15 +150,15 @@ def test_colours_of_normalised_pixels_are_not_changed() -> None:
     inside = f"{{_target_: lockstep.data.transforms.OneOf, transforms: [{flip}, {jitter}]}}"
     normalised = ["dataset.mean=[0.5]", "dataset.std=null"]
     for node in (jitter, inside):
-        with pytest.raises(ConfigError, match="changes colours from 0 to 1, .* normalised; type dataset.transforms="):
-            batch_transforms(composed(f"dataset.batch_transforms=[{node}]", *normalised))
-        assert batch_transforms(composed(f"dataset.batch_transforms=[{node}]", "dataset.mean=null", "dataset.std=null"))
-    assert batch_transforms(composed(f"dataset.batch_transforms=[{flip}]", *normalised))
+        with pytest.raises(ConfigError, match="changes colours from 0 to 1, .* normalised; type loader.transforms="):
+            batch_transforms(composed(f"loader.batch_transforms=[{node}]", *normalised))
+        assert batch_transforms(composed(f"loader.batch_transforms=[{node}]", "dataset.mean=null", "dataset.std=null"))
+    assert batch_transforms(composed(f"loader.batch_transforms=[{flip}]", *normalised))
 
 
 def test_what_cannot_change_batches_alike_is_refused() -> None:
-    said = r"type dataset.batch_transforms=\[{_target_: lockstep.data.transforms.CutMix, alpha: 1.0, classes: "
+    said = r"type loader.batch_transforms=\[{_target_: lockstep.data.transforms.CutMix, alpha: 1.0, classes: "
     with pytest.raises(ConfigError, match=f"CutMix of torchvision mixes the samples of one rank.*{said}"):
         as_batch_transforms([v2.CutMix(num_classes=3)])
-    with pytest.raises(ConfigError, match="has an object of ReLU, and .*BatchTransform or .* type dataset.transforms="):
+    with pytest.raises(ConfigError, match="has an object of ReLU, and .*BatchTransform or .* type loader.transforms="):
         as_batch_transforms([torch.nn.ReLU()])

@@ -376,7 +376,7 @@ def words(model: type, data: type = Points, *more: str) -> Any:
 
 OUTSIDE = [f"optimizer._target_={__name__}.Outside", "optimizer.lr=0.05"]
 RECENT = ["optimizer._target_=zoo.optimizers.Recent", "optimizer.lr=0.05"]
-MIXED = ["dataset.collate_fn={_target_:support.own_data.mixed}"]
+MIXED = ["loader.collate_fn={_target_:support.own_data.mixed}"]
 YES = ("", "", "")
 BATCH = ["trainer.gradient_accumulation_steps=2"]
 PIPELINE = ["strategy=pipeline", "strategy.micro_batches=2"]
@@ -431,7 +431,7 @@ KINDS: list[tuple[type, type, list[str], tuple[str, str, str]]] = [
         Simple,
         Points,
         MIXED,
-        ("dataset.collate_fn draws from torch and numpy.random for single samples, or mixes", "", ""),
+        ("loader.collate_fn draws from torch and numpy.random for single samples, or mixes", "", ""),
     ),
     (Moving, Points, [], ("", f"after a resume the outputs of layer (Linear) are others: {COUNTED}", "")),
     (Simple, Points, RECENT, ("", "Recent keeps a deque in state_dict()", "")),

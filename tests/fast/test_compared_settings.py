@@ -102,7 +102,7 @@ def test_folds_are_pairs_too_and_their_interval_is_wider(tmp_path: Path) -> None
         for fold, value in enumerate(values):
             make_run(tmp_path / f"{rate}-{fold}", value, optimizer__lr=rate, dataset__fold=fold, dataset__folds=5)
     lines = lines_of(tmp_path, ".", "optimizer.lr=0.1", "optimizer.lr=0.2")
-    assert lines[3].startswith("paired by dataset.fold; ")
+    assert lines[3].startswith("paired by loader.fold; ")
     found = paired(A, B, overlap=1 / 4)
     assert found.error == pytest.approx(stats.sem(np.subtract(B, A)) * np.sqrt(1 + 5 / 4))
     assert found.interval is not None

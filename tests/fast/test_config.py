@@ -41,9 +41,9 @@ WRONG = """
  | backend.timeout=0.5 | greater than or equal to 1 | backend.timeout=300
  | backend.name=tcp | 'auto', 'gloo', 'nccl' or 'mpi' | backend.name=auto
  | sync_bn.mode=always | 'auto', 'on' or 'off' | sync_bn.mode=auto
- | dataset.workers=-1 | greater than or equal to 0 | dataset.workers=0
+ | loader.num_workers=-1 | greater than or equal to 0 | loader.num_workers=0
  | dataset.augment.flip=3 | a valid boolean or 'alternating' | dataset.augment.flip=false
- | dataset.sampling=even | 'balanced' or 'weights' | dataset.sampling=null
+ | loader.sampling=even | 'balanced' or 'weights' | loader.sampling=null
  | dataset.shape=[1,8,0] | greater than or equal to 1 | 'dataset.shape=[1,8,8]'
  | optimizer.lr=high | a valid number | optimizer.lr=0.05
 optimizer=adamw | optimizer.betas=0.9 | a valid array | 'optimizer.betas=[0.9,0.999]'
@@ -68,18 +68,18 @@ def test_a_wrong_value_is_answered_with_what_is_accepted_and_a_right_one(row: st
 
 # Sections that would together choose something else than what they say.
 CONTRADICTIONS = """
-dataset.validation=1.5 -> dataset.validation=0.1
-dataset.folds=5 -> dataset.fold=0
-dataset.folds=5 dataset.fold=5 -> dataset.fold=0
-dataset.fold=1 -> dataset.folds=5
-dataset.validation=null trainer.final=train+val -> trainer.final=null
+loader.validation=1.5 -> loader.validation=0.1
+loader.folds=5 -> loader.fold=0
+loader.folds=5 loader.fold=5 -> loader.fold=0
+loader.fold=1 -> loader.folds=5
+loader.validation=null trainer.final=train+val -> trainer.final=null
 monitor=test/accuracy -> monitor=val/accuracy
 monitor=best -> monitor=auto
-dataset.validation=null monitor=val/loss -> dataset.validation=0.1
+loader.validation=null monitor=val/loss -> loader.validation=0.1
 monitor=val/loss trainer.final=train+val -> trainer.final=null
-dataset.validation=null evaluation.patience=3 -> evaluation.patience=null
+loader.validation=null evaluation.patience=3 -> evaluation.patience=null
 monitor=null scheduler=plateau -> scheduler=cosine
-dataset.validation=null sweep.search=tpe -> sweep.search=list
+loader.validation=null sweep.search=tpe -> sweep.search=list
 """
 
 

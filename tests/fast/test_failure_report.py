@@ -103,7 +103,7 @@ def test_a_model_for_colour_images_that_gets_grey_ones_is_told_so(make_rank):
         torch.nn.Conv2d(3, 8, 3)(torch.zeros(2, 1, 8, 8))
     first = report_of(make_rank(0, caught.value, 1.0))["first"]
     assert first["meaning"] == "the images have another number of channels than the model was made for"
-    assert "in dataset.transforms" in first["advice"]
+    assert "in loader.transforms" in first["advice"]
 
 
 def test_a_lost_peer_is_a_consequence_whatever_the_clock_says(make_rank):

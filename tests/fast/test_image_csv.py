@@ -112,7 +112,7 @@ def test_images_of_one_group_stay_on_one_side_of_a_validation_set(tmp_path: Path
         lines.append(f"{number}.png,{number % 2},train,p{number % 12}")
     save(tmp_path / "x.png")
     (tmp_path / "labels.csv").write_text("\n".join(lines))
-    own = [f"dataset.root={tmp_path}", "dataset.size=8", "dataset.cache=off", "dataset.validation=0.25"]
+    own = [f"dataset.root={tmp_path}", "dataset.size=8", "dataset.cache=off", "loader.validation=0.25"]
     for words, alike in ((["dataset.group_column=patient"], True), ([], False)):
         found = datasets(composed("dataset=image_csv", *own, *words), Train())
         assert found.held_out is not None

@@ -121,13 +121,13 @@ def test_muon_with_sgd_turns_filters_and_leaves_the_rest_to_sgd() -> None:
 
 def test_the_preset_for_image_folders_has_every_part_of_torchvisions_recipe() -> None:
     cfg = composed("experiment=image_folder_resnet", "dataset.classes=2", "dataset.crop=17")
-    crop, augment = instantiate(cfg.dataset.transforms)
+    crop, augment = instantiate(cfg.loader.transforms)
     assert crop(torch.zeros(3, 40, 30, dtype=torch.uint8)).shape == (3, 17, 17)
     assert type(augment).__name__ == "TrivialAugmentWide"
-    resize, middle = instantiate(cfg.dataset.test_transforms)
+    resize, middle = instantiate(cfg.loader.test_transforms)
     assert resize(torch.zeros(3, 464, 928)).shape == (3, 232, 464)
     assert middle(torch.zeros(3, 232, 464)).shape == (3, 224, 224)
-    erasing, mixing = instantiate(cfg.dataset.batch_transforms)
+    erasing, mixing = instantiate(cfg.loader.batch_transforms)
     mixup, cutmix = mixing.transforms
     assert (erasing.p, mixup.alpha, cutmix.alpha, cutmix.classes) == (0.1, 0.2, 1.0, 2)
     assert (cfg.dataset.train["size"], cfg.dataset.test["size"], cfg.dataset.augment.flip) == (None, None, True)

@@ -44,7 +44,7 @@ WRONG = {
     "optimizer._target_=torch.optim.Adm": "; type optimizer._target_=torch.optim.Adam",
     "+optimizer.learning_rate=1": "torch.optim.SGD takes no learning_rate, but ",
     "scheduler._target_=torch.optim.lr_scheduler.StepLR": "StepLR needs step_size; type +scheduler.step_size=<value>",
-    "dataset.transforms=[{_target_:torchvision.transforms.v2.Nope}]": "dataset.transforms[0]._target_=",
+    "loader.transforms=[{_target_:torchvision.transforms.v2.Nope}]": "loader.transforms[0]._target_=",
     "+dataset.train.nois=3": "lockstep.data.builtin.digits takes no nois; type ~dataset.train.nois",
     "task.loss={_target_:torch.nn.HuberLoss,dleta:3}": "takes no dleta, but ",
 }
@@ -91,15 +91,15 @@ def test_partial_need_not_be_typed() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     typed = ["optimizer._target_=torch.optim.RMSprop", "scheduler=torch"]
     typed.append("scheduler.schedule={_target_:torch.optim.lr_scheduler.StepLR,step_size:3}")
-    typed.append("dataset.collate_fn={_target_:torch.utils.data.default_collate}")
+    typed.append("loader.collate_fn={_target_:torch.utils.data.default_collate}")
     config = accepted(*typed)
     optimizer = instantiate(config.optimizer, [parameter])
     assert isinstance(optimizer, torch.optim.RMSprop)
     assert isinstance(
         instantiate(config.scheduler["schedule"] | {"_partial_": True})(optimizer), torch.optim.lr_scheduler.StepLR
     )
-    assert config.dataset.collate_fn is not None
-    assert torch.equal(instantiate(config.dataset.collate_fn)([torch.ones(1)] * 2), torch.ones(2, 1))
+    assert config.loader.collate_fn is not None
+    assert torch.equal(instantiate(config.loader.collate_fn)([torch.ones(1)] * 2), torch.ones(2, 1))
 
 
 def test_what_a_constructor_raises_is_what_is_raised() -> None:

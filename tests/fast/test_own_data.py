@@ -54,7 +54,7 @@ def test_whole_numbers_are_values_of_a_regression(tmp_path: Path) -> None:
 
 def test_a_task_counts_as_many_labels_as_a_target_has(tmp_path: Path) -> None:
     words = ["model=mlp", "task=multi_label", "logger=[]", "trainer.max_steps=1", f"run_dir={tmp_path}"]
-    config = accepted(*words, "dataset.validation=null", *halves("Labelled"))
+    config = accepted(*words, "loader.validation=null", *halves("Labelled"))
     assert completed(config).task["classes"] == 4
     in_world(2, train_all, [config])
 
@@ -85,14 +85,14 @@ def test_a_number_for_each_channel_is_wanted_where_the_data_tells_the_shape(name
 
 @pytest.mark.parametrize("name", ["training data", "test data"])
 def test_data_of_which_nothing_can_be_read_is_refused_at_the_start(name: str) -> None:
-    cfg = own("AllBroken", "dataset.on_error=skip")
+    cfg = own("AllBroken", "loader.on_error=skip")
     said = f"none of 23 samples of the {name} that were tried can be read; sample 0 .* no such disk; correct that, or"
     with pytest.raises(ConfigError, match=said):
         build_data.samples(cfg, train_data(cfg), name)
 
 
 def test_a_batch_without_some_of_its_samples_is_refused_by_a_task_that_counts_samples() -> None:
-    collate = "dataset.collate_fn={_target_:support.own_data.without_the_first}"
+    collate = "loader.collate_fn={_target_:support.own_data.without_the_first}"
     for task, refused in (("classification.Classification", True), ("language_modelling.LanguageModelling", False)):
         config = own("Named", collate, f"task._target_=lockstep.tasks.{task}")
         samples = build_data.samples(config, train_data(config), "training data")
@@ -107,7 +107,7 @@ def test_own_random_data_trains_alike_at_any_ranks_and_workers_and_after_a_resum
     (alone,) = configs("alone")
     paused, shared = configs("resumed", "shared")
     in_world(1, train_all, [alone, with_values(paused, "trainer.max_steps=3")])
-    in_world(2, train_all, [with_values(shared, "dataset.workers=2"), paused])
+    in_world(2, train_all, [with_values(shared, "loader.num_workers=2"), paused])
     expected = weights(tmp_path / "alone")
     assert distance(expected, weights(tmp_path / "shared")) < 1e-12
     assert distance(expected, weights(tmp_path / "resumed")) < 1e-12

@@ -114,7 +114,7 @@ def test_so_many_pairs_see_a_difference_in_80_of_100() -> None:
 def test_folds_share_samples_and_so_their_interval_is_wider() -> None:
     """Cross validation of the mean as a predictor, whose true error is known: the plain interval is too narrow."""
     chance, plain, corrected = np.random.default_rng(0), [], []
-    overlap = split_overlap([{"config": {"dataset.folds": 5, "dataset.fold": fold}} for fold in range(5)])
+    overlap = split_overlap([{"config": {"loader.folds": 5, "loader.fold": fold}} for fold in range(5)])
     for _ in range(1500):
         values = chance.exponential(size=20)
         folds = values.reshape(5, 4)
@@ -129,7 +129,7 @@ def test_folds_share_samples_and_so_their_interval_is_wider() -> None:
 def drawn_run(split_seed: int, seed: int = 0, data: str | None = None) -> dict[str, dict[str, object]]:
     """A run that has held out 10 of 50 samples."""
     samples = {"training_samples": 40, "validation_samples": 10, "validation_data": data or f"split {split_seed}"}
-    return {"config": {"dataset.split_seed": split_seed, "seed": seed}, "data": samples}
+    return {"config": {"loader.split_seed": split_seed, "seed": seed}, "data": samples}
 
 
 def test_splits_that_are_drawn_again_share_samples_too() -> None:
@@ -149,7 +149,7 @@ def test_splits_that_are_drawn_again_share_samples_too() -> None:
     assert split_overlap([drawn_run(0, seed) for seed in range(5)]) == 0
     assert split_overlap([drawn_run(seed, data="its own") for seed in range(5)]) == 0
     shares = [drawn_run(seed) for seed in range(5)]  # as of a text, whose training windows overlap
-    assert split_overlap([run | {"config": run["config"] | {"dataset.validation": 0.1}} for run in shares]) == 0.1 / 0.9
+    assert split_overlap([run | {"config": run["config"] | {"loader.validation": 0.1}} for run in shares]) == 0.1 / 0.9
 
 
 @pytest.mark.parametrize(("hits", "count"), [(0, 10), (36, 360), (359, 360), (10, 10)])
@@ -162,7 +162,7 @@ def test_wilson_s_interval(hits: int, count: int) -> None:
     ("words", "setting"),
     [
         (["optimizer.lr=0.1", "seed=3"], ("optimizer.lr=0.1",)),
-        (["+dataset.fold=2", "model.seed=1", "dataset.split_seed=5"], ("model.seed=1",)),
+        (["+loader.fold=2", "model.seed=1", "loader.split_seed=5"], ("model.seed=1",)),
         (["seed=1"], ()),
     ],
     ids=str,

@@ -86,7 +86,7 @@ def test_dicts_and_tuples_reach_the_model_as_they_are() -> None:
 
 
 def test_a_sample_of_another_form_is_refused_and_a_collate_function_takes_it() -> None:
-    with pytest.raises(ConfigError, match="has 3 values, and .inputs, target. is wanted.*type dataset.collate_fn"):
+    with pytest.raises(ConfigError, match="has 3 values, and .inputs, target. is wanted.*type loader.collate_fn"):
         evaluated(own_data.Triples())
     found = evaluated(own_data.Triples(), collate_fn=own_data.first_two)
     assert torch.equal(found[0], evaluated(own_data.Points())[0])
@@ -96,7 +96,7 @@ def test_a_sample_of_another_form_is_refused_and_a_collate_function_takes_it() -
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_collate_function_that_leaves_samples_out_is_refused_where_samples_are_counted(workers: int) -> None:
-    said = "makes 4 targets of 5 samples of the training data, .* return None from .* type dataset.on_error=skip$"
+    said = "makes 4 targets of 5 samples of the training data, .* return None from .* type loader.on_error=skip$"
     with pytest.raises(ConfigError, match=said):
         trained_on(
             own_data.Points(),
@@ -150,8 +150,8 @@ def test_samples_that_are_others_when_they_are_read_again_are_told(data: Any, ca
 def test_a_collate_function_that_draws_for_samples_is_told(collate: Any, drawn: str, caplog: Any) -> None:
     before = torch.get_rng_state()
     Samples(own_data.Points(), "training data", collate_fn=collate).warn_of_other_samples()
-    assert (f"dataset.collate_fn draws from {drawn} for single samples, or mixes them" in caplog.text) == bool(drawn)
-    assert ("dataset.collate_fn" in caplog.text) == bool(drawn)
+    assert (f"loader.collate_fn draws from {drawn} for single samples, or mixes them" in caplog.text) == bool(drawn)
+    assert ("loader.collate_fn" in caplog.text) == bool(drawn)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -183,7 +183,7 @@ def test_lists_of_numbers_become_tensors() -> None:
         ),
         (
             "Ragged",
-            r"sample 0 .* has the shape \[3\] and sample 1 has the shape \[4\], .*; type dataset.collate_fn=",
+            r"sample 0 .* has the shape \[3\] and sample 1 has the shape \[4\], .*; type loader.collate_fn=",
         ),
         (
             "Targetless",
@@ -191,11 +191,11 @@ def test_lists_of_numbers_become_tensors() -> None:
         ),
         (
             "Pictures",
-            r"sample 0 .* has an object of Image, .*; type dataset.transforms='\[{_target_:.*.ToImage}\]'$",
+            r"sample 0 .* has an object of Image, .*; type loader.transforms='\[{_target_:.*.ToImage}\]'$",
         ),
         ("Mirrored", "sample 0 .* cannot be put into a batch: ValueError: At least one stride .*; return .*contiguous"),
         ("BigEndian", "sample 0 .* cannot be put into a batch: ValueError: given numpy array has byte order"),
-        ("Gone", "sample 5 of the training data is None; return .* from __getitem__, or type dataset.on_error=skip"),
+        ("Gone", "sample 5 of the training data is None; return .* from __getitem__, or type loader.on_error=skip"),
     ],
 )
 def test_samples_that_make_no_batch_are_refused_and_named(name: str, said: str, workers: int) -> None:
@@ -309,9 +309,9 @@ def test_a_stream_that_is_too_short_or_cannot_be_cut_is_refused() -> None:
         trained_on(own_data.PointStream(missing=3), 0)
     stream = own_data.PointStream()
     for options, advice in (
-        ((1, False, "fail"), "dataset.workers=0"),
-        ((0, True, "fail"), r"dataset.batch_transforms=\[\]"),
-        ((0, False, "skip"), "dataset.on_error=fail"),
+        ((1, False, "fail"), "loader.num_workers=0"),
+        ((0, True, "fail"), r"loader.batch_transforms=\[\]"),
+        ((0, False, "skip"), "loader.on_error=fail"),
     ):
         with pytest.raises(ConfigError, match=f"the data is an IterableDataset, PointStream, .*; type {advice}"):
             require_stream(stream, "data", *options)

@@ -1,4 +1,4 @@
-"""dataset.sampling: what an epoch draws, and that every rank, resume and worker draws the same."""
+"""loader.sampling: what an epoch draws, and that every rank, resume and worker draws the same."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -130,10 +130,10 @@ REFUSED = {
     "numbers": (own(targets=[0.5, 1.0, 2.0, 3.0]), "balanced", "does not keep them"),
     "too few": (own(targets=[0, 1]), "balanced", "does not keep them"),
     "left out": (own(targets=[0, 1, -100, 1]), "balanced", "a whole number from 0 on"),
-    "pairs": (TensorDataset(torch.zeros(4, 2), torch.zeros(4, 2)), "balanced", "or type dataset.sampling=null"),
-    "stream": (Items(), "balanced", "is an IterableDataset, Items, .*; type dataset.sampling=null"),
+    "pairs": (TensorDataset(torch.zeros(4, 2), torch.zeros(4, 2)), "balanced", "or type loader.sampling=null"),
+    "stream": (Items(), "balanced", "is an IterableDataset, Items, .*; type loader.sampling=null"),
     "no weights": (own(), "weights", "no attribute `sample_weights` with 4 numbers of 0 or more"),
-    "negative": (own(sample_weights=[1, 2, -1, 0]), "weights", "or type dataset.sampling=balanced"),
+    "negative": (own(sample_weights=[1, 2, -1, 0]), "weights", "or type loader.sampling=balanced"),
     "not finite": (own(sample_weights=[1, 2, float("nan"), 0]), "weights", "4 numbers of 0 or more"),
     "all zero": (own(sample_weights=[0, 0, 0, 0]), "weights", "some of them above 0"),
     "too many weights": (own(sample_weights=[1] * 5), "weights", "4 numbers of 0 or more"),

@@ -324,7 +324,7 @@ def test_a_shard_that_is_cut_is_named_or_used_as_far_as_it_is_whole(
     damage(write_tars(tmp_path, "train", [3, 4, 2])[1])
     pattern = str(tmp_path / "train-*.tar")
     for _ in range(2):  # an index is there the second time
-        with pytest.raises(ConfigError, match=f"{said}.*type dataset.on_error=skip"):
+        with pytest.raises(ConfigError, match=f"{said}.*type loader.on_error=skip"):
             opened(pattern, tmp_path)
     skipping = opened(pattern, tmp_path, on_error="skip")
     assert len(skipping) == 5 + int(said.partition("after ")[2][0])

@@ -158,7 +158,7 @@ def repeated(values: Mapping[str, Sequence[float | None]], tests: Sequence[float
 
 def test_jobs_that_differ_in_seed_or_fold_are_one_setting() -> None:
     rows = repeated({"optimizer.lr=0.1": [0.5, 0.7], "optimizer.lr=0.2": [0.8, 0.9, 0.7]})
-    rows.append(Row(5, "+dataset.fold=1 optimizer.lr=0.1", "5", "finished", 0.6))
+    rows.append(Row(5, "+loader.fold=1 optimizer.lr=0.1", "5", "finished", 0.6))
     best, other = settings_of(rows, "max")
     assert (best.overrides, [row.number for row in best.rows]) == ("optimizer.lr=0.2", [2, 3, 4])
     assert (other.overrides, [row.number for row in other.rows]) == ("optimizer.lr=0.1", [0, 1, 5])
@@ -167,8 +167,8 @@ def test_jobs_that_differ_in_seed_or_fold_are_one_setting() -> None:
 
 
 def test_folds_of_a_setting_share_samples_and_so_its_interval_is_wider() -> None:
-    rows = [Row(n, f"dataset.fold={n}", str(n), "finished", n / 10, test=n / 5) for n in range(5)]
-    runs = {n: {"config": {"dataset.folds": 5, "dataset.fold": n}} for n in range(5)}
+    rows = [Row(n, f"loader.fold={n}", str(n), "finished", n / 10, test=n / 5) for n in range(5)]
+    runs = {n: {"config": {"loader.folds": 5, "loader.fold": n}} for n in range(5)}
     (setting,) = settings_of(rows, "max", runs)
     assert setting.objective == estimate([0.0, 0.1, 0.2, 0.3, 0.4], overlap=1 / 4)
     assert setting.test == estimate([0.0, 0.2, 0.4, 0.6, 0.8], overlap=1 / 4)

@@ -32,7 +32,7 @@ def test_a_damaged_image_is_named_or_the_images_are_read_one_by_one(root: Path, 
     damaged = root / "train" / "cat" / "1.jpg"
     damaged.write_bytes(damaged.read_bytes()[:300])
     said = (
-        r"1 of the images of .*train cannot be read, the first is .*cat/1.jpg: .*; remove it, or type dataset.on_error"
+        r"1 of the images of .*train cannot be read, the first is .*cat/1.jpg: .*; remove it, or type loader.on_error"
     )
     with pytest.raises(ConfigError, match=said):
         decode(root)

@@ -147,9 +147,9 @@ class Stream(IterableDataset[int]):
     ("data", "split", "said"),
     [
         (Stream(), Split(0.1, None, 0, "auto"), "the training data is an IterableDataset, Stream"),
-        ([1, 2, 3], Split(3.0, None, 0, "auto"), "dataset.validation=3 leaves none of the 3 training samples"),
+        ([1, 2, 3], Split(3.0, None, 0, "auto"), "loader.validation=3 leaves none of the 3 training samples"),
         ([1], Split(0.1, None, 0, "auto"), "leaves none of the 1 training samples"),
-        ([1, 2, 3], Split(None, (0, 5), 0, "auto"), "dataset.folds=5 and the training data has 3 samples"),
+        ([1, 2, 3], Split(None, (0, 5), 0, "auto"), "loader.folds=5 and the training data has 3 samples"),
         ([1, 2, 3], Split(0.5, None, 0, "on"), "has no attribute groups"),
         (Patients(20, 2), Split(None, (0, 4), 0, "on"), "the training data has 2 groups"),
         (windows(20, 9), Split(0.5, None, 0, "auto"), "leaves no 10 tokens side by side of the 20"),
@@ -173,7 +173,7 @@ def test_a_torch_data_set_is_held_out_by_the_classes_of_its_tensors() -> None:
 def test_the_run_s_seed_changes_nothing_in_what_is_held_out_and_split_seed_does() -> None:
     numbers = [
         str(datasets(composed(*words, whole=False), Train()).held_out)
-        for words in ([], ["seed=7"], ["dataset.split_seed=7"], ["dataset.folds=10", "dataset.fold=0"])
+        for words in ([], ["seed=7"], ["loader.split_seed=7"], ["loader.folds=10", "loader.fold=0"])
     ]
     assert numbers[0] == numbers[1]
     assert len(set(numbers)) == 3
@@ -206,12 +206,12 @@ def double(inputs: torch.Tensor) -> torch.Tensor:
 
 
 OWN = ["dataset.train._target_=test_validation.Numbered", "dataset.test._target_=test_validation.Numbered"]
-OWN += ["dataset.shape=[2]", "dataset.classes=2", "dataset.mean=null", "dataset.std=null", "dataset.validation=0.25"]
+OWN += ["dataset.shape=[2]", "dataset.classes=2", "dataset.mean=null", "dataset.std=null", "loader.validation=0.25"]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_validation_samples_of_a_map_style_data_set_get_the_transforms_of_tests(workers: int) -> None:
-    cfg = composed(*OWN, "dataset.transforms=[{_target_:test_validation.double,_partial_:true}]")
+    cfg = composed(*OWN, "loader.transforms=[{_target_:test_validation.double,_partial_:true}]")
     data = datasets(cfg, Train())
     train, val = (
         BatchLoader(samples(cfg, part, name), Converter(torch.device("cpu")), workers=workers)
@@ -249,7 +249,7 @@ def test_a_data_set_that_draws_in_getitem_is_told(is_random: bool, caplog: pytes
 
 def test_with_on_error_skip_no_validation_sample_takes_the_place_of_a_broken_one() -> None:
     cfg = composed(
-        "dataset.on_error=skip", "dataset.transforms=[{_target_:test_validation.broken,_partial_:true}]", *OWN
+        "loader.on_error=skip", "loader.transforms=[{_target_:test_validation.broken,_partial_:true}]", *OWN
     )
     data = datasets(cfg, Train())
     train = BatchLoader(samples(cfg, data.train, "training data"), Converter(torch.device("cpu")))
@@ -273,7 +273,7 @@ def broken(inputs: torch.Tensor) -> torch.Tensor:
 def test_images_of_a_folder_val_are_taken_as_they_are(tmp_path: Path, option: str, cache: str) -> None:
     write_small_data(tmp_path)
     words = [f"dataset={option}", f"data_dir={tmp_path}", "dataset.size=8", f"dataset.cache={cache}"]
-    words += ["dataset.validation=auto"]
+    words += ["loader.validation=auto"]
     without = datasets(composed(*words), Train())
     assert (len(without.train), len(without.val), len(without.test)) == (22, 2, 8)
     for name in ("cat", "dog"):
@@ -286,12 +286,12 @@ def test_images_of_a_folder_val_are_taken_as_they_are(tmp_path: Path, option: st
     assert (len(found.train), len(found.val), len(found.test), found.held_out) == (24, 2, 8, None)
     assert [path.parent.parent.name for path, _ in found.val.source.files] == ["val", "val"]
     assert isinstance(found.val, InMemoryDataset) == (cache == "auto")  # decoded as the others
-    drawn = datasets(composed(*words[:-1], "dataset.validation=0.25"), Train())
+    drawn = datasets(composed(*words[:-1], "loader.validation=0.25"), Train())
     assert (len(drawn.train), len(drawn.val)) == (18, 6)
 
 
 def test_a_node_reads_validation_data_of_its_own() -> None:
-    cfg = composed("dataset.validation={_target_:lockstep.data.builtin.digits,train:false}")
+    cfg = composed("loader.validation={_target_:lockstep.data.builtin.digits,train:false}")
     data = datasets(cfg, Train())
     assert (len(data.train), len(data.val), data.held_out) == (TRAIN, 360, None)
 

@@ -14,7 +14,7 @@ from support.worlds import train
 GPUS = 8
 BASE = ["trainer.max_steps=14", "trainer.epochs=9", "dataset.train.train=false", "logging.every=1000", "logger=[]"]
 BASE += ["watch.every=5", "backend.timeout=100"]
-MIX = "dataset.batch_transforms=[{_target_:lockstep.data.transforms.MixUp,alpha:1.0,classes:10},"
+MIX = "loader.batch_transforms=[{_target_:lockstep.data.transforms.MixUp,alpha:1.0,classes:10},"
 MIX += "{_target_:lockstep.data.transforms.RandomErasing,p:0.5}]"
 EMPTY = ["trainer.batch_size=359", "trainer.max_steps=4"]  # of 360 samples: an epoch's last batch is one sample
 FP16 = ["trainer.precision=fp16", "sync_bn=off"]

@@ -21,7 +21,7 @@ BASE = [
     "logger=[tensorboard]",
     "logging.every=2",
 ]
-MIX = "dataset.batch_transforms=[{_target_:lockstep.data.transforms.MixUp,alpha:1.0,classes:10}]"
+MIX = "loader.batch_transforms=[{_target_:lockstep.data.transforms.MixUp,alpha:1.0,classes:10}]"
 RUNS = {
     "convnet": ["trainer.ema=0.9"],
     "adamw, clipping, accumulation": [

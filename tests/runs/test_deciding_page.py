@@ -22,6 +22,6 @@ def test_from_a_sweep_to_the_number_that_is_reported(tmp_path: Path, start: Call
     assert re.match(r"B is better by \S+ points \(\S+ to \S+\)", verdicts[0])
     assert "choosing:   val/accuracy" in output
     assert "paired by seed" in output
-    assert "paired by dataset.fold" in output
+    assert "paired by loader.fold" in output
     assert "1437 training and 360 test samples" in output
     assert "nothing is chosen, and its number is the test's alone" in output

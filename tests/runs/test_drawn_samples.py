@@ -1,4 +1,4 @@
-"""dataset.sampling in whole trainings: the same draw at any number of ranks, after a resume and by virtual ranks."""
+"""loader.sampling in whole trainings: the same draw at any number of ranks, after a resume and by virtual ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ BASE = [
     "logger=[]",
 ]
 RUNS = {
-    "in memory": ["dataset.sampling=balanced", "dataset.train.train=false", "trainer.batch_size=61"],
-    "by class": [*UNEVEN, "dataset.sampling=balanced", "dataset.workers=1"],
-    "by weight": [*UNEVEN, "dataset.sampling=weights", "trainer.gradient_accumulation_steps=3"],
+    "in memory": ["loader.sampling=balanced", "dataset.train.train=false", "trainer.batch_size=61"],
+    "by class": [*UNEVEN, "loader.sampling=balanced", "loader.num_workers=1"],
+    "by weight": [*UNEVEN, "loader.sampling=weights", "trainer.gradient_accumulation_steps=3"],
 }
-VIRTUAL = [*UNEVEN, "dataset.sampling=weights", "strategy=virtual_ranks", "strategy.count=6", "trainer.precision=fp32"]
+VIRTUAL = [*UNEVEN, "loader.sampling=weights", "strategy=virtual_ranks", "strategy.count=6", "trainer.precision=fp32"]
 
 
 def config(folder: Path, name: str, size: int, *more: str) -> Any:
@@ -35,7 +35,7 @@ def config(folder: Path, name: str, size: int, *more: str) -> Any:
 def test_a_training_draws_the_same_samples_on_any_ranks_and_after_a_resume(tmp_path: Path) -> None:
     """A run of each kind on 1 and 3 ranks; another one stops in its second epoch on 2 ranks, and goes on with 3."""
     names = [*RUNS, "virtual"]
-    plain = [config(tmp_path, name, 0, "dataset.sampling=null") for name in RUNS]
+    plain = [config(tmp_path, name, 0, "loader.sampling=null") for name in RUNS]
     in_world(1, train_all, [*(config(tmp_path, name, 1) for name in names), *plain])
     in_world(2, train_all, [config(tmp_path, name, 2, "trainer.max_steps=9") for name in names])
     in_world(3, train_all, [config(tmp_path, name, size) for name in names for size in (2, 3)])

@@ -37,7 +37,7 @@ def rate_of(command: Command) -> float:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Command:
-    words = [*PYTHON_TRAIN, "dataset.validation=null", *FIND, "hydra.run.dir=found"]
+    words = [*PYTHON_TRAIN, "loader.validation=null", *FIND, "hydra.run.dir=found"]
     return Command(words, tmp_path_factory.mktemp("one")).finish()
 
 

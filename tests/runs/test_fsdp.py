@@ -156,7 +156,7 @@ GPT = [
     "+dataset.test={samples:21,vocabulary:11,length:6}", "dataset.classes=11", "trainer.precision=fp64",
     "trainer.batch_size=16", "trainer.epochs=1", "optimizer=adamw", "optimizer.fused=false",
     "trainer.max_grad_norm=0.5",    "trainer.gradient_accumulation_steps=2", "logger=[]",
-    "dataset.validation=16",
+    "loader.validation=16",
 ]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def test_images_give_the_same_numbers_on_one_and_three_ranks_decoded_once_or_by_
 ) -> None:
     # Batches of 9 leave a last one of 1: two ranks have nothing to do there.
     options = [
-        "dataset=image_folder", f"dataset.root={pictures}", "dataset.classes=2", "dataset.size=16", "dataset.workers=1",
+        "dataset=image_folder", f"dataset.root={pictures}", "dataset.classes=2", "dataset.size=16", "loader.num_workers=1",
         "trainer.batch_size=9", "trainer.epochs=2", "sync_bn=on", "optimizer.lr=0.01",
         "trainer.precision=fp64", "dataset.augment.pad=2", "dataset.cache_dir=decoded",
     ]  # fmt: skip
@@ -57,7 +57,7 @@ def test_the_preset_for_image_folders_learns_two_colours_on_two_ranks(train: Any
         "experiment=image_folder_resnet", f"dataset.root={tmp_path / 'colours'}", "model.name=resnet18",
         "dataset.crop=16", "dataset.resize=18", "dataset.size=16", "trainer.batch_size=8", "trainer.ema=0.5",
         "trainer.epochs=6", "trainer.pause_after=2", "scheduler.warmup_epochs=1", "optimizer.lr=0.02",
-        "dataset.workers=0", *WHOLE,
+        "loader.num_workers=0", *WHOLE,
     ]  # fmt: skip
     run = train(*options, "launch=fork", "launch.nproc_per_node=2")
     assert "24 training and 8 test samples" in run.output
@@ -73,7 +73,7 @@ def test_images_of_a_csv_file_give_the_numbers_of_a_folder_and_later_ones_need_n
         for path in sorted(pictures.glob("*/*/*.jpg"), key=lambda path: (path.parts[-3:-1], path))
     ]
     (pictures / "labels.csv").write_text("\n".join(lines))
-    options = [f"dataset.root={pictures}", "dataset.size=16", "dataset.workers=0", "trainer.epochs=1"]
+    options = [f"dataset.root={pictures}", "dataset.size=16", "loader.num_workers=0", "trainer.epochs=1"]
     options += ["trainer.batch_size=9", "dataset.cache_dir=decoded"]
     folder = train("dataset=image_folder", *options, "hydra.run.dir=folder")
     listed = train("dataset=image_csv", *options, "hydra.run.dir=listed", "launch=fork", "launch.nproc_per_node=2")

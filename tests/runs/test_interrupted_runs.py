@@ -159,7 +159,7 @@ def test_two_runs_begun_in_the_same_second_have_two_folders(start, tmp_path):
 
 def test_ctrl_c_stops_a_run_with_loader_workers_at_a_saved_step(start, tmp_path):
     run = start(
-        *LONG, *own_data("support.slow.SlowDigits"), "dataset.workers=2", "launch=fork", PYTHONPATH=ROOT / "tests"
+        *LONG, *own_data("support.slow.SlowDigits"), "loader.num_workers=2", "launch=fork", PYTHONPATH=ROOT / "tests"
     )
     wait_for(lambda: position(tmp_path / "run")[0] >= 5, "snapshot")
     os.killpg(run.process.pid, signal.SIGINT)

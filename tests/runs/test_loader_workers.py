@@ -244,7 +244,7 @@ def test_shared_memory_that_is_full_is_not_taken_for_a_full_disk():
     run = subprocess.run(command, env=environment, timeout=60, capture_output=True, text=True, check=False)
     meaning, advice = meaning_of(run.stderr.strip().splitlines()[-1])
     assert "/dev/shm, is full" in meaning
-    assert advice.endswith("or type dataset.workers=0")
+    assert advice.endswith("or type loader.num_workers=0")
 
 
 def _hang_in_a_worker(answer: Any) -> None:

@@ -144,8 +144,8 @@ def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
             "takes no a or b, but lr, alpha, eps, ",
         ),
         ("+optimizer.maximise=true", "torch.optim.SGD takes no maximise, but dampening, maximize, "),
-        ("dataset.transforms=[{_target_:support.own_data.double}]", "support.own_data.double needs "),
-        ("dataset.test_transforms=[{_target_:torchvision.transforms.v2.Resize}]", "v2.Resize needs size; type "),
+        ("loader.transforms=[{_target_:support.own_data.double}]", "support.own_data.double needs "),
+        ("loader.test_transforms=[{_target_:torchvision.transforms.v2.Resize}]", "v2.Resize needs size; type "),
         (
             "scheduler=torch scheduler.schedule={_target_:torch.optim.lr_scheduler.CosineAnnealingLR}",
             "CosineAnnealingLR needs T_max; type +scheduler.schedule.T_max=<value>",

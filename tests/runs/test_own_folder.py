@@ -112,7 +112,7 @@ def test_a_config_folder_alone_makes_what_is_beside_it_importable(
     """In ranks, in the other processes that read data, and again where the run is used."""
     (tmp_path / "elsewhere").mkdir()
     words = ["--config-dir=../conf", "logger=[]"]
-    own = ["dataset=own", "dataset.workers=1", "model=mlp", "model._target_=own_parts.Net", "trainer.max_steps=2"]
+    own = ["dataset=own", "loader.num_workers=1", "model=mlp", "model._target_=own_parts.Net", "trainer.max_steps=2"]
     start(*starter, *words, *own, "hydra.run.dir=run", cwd=tmp_path / "elsewhere").finish()
     if starter == PYTHON_TRAIN:
         evaluate = [*PYTHON_TRAIN, "mode=evaluate", "resume=run"]

@@ -162,7 +162,7 @@ import lockstep
 sys.path.insert(0, "nets")
 overrides = ["model._target_=far.Net", "optimizer._target_=beside.Descent", "trainer.epochs=1"]
 for held_out in ("0.1", "null"):
-    result = lockstep.train([*overrides, f"dataset.validation={held_out}", f"hydra.run.dir=runs/{held_out}"], ranks=2)
+    result = lockstep.train([*overrides, f"loader.validation={held_out}", f"hydra.run.dir=runs/{held_out}"], ranks=2)
     net = result.net()
     print("net", type(net.net).__module__, len(net.predict(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))))
 """

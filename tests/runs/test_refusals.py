@@ -68,7 +68,7 @@ def test_a_config_file_that_is_no_yaml_is_named_with_its_line(train, tmp_path, t
     assert_refused(run, "conf/dataset/own.yaml, line ", said)
 
 
-CUT_MIX = "dataset.batch_transforms=[{_target_:lockstep.data.transforms.CutMix,alpha:1.0,classes:2}]"
+CUT_MIX = "loader.batch_transforms=[{_target_:lockstep.data.transforms.CutMix,alpha:1.0,classes:2}]"
 
 
 @pytest.mark.parametrize("launch", ["env", "fork"])
@@ -79,7 +79,7 @@ CUT_MIX = "dataset.batch_transforms=[{_target_:lockstep.data.transforms.CutMix,a
         (
             "Ragged",
             [],
-            ", and a batch must have one shape; type dataset.collate_fn='{_target_:<module>.<function>,",
+            ", and a batch must have one shape; type loader.collate_fn='{_target_:<module>.<function>,",
         ),
         (
             "Gone",

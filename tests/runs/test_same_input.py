@@ -57,7 +57,7 @@ def test_other_code_on_one_rank_is_refused(tmp_path: Path, edited: bool) -> None
         (folder / "own_net.py").write_text(OWN_MODEL + ("\n# edited\n" if edited and rank else ""))
         options = [*SMALL, "model._target_=own_net.net", f"hydra.run.dir={tmp_path / 'run'}", "trainer.max_steps=2"]
         own = {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": folder}
-        commands.append(Command([*PYTHON_TRAIN, "dataset.validation=null", *options], tmp_path, **environment, **own))
+        commands.append(Command([*PYTHON_TRAIN, "loader.validation=null", *options], tmp_path, **environment, **own))
     for command in commands:
         command.finish(2 if edited else 0)
         if edited:

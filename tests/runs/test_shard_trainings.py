@@ -16,7 +16,7 @@ from support.worlds import distance, weights
 BASE = [
     *("dataset=shards", "dataset.urls=train-*.tar", "dataset.test_urls=[test-000.tar]", "data_dir=data"),
     *("dataset.inputs=npy", "dataset.window=50", "model=mlp", "model.width=8", "trainer.precision=fp64"),
-    *("trainer.batch_size=16", "trainer.epochs=8", "optimizer.lr=1e-3", "snapshot.every=1steps", "dataset.workers=1"),
+    *("trainer.batch_size=16", "trainer.epochs=8", "optimizer.lr=1e-3", "snapshot.every=1steps", "loader.num_workers=1"),
 ]
 
 
@@ -42,8 +42,8 @@ def test_a_run_on_two_ranks_that_is_killed_and_goes_on_with_three_ends_as_one_on
 def test_pictures_are_learned_and_what_is_typed_wrong_is_answered(train: Any, tmp_path: Path) -> None:
     write_tars(tmp_path, "train", [20, 30])
     write_tars(tmp_path, "test", [10])
-    pictures = [*BASE, "dataset.inputs=png", "dataset.size=8", "optimizer.lr=0.1", "dataset.workers=0"]
-    run = train(*pictures, "dataset.sampling=balanced", "hydra.run.dir=pictures")
+    pictures = [*BASE, "dataset.inputs=png", "dataset.size=8", "optimizer.lr=0.1", "loader.num_workers=0"]
+    run = train(*pictures, "loader.sampling=balanced", "hydra.run.dir=pictures")
     assert "45 training, 5 validation and 10 test samples" in run.output
     assert run.epochs[-1].endswith("accuracy 1.0000")
     assert "test loss" in train("mode=evaluate", "resume=pictures").output

@@ -70,7 +70,7 @@ def test_the_default_run_chooses_on_validation_and_reads_the_test_set_once(train
     [
         (["evaluation.test=every"], [6, 12], [6, 12], 6),
         (["evaluation.test=never"], [6, 12], [], None),
-        (["dataset.validation=null", "monitor=auto", "trainer.batch_size=240"], [], [12], 12),
+        (["loader.validation=null", "monitor=auto", "trainer.batch_size=240"], [], [12], 12),
         (["evaluation.every=2"], [12], [12], 12),
         (["trainer.pause_after=1"], [6], [], None),
     ],
@@ -81,7 +81,7 @@ def test_when_the_test_set_is_read(words, val, test, tested, train, tmp_path):
     assert [step for step, _ in curves.get("val/loss", [])] == val
     assert [step for step, _ in curves.get("test/loss", [])] == test
     assert (run["test"] or {}).get("step") == tested
-    chooses = "dataset.validation=null" not in words
+    chooses = "loader.validation=null" not in words
     assert run["objective"]["name"] == ("val/loss" if chooses else "test/accuracy")
     assert (run["objective"]["best"] is None) == (not chooses)
     if tested is not None:
@@ -95,7 +95,7 @@ def test_when_the_test_set_is_read(words, val, test, tested, train, tmp_path):
 def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(number, more, start, tmp_path):
     own = ["dataset.test._target_=support.own_data.stopping", "dataset.test.train=false"]
     # Transforms, so that samples are read one by one.
-    own += ["dataset.test_transforms=[{_target_:torch.nn.Identity}]", *more]
+    own += ["loader.test_transforms=[{_target_:torch.nn.Identity}]", *more]
     typed = [sys.executable, TRAIN, *SMALL, *FIRST_IS_BEST, "hydra.run.dir=run", *own]
     path = {"PYTHONPATH": ROOT / "tests"}
     (tmp_path / "stop").write_text(str(int(number)))
@@ -123,7 +123,7 @@ def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(numb
 
 def test_a_finished_run_does_not_read_its_test_set_again(train, start, tmp_path):
     own = ["dataset.test._target_=support.own_data.stopping", "dataset.test.train=false"]
-    own += ["dataset.test_transforms=[{_target_:torch.nn.Identity}]"]
+    own += ["loader.test_transforms=[{_target_:torch.nn.Identity}]"]
     typed = [sys.executable, TRAIN, *SMALL, "hydra.run.dir=run", *own]
     path = {"PYTHONPATH": ROOT / "tests"}
     first = start(*typed, **path).finish().output
@@ -147,13 +147,13 @@ def test_a_run_that_is_cut_in_mid_epoch_goes_on_with_the_same_split_and_ends_wit
 
 def test_another_split_is_refused_when_a_run_goes_on(train, tmp_path):
     train(*SMALL, "hydra.run.dir=run", "trainer.max_steps=8")
-    for word in ("dataset.split_seed=1", "dataset.validation=0.2", "dataset.validation=null"):
+    for word in ("loader.split_seed=1", "loader.validation=0.2", "loader.validation=null"):
         assert f"holds a run with {word.split('=')[0]}=" in train(*SMALL, "hydra.run.dir=run", word, code=2).sentence
         said = train(*SMALL, "hydra.run.dir=other", "resume=run", word, code=2).sentence
         assert "does not fit this run: " in said
         assert "validation data (" in said
-    for word, split in (("dataset.validation=null", "0.1"), ("dataset.validation=0.1", "null")):
-        train(*SMALL, f"hydra.run.dir=of_{split}", f"dataset.validation={split}", "trainer.max_steps=8")
+    for word, split in (("loader.validation=null", "0.1"), ("loader.validation=0.1", "null")):
+        train(*SMALL, f"hydra.run.dir=of_{split}", f"loader.validation={split}", "trainer.max_steps=8")
         words = [*SMALL, f"hydra.run.dir=to_{split}", f"resume=of_{split}", word]
         assert "does not fit this run" in train(*words, code=2).sentence
 
@@ -169,7 +169,7 @@ def test_the_jobs_of_a_sweep_share_the_split_and_folds_validate_each_sample_once
     for run, row in zip(runs, rows, strict=True):  # both numbers of a job are those of the weights that it has chosen
         assert float(row["objective"]) == run["objective"]["best"] != run["objective"]["last"]
         assert float(row["test"]) == run["test"]["metrics"]["loss"]
-    start(*sweep, "dataset.folds=5", "dataset.fold=range(0,5)", "hydra.sweep.dir=folds").finish()
+    start(*sweep, "loader.folds=5", "loader.fold=range(0,5)", "hydra.sweep.dir=folds").finish()
     runs = [run_of(path.parent) for path in sorted((tmp_path / "folds").glob("*/run.json"))]
     numbers = [int(number) for run in runs for number in run["data"]["validation_numbers"].split()]
     assert sorted(numbers) == list(range(1437))
@@ -179,7 +179,7 @@ def test_the_jobs_of_a_sweep_share_the_split_and_folds_validate_each_sample_once
 
 def test_a_final_training_takes_all_data_and_reads_the_test_set_once(train, tmp_path):
     final = train(*SMALL, "trainer.final=train+val", "hydra.run.dir=final").output
-    train(*SMALL, "dataset.validation=null", "hydra.run.dir=whole")
+    train(*SMALL, "loader.validation=null", "hydra.run.dir=whole")
     assert "1437 training and 360 test samples" in final
     assert "nothing is chosen, and its number is the test's alone" in final
     assert "chosen on" not in final

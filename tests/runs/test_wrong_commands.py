@@ -119,9 +119,9 @@ model._target_=own_net.Net | +model.widht=4 | widht
  | --config-dir=conf experiment=twice | twice.yaml
  | --config-dir=conf experiment=no_option | nlp
  | monitor=test/accuracy | monitor
-dataset.validation=null | evaluation.patience=3 | evaluation.patience
- | dataset.folds=5 | dataset.folds
- | dataset.validation=1.5 | dataset.validation
+loader.validation=null | evaluation.patience=3 | evaluation.patience
+ | loader.folds=5 | loader.folds
+ | loader.validation=1.5 | loader.validation
 model=mlp | model.dropout=2 | model.dropout
  | scheduler=torch | scheduler.schedule
 """

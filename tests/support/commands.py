@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "src" / "train.py")
 PYTHON_TRAIN = [sys.executable, TRAIN]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-WHOLE = ["dataset.validation=null", "evaluation.test=every"]  # nothing is held out, and each epoch is tested
-ON_TEST = "dataset.validation=${dataset.test}"  # all training data is trained on, and each rank knows the objective
+WHOLE = ["loader.validation=null", "evaluation.test=every"]  # nothing is held out, and each epoch is tested
+ON_TEST = "loader.validation=${dataset.test}"  # all training data is trained on, and each rank knows the objective
 TIMEOUT = 150  # seconds for a command to end
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "GROUP_RANK")
 

@@ -137,7 +137,7 @@ CHANGES = {
 # Options that change no number.
 EQUAL = {
     "none": (),
-    "workers": ("dataset.workers=1",),
+    "workers": ("loader.num_workers=1",),
     "watched": ("watch.every=1",),
     "saved": ("snapshot.every=1steps",),
     "sharded": ("snapshot.format=sharded",),

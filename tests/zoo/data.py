@@ -216,7 +216,7 @@ kind("nested", lambda images, classes, i: ((images[i], images[i].sum()), classes
 kind("named", lambda images, classes, i: Pair(images[i], classes[i]))
 kind("records", lambda images, classes, i: Record(images[i], int(classes[i])))
 kind("triples", lambda images, classes, i: (images[i], f"{i}.png", int(classes[i])))
-TRUTHS["triples"] = with_words(plain, "dataset.collate_fn={_target_:zoo.data.pair_of,_partial_:true}")
+TRUTHS["triples"] = with_words(plain, "loader.collate_fn={_target_:zoo.data.pair_of,_partial_:true}")
 whole("subset", lambda train: Subset(TensorDataset(values(train), labels(train)), list(range(len(labels(train))))))
 whole(
     "joined",
@@ -263,20 +263,20 @@ whole(
     ),
     with_words(
         scaled,
-        "dataset.transforms=[{_target_:torchvision.transforms.v2.ToImage}]",
-        "dataset.test_transforms=[{_target_:torchvision.transforms.v2.ToImage}]",
+        "loader.transforms=[{_target_:torchvision.transforms.v2.ToImage}]",
+        "loader.test_transforms=[{_target_:torchvision.transforms.v2.ToImage}]",
     ),
 )
 # What is read or drawn when a sample is asked for.
 whole("file", lambda train: InAFile(train, early=False), scaled)
-whole("early_file", lambda train: InAFile(train, early=True), with_words(scaled, "dataset.workers=2"))
+whole("early_file", lambda train: InAFile(train, early=True), with_words(scaled, "loader.num_workers=2"))
 whole("drawn", lambda train: Items(len(labels(train)), lambda i: drawn(i, train)), with_words(plain, draws=True))
 whole(
     "mixed",
     lambda train: TensorDataset(values(train), labels(train)),
     with_words(
         plain,
-        "dataset.batch_transforms=[{_target_:lockstep.data.transforms.MixUp,alpha:0.5,classes:4}]",
+        "loader.batch_transforms=[{_target_:lockstep.data.transforms.MixUp,alpha:0.5,classes:4}]",
         draws=True,
     ),
 )
@@ -319,7 +319,7 @@ whole(
 whole(
     "scaled_batches",
     lambda train: TensorDataset(values(train), labels(train)),
-    with_words(plain, "dataset.collate_fn={_target_:zoo.data.scaled_batch,_partial_:true}", draws=True),
+    with_words(plain, "loader.collate_fn={_target_:zoo.data.scaled_batch,_partial_:true}", draws=True),
 )
 
 
