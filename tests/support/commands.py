@@ -20,14 +20,15 @@ TRAIN = str(ROOT / "src" / "train.py")
 PYTHON_TRAIN = [sys.executable, TRAIN]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 WHOLE = ["loader.validation=null", "evaluation.test=every"]  # nothing is held out, and each epoch is tested
-ON_TEST = "loader.validation=${dataset.test}"  # all training data is trained on, and each rank knows the objective
+ON_TEST = "dataset._target_=support.digits.OnTest"  # all digits are trained on, and each rank knows the objective
 TIMEOUT = 150  # seconds for a command to end
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "GROUP_RANK")
 
 
 def own_data(target: str) -> list[str]:
     """Words for data of a class or function `target` that takes `train`."""
-    return [f"dataset.{half}={{_target_: {target}, train: {half == 'train'}}}" for half in ("train", "test")]
+    nodes = [f"dataset.{half}={{_target_: {target}, train: {half == 'train'}}}" for half in ("train", "test")]
+    return ["dataset=pair", *nodes]
 
 
 def without_ranks(environment: Mapping[str, str]) -> dict[str, str]:
@@ -38,11 +39,13 @@ def without_ranks(environment: Mapping[str, str]) -> dict[str, str]:
 class Command:
     """A started command. `finish` waits for it, and fails the test with its whole output if the exit code is wrong.
 
+    A command finds the modules of tests, behind those of its own PYTHONPATH.
     new_process: whether `python src/train.py` is started anew and not forked, see support.forked.
     """
 
     def __init__(self, command: list[str], cwd: Path, new_process: bool = False, **env: object) -> None:
-        clean = without_ranks(os.environ)
+        paths = [str(path) for path in (env.get("PYTHONPATH"), ROOT / "tests") if path]
+        clean, env = without_ranks(os.environ), env | {"PYTHONPATH": os.pathsep.join(paths)}
         self.command, self.cwd, self.output = [str(word) for word in command], Path(cwd), ""
         self.started, self.ended = time.time(), 0.0
         self.temporary = Path(str(env.get("TMPDIR", tempfile.gettempdir())))

@@ -44,7 +44,8 @@ def _checked(cfg: DictConfig, words: Sequence[str] = ()) -> RunConfig:
 
 def words_of(*overrides: str, whole: bool = True) -> list[str]:
     """The words of `composed`."""
-    has_own = not whole or any(word.startswith(("loader.validation", "loader.fold")) for word in overrides)
+    own = ("loader.validation", "loader.fold", "dataset.validation")
+    has_own = not whole or any(word.startswith(own) or word.endswith("OnTest") for word in overrides)
     return ["run_dir=.", *([] if has_own else WHOLE), *overrides]
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.builtin import digits
-from lockstep.data.dataset import InMemoryDataset
+from lockstep.data import Tensors
 from lockstep.models.tutorial import mlp
 from lockstep.training.weight_check import local_part
+from support.digits import digits
 
 
 class DamagedSGD(torch.optim.SGD):
@@ -43,14 +43,14 @@ def damage(parameter: Tensor, change: float | str) -> None:
         first += float(change)
 
 
-def digits_of_rank(train: bool, half: str, fault: str) -> InMemoryDataset:
+def digits_of_rank(train: bool, half: str, fault: str) -> Tensors:
     """The digits, with a fault in one half ("train" or "test") on rank 1: "short", one sample less, or "other"."""
     data = digits(train)
     if os.environ["RANK"] != "1" or train != (half == "train"):
         return data
     if fault == "short":
-        return InMemoryDataset(data.samples[:-1], data.targets[:-1])
-    return InMemoryDataset(data.samples.flip(0), data.targets.flip(0))
+        return Tensors(data.inputs[:-1], data.targets[:-1])
+    return Tensors(data.inputs.flip(0), data.targets.flip(0))
 
 
 class FloatDigits(torch.utils.data.Dataset[tuple[Tensor, int]]):
@@ -58,7 +58,7 @@ class FloatDigits(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
     def __init__(self, train: bool, broken: list[int], value: float = math.nan) -> None:
         data = digits(train)
-        self.images, self.targets = data.samples.float() / 255, data.targets
+        self.images, self.targets = data.inputs.float() / 255, data.targets
         self.images[broken] = value
 
     def __len__(self) -> int:

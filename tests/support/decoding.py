@@ -6,9 +6,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from lockstep.data.image_files import ImageFiles, class_folders
-from lockstep.data.images import DecodedImages, UndecodedImages, decode_images
-from lockstep.data.images import images as make_images
+from lockstep.data.images import DecodedImages, ImageFolders, Images
 
 SIZE = 8
 
@@ -35,29 +33,24 @@ def write_pictures(folder: Path) -> Path:
     return folder
 
 
-def files(root: Path, split: str) -> ImageFiles:
-    return class_folders(str(root), split == "train", split, None, None)
+def source(root: Path, cache: Any = "auto", size: int | None = SIZE) -> ImageFolders:
+    return ImageFolders(root=str(root), size=size, cache=cache, cache_dir=str(root / "decoded"))
 
 
-def decode(root: Path, cache: str = "auto", limit: float = 1, on_error: str = "fail", size: int | None = SIZE) -> None:
-    halves = files(root, "train"), files(root, "test")
-    decode_images(*halves, size, size, cache, str(root / "decoded"), limit, on_error)
+def decode(root: Path, cache: Any = "auto", size: int | None = SIZE) -> None:
+    source(root, cache, size).prepare()
 
 
-def images(root: Path, cache: str = "auto", split: str = "train", size: int | None = SIZE) -> Any:
-    return make_images(files(root, split), size, cache, str(root / "decoded"))
-
-
-def decoded(root: Path) -> Path:
-    """The one file of training pixels."""
-    (path,) = (root / "decoded").glob("train-*.pixels")
-    return path
+def images(root: Path, cache: Any = "auto", split: str = "train", size: int | None = SIZE) -> Any:
+    """Of a split that `decode` has prepared in the same way."""
+    return getattr(source(root, cache, size).splits(), split)
 
 
 def assert_current(root: Path) -> None:
     """The decoded images are what is read from the files now."""
-    read, found = images(root, "off"), images(root, "on")
-    assert isinstance(read, UndecodedImages)
+    decode(root, cache=False)
+    read, found = images(root, cache=False), images(root)
+    assert isinstance(read, Images)
     assert isinstance(found, DecodedImages)
     assert len(found) == len(read)
     for index in range(len(read)):

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.builtin import digits
 from lockstep.models.tutorial import mlp
+from support.digits import digits
 
 
 def _raise(message: str) -> None:

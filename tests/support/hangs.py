@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.data.builtin import digits
+from lockstep.data import Pair
+from support.digits import digits
 from support.slow import mlp
 
 FIRST_BATCH, FIRST_SAMPLE = 12, 150  # where rank 1 hangs: a forward pass in training, a sample
@@ -168,6 +169,8 @@ class UnevenModel(torch.nn.Module):
         return self.net(inputs)
 
 
-def prepare_slowly(seconds: float) -> None:
-    """As a long download."""
-    time.sleep(seconds)
+class SlowlyPrepared(Pair):
+    """Two data sets, after a long download."""
+
+    def prepare(self) -> None:
+        time.sleep(float(os.environ["SLOW_PREPARE"]))

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.data.builtin import digits
-from lockstep.data.dataset import InMemoryDataset
+from lockstep.data import Tensors
 from lockstep.tasks.classification import Classification
+from support.digits import digits
 
 WATCHED: list[weakref.ref[nn.Parameter]] = []  # the parameters of the last `watched_layers`
 
@@ -60,16 +60,16 @@ class TinyGPT(nn.Module):
         return logits
 
 
-def tokens(samples: int, vocabulary: int, length: int, train: bool) -> InMemoryDataset:
+def tokens(samples: int, vocabulary: int, length: int, train: bool) -> Tensors:
     """Random tokens (samples, length) int64; the next one is the first one again."""
     rows = torch.randint(0, vocabulary, (samples, length), generator=torch.Generator().manual_seed(int(train)))
-    return InMemoryDataset(rows, rows[:, 0].clone())
+    return Tensors(rows, rows[:, 0].clone())
 
 
-def float_digits(train: bool) -> InMemoryDataset:
+def float_digits(train: bool) -> Tensors:
     """The digits as floating-point images in 0..1, with the same integer classes."""
     images = digits(train)
-    return InMemoryDataset(images.samples.double() / 255, images.targets)
+    return Tensors(images.inputs.double() / 255, images.targets)
 
 
 class WithConstants(nn.Module):

@@ -3,7 +3,6 @@
 import os
 import random
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +12,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lockstep.data.builtin import digits
-from lockstep.data.dataset import InMemoryDataset
+from lockstep.data import Tensors
+from support.digits import digits
 
 BROKEN = 5  # the sample that `Broken` cannot read
 
@@ -228,19 +227,21 @@ def fails_oddly(samples: list[Any]) -> Any:
     raise TwoWords("one", "two")
 
 
-def double(point: Tensor) -> Tensor:
-    return 2 * point
+def double(sample: Any) -> Any:
+    point, label = sample
+    return 2 * point, label
 
 
 def add_in_place(sample: Any) -> Any:
     """Noise, added to the point itself."""
-    point = sample["point"] if isinstance(sample, dict) else sample
+    point, _ = sample
     point += np.random.rand()
     return sample
 
 
-def shake(point: Tensor) -> Tensor:
-    return point + torch.rand(4, dtype=torch.float64)
+def shake(sample: Any) -> Any:
+    point, label = sample
+    return point + torch.rand(4, dtype=torch.float64), label
 
 
 class Named(Points):
@@ -278,10 +279,10 @@ class Pictures(Points):
         return Image.new("RGB", (8, 8)), super().__getitem__(index)[1]
 
 
-def counts(most: int) -> InMemoryDataset:
+def counts(most: int) -> Tensors:
     """Points, each with a whole number from -3 to `most`."""
     points = Points().points.float()
-    return InMemoryDataset(points, torch.arange(len(points)) % (most + 4) - 3)
+    return Tensors(points, torch.arange(len(points)) % (most + 4) - 3)
 
 
 class Mirrored(Points):
@@ -347,44 +348,25 @@ class PointStream(torch.utils.data.IterableDataset[Any]):
             yield self.points[(number + self.first) % len(self)]
 
 
-class SharedStream(torch.utils.data.IterableDataset[Any]):
-    """Shards of numbers, of which a rank reads every `size`-th one."""
-
-    def __init__(self, shards: Sequence[Sequence[int]], items: int) -> None:
-        self.shards, self.items, self.epochs = shards, items, list[int]()
-
-    def __len__(self) -> int:
-        return self.items
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
-
-    def share(self, rank: int, size: int) -> None:
-        self.shards = self.shards[rank::size]
-
-    def __iter__(self) -> Any:
-        return ((torch.tensor([float(number)]), number % 2) for shard in self.shards for number in shard)
-
-
 class Uneven(Noisy):
     """Three quarters of the points are of class 0, and the first ones weigh most."""
 
     def __init__(self, count: int = 97) -> None:
         super().__init__(count)
         self.targets = [int(number % 4 == 0) for number in range(count)]
-        self.sample_weights = torch.linspace(3, 1, count)
+        self.weights = torch.linspace(3, 1, count)
 
     def __getitem__(self, index: int) -> Any:
         return super().__getitem__(index)[0], self.targets[index]
 
 
-def random_labels(train: bool) -> InMemoryDataset:
+def random_labels(train: bool) -> Tensors:
     """The digits, of which nothing can be learned: their labels are drawn."""
     data, generator = digits(train), torch.Generator().manual_seed(int(train))
-    return InMemoryDataset(data.samples, torch.randint(10, (len(data),), generator=generator))
+    return Tensors(data.inputs, torch.randint(10, (len(data),), generator=generator))
 
 
-class StopsInTheTest(InMemoryDataset):
+class StopsInTheTest(Tensors):
     """Test digits that end their reader with a signal, once, when a file `stop` says so and the training is over."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -398,4 +380,4 @@ class StopsInTheTest(InMemoryDataset):
 
 def stopping(train: bool) -> StopsInTheTest:
     data = digits(train)
-    return StopsInTheTest(data.samples, data.targets)
+    return StopsInTheTest(data.inputs, data.targets)

@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.data.builtin import digits
+from lockstep.data import Pair
 from lockstep.distributed.environment import read_rank_info
 from lockstep.loggers.base import Logger
 from lockstep.strategies.ddp import DDP
 from support.commands import own_data
+from support.digits import digits
 from support.slow import mlp
 
 
@@ -41,8 +42,11 @@ def leave_or_hang(forward_pass: int) -> None:
         time.sleep(600)
 
 
-def prepare() -> None:
-    linger("prepare")
+class Prepared(Pair):
+    """Two data sets. It lingers in "prepare"."""
+
+    def prepare(self) -> None:
+        linger("prepare")
 
 
 class Digits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -107,8 +111,8 @@ class SlowLogger(Logger):
 
 
 PARTS = [
-    "dataset.prepare={_target_:support.phases.prepare}",
     *own_data("support.phases.Digits"),
+    "dataset._target_=support.phases.Prepared",
     "model=mlp",
     "model._target_=support.phases.Net",
     "strategy._target_=support.phases.LateDDP",

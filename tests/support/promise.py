@@ -16,8 +16,9 @@ from support.worlds import in_world, train
 LIMITS = {"fp64": 1e-9, "fp32": 1e-4}
 # 1437 digits in batches of 61: the last one of an epoch holds 34, which no number of ranks below divides well.
 TRAINING = [
-    "sync_bn=on", "dataset.augment.pad=1", "trainer.batch_size=61", "trainer.epochs=3", "optimizer.lr=0.01",
-    "snapshot.every=1steps", "snapshot.keep_last=1000", "loader.validation=null", "evaluation.test=every",
+    "sync_bn=on", "loader.augment={_target_:lockstep.data.augment.ShiftFlip,pad:1}", "trainer.batch_size=61",
+    "trainer.epochs=3", "optimizer.lr=0.01", "snapshot.every=1steps", "snapshot.keep_last=1000",
+    "loader.validation=null", "evaluation.test=every",
 ]  # fmt: skip
 STARTERS = {
     "torchrun": [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN],

@@ -12,8 +12,8 @@ class WrittenDown:
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
-    def __call__(self, inputs: Any) -> Any:
+    def __call__(self, sample: Any) -> Any:
         if torch.utils.data.get_worker_info() is not None:  # else it is looked at before the training
             with open(os.path.join(self.folder, str(os.getpid())), "a") as file:
-                print(int(inputs[0]), file=file)
-        return inputs
+                print(int(sample[0][0]), file=file)
+        return sample

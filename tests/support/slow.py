@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.builtin import digits
 from lockstep.models import tutorial as models
+from support.digits import digits
 
 
 def mlp(shape: list[int], classes: int, **options: Any) -> torch.nn.Module:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from lockstep.data import builtin
+from lockstep.data.source import Splits, Tensors
+from lockstep.data.vision import Digits
 from support.commands import ROOT, TRAIN, without_ranks
 from support.forked import ForkedProcess
 
@@ -88,9 +89,9 @@ def prepare() -> None:
     from torchvision.datasets import cifar
 
     torch.set_num_threads(1)  # a process whose threads have computed cannot fork
-    builtin.DIGITS_TO_TRAIN_ON = FEW // 2
-    few = builtin._table()[:FEW].clone()
-    builtin._table = lambda: few
+    train = Digits().splits().train
+    halves = [Tensors(train.inputs[part], train.targets[part]) for part in (slice(FEW // 2), slice(FEW // 2, FEW))]
+    Digits.splits = lambda self: Splits(*halves)  # type: ignore[method-assign]
     cifar.check_integrity = lambda *args: True  # the files that a test makes have other checksums
     os.register_at_fork(after_in_child=_limit_memory)
 

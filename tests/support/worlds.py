@@ -22,7 +22,7 @@ PRELOAD = [
     "lockstep.build",
     "lockstep.training.loop",
     "lockstep.training.meter",
-    "lockstep.data.builtin",
+    "lockstep.data.vision",
     "lockstep.loggers.tensorboard",
     "lockstep.loggers.console",
     "tqdm",
