@@ -2,12 +2,13 @@
 
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +19,14 @@ Contents = str | bytes | memoryview | Callable[[BinaryIO], object]
 def is_url(name: object) -> bool:
     """Whether it is an address such as s3://bucket/train-000.tar, which fsspec opens."""
     return "://" in str(name)
+
+
+def short_hash(*values: Any) -> str:
+    """16 letters for a file's name, which depend on the values: on bytes, or on what `repr` says of others."""
+    whole = hashlib.sha256()
+    for value in values:
+        whole.update(value if isinstance(value, bytes) else repr(value).encode())
+    return whole.hexdigest()[:16]
 
 
 def write_whole(path: Path, contents: Contents, sync: bool = True, shared: bool = False) -> None:

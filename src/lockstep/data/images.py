@@ -1,7 +1,6 @@
 """Images in folders, or listed in a CSV file. `prepare` writes their names into a file, and the pixels of images of one
 size into another. Ranks map both into memory, and walk through no folder."""
 
-import hashlib
 import io
 import os
 import shutil
@@ -23,7 +22,7 @@ from lockstep.data.source import DataSource, Splits, Tensors
 from lockstep.data.vision import read_image
 from lockstep.distributed.host import cpu_count, end_with_parent
 from lockstep.errors import ConfigError
-from lockstep.files import one_at_a_time, write_whole
+from lockstep.files import one_at_a_time, short_hash, write_whole
 from lockstep.text import first_line
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -33,7 +32,8 @@ LARGEST = 16e9  # bytes of the pixels of a split that cache=auto keeps
 def read_file(path: str, size: int | None) -> Tensor:
     """As `read_image`. Raises OSError with the file's name: Pillow raises several types, and not all have it."""
     try:
-        return read_image(Path(path).read_bytes(), size)
+        with open(path, "rb", buffering=0) as file:
+            return read_image(file.read(), size)
     except Exception as error:
         raise OSError(f"{path}: {first_line(error)}") from error
 
@@ -51,7 +51,9 @@ class Images(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         image = read_file(os.path.join(self.root, os.fsdecode(self.files[index])), self.size)
-        return image, -100 if self.targets is None else self.targets[index].clone()
+        if self.targets is None:
+            return image, -100
+        return image, self.targets[index].clone() if self.targets.dim() > 1 else self.targets[index].item()
 
 
 class DecodedImages(Tensors):
@@ -109,8 +111,7 @@ class ImageSource(DataSource):
 
     def _list(self) -> Path:
         own = [value for name, value in vars(self).items() if name not in DataSource.__dataclass_fields__]
-        about = repr((type(self), os.getcwd(), own)).encode()
-        return Path(self.cache_dir, f"{hashlib.sha256(about).hexdigest()[:16]}.list")
+        return Path(self.cache_dir, f"{short_hash(type(self), os.getcwd(), own)}.list")
 
     def _pixels(self, names: Any) -> str | None:
         """The name of a file with the pixels of these images, made if it is not there; None if they are not kept."""
@@ -123,8 +124,8 @@ class ImageSource(DataSource):
         paths = [os.path.join(self.root, os.fsdecode(name)) for name in names]
         # Two files that are renamed to each other's name differ in st_ctime alone.
         states = np.array([(state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in map(os.stat, paths)])
-        content = f"{__version__} {size} ".encode() + names.tobytes() + states.tobytes()
-        path = Path(self.cache_dir, f"{hashlib.sha256(content).hexdigest()[:16]}.npy")
+        about = (__version__, size, len(names), names.tobytes(), states.tobytes())
+        path = Path(self.cache_dir, f"{short_hash(*about)}.npy")
         if not path.exists():
             if shutil.disk_usage(path.parent).free < room:
                 raise OSError(f"{path.parent} has too little room")

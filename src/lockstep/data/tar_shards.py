@@ -3,7 +3,6 @@
 An index, made once, says where the members lie, so that any sample is read by its number. All ranks map it into memory.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -28,7 +27,7 @@ from lockstep.data.source import DataSource, Splits
 from lockstep.data.vision import read_image
 from lockstep.distributed.host import cpu_count, end_with_parent
 from lockstep.errors import ConfigError
-from lockstep.files import is_url, one_at_a_time, write_whole
+from lockstep.files import is_url, one_at_a_time, short_hash, write_whole
 from lockstep.text import first_line
 
 NONE = -(2**63)  # no whole number
@@ -98,6 +97,8 @@ class TarShards(DataSource):
                     with pool:
                         found = pool.map(scan, range(len(tars)), tars)
                         rows = np.concatenate(list(tqdm(found, "indexing tars", len(tars), disable=None)))
+                    if not rows[:, [1, 3]].all(1).any():
+                        raise ValueError(f"no sample has {self.inputs} and {self.targets} after its name's first dot")
                     columns = torch.from_numpy(np.ascontiguousarray(rows.T))  # without threads: ranks are forked
                     write_whole(place, partial(torch.save, {"tars": tars, "columns": columns}))
             except Exception as error:  # of any package that fsspec uses
@@ -113,8 +114,7 @@ class TarShards(DataSource):
 
     def _indexes(self) -> Iterator[tuple[Any, Path]]:
         for urls in filter(None, (self.urls, self.test_urls, self.val_urls)):
-            about = repr((os.getcwd(), urls, self.inputs, self.targets))
-            yield urls, Path(self.index_dir, f"{hashlib.sha256(about.encode()).hexdigest()[:16]}.tars")
+            yield urls, Path(self.index_dir, f"{short_hash(os.getcwd(), urls, self.inputs, self.targets)}.tars")
 
 
 def _tars(urls: str | list[str]) -> list[Tar]:

@@ -3,7 +3,6 @@
 `prepare` writes the tokens into files that all ranks map into memory, as nanoGPT does: a rank holds no text.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -26,7 +25,7 @@ from lockstep.config.schema import Count
 from lockstep.data.partition import cut, generator
 from lockstep.data.source import DataSource, Splits, fits
 from lockstep.errors import ConfigError
-from lockstep.files import one_at_a_time, write_whole
+from lockstep.files import one_at_a_time, short_hash, write_whole
 from lockstep.text import first_line
 
 log = logging.getLogger(__name__)
@@ -98,7 +97,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         pieces = [piece for piece in self.pieces if piece[1] - piece[0] > 1]
         self.starts, self.stops = torch.tensor(pieces, device=self.tokens.device).unbind(1)
         targets = self.stops - self.starts - 1
-        over = targets - self.block
+        over = targets - self.block  # after the first window
         counts = 1 - (-over).clamp(max=0) // self.stride
         self.count, self.firsts = int(counts.sum()), counts.cumsum(0) - counts
         self.is_whole = bool(((over >= 0) & (over % self.stride == 0)).all())  # no window is filled up
@@ -178,7 +177,7 @@ class Text(DataSource):
             state = [file.fs.ukey(file.path) for some in files.values() for file in some]
             state += [Path(self.tokenizer).read_text()] if self.tokenizer.endswith(".json") else []
             with one_at_a_time(self._folder()):
-                self._write(files, _hash(state))
+                self._write(files, short_hash(state))
         except (ImportError, LookupError, OSError, TypeError, ValueError) as error:
             what = f"the text cannot be made into tokens ({first_line(error)})"
             advice = "dataset.path=<a text>, dataset.field=<where it is>, or dataset.tokenizer=bytes if it is no UTF-8"
@@ -205,8 +204,8 @@ class Text(DataSource):
         return Splits(train, test.evaluated)
 
     def _folder(self) -> Path:
-        own = (os.getcwd(), self.path, self.test_path, self.field, self.tokenizer, self.separator)
-        return Path(self.tokens_dir, _hash(own))
+        about = (os.getcwd(), self.path, self.test_path, self.field, self.tokenizer, self.separator)
+        return Path(self.tokens_dir, short_hash(about))
 
     def _write(self, files: dict[str, Any], state: str) -> None:
         about, characters = self._folder() / "about.json", set[str]()
@@ -227,8 +226,7 @@ class Text(DataSource):
 
         for name, some in zip(names, files.values(), strict=True):
             write_whole(self._folder() / name, partial(fill, some))
-        known = {"state": state, "classes": tokenizer.names, "type": kind, "files": names}
-        write_whole(about, json.dumps(known))
+        write_whole(about, json.dumps({"state": state, "classes": tokenizer.names, "type": kind, "files": names}))
 
     def _texts(self, files: Iterable[Any]) -> Iterator[str]:
         for file in files:
@@ -258,7 +256,3 @@ class Text(DataSource):
             yield from (piece + plain.readline(PIECE) for piece in iter(partial(plain.read, PIECE), ""))
             texts, end = [end], ""
         yield from (text and text + end for text in texts)
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
