@@ -170,7 +170,8 @@ class Loader:
 
         def shares() -> Iterator[_Share]:
             for start in range(0, samples, batch_size):
-                numbers = torch.arange(start + rank, min(start + batch_size, samples), size)
+                stop = min(start + batch_size, samples)
+                numbers = torch.arange(min(start + rank, stop), stop, size)
                 yield _Share(EVALUATION, start, Part(rank, start, start + len(numbers)), numbers, numbers)
 
         asked, waiting = tee(shares())

@@ -1,9 +1,11 @@
 """Reads samples one by one, in workers or in the rank: each has its own random numbers, and its errors name it."""
 
+import fcntl
 import logging
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +22,7 @@ log = logging.getLogger(__name__)
 
 EVALUATION = -1  # the epoch of samples that are evaluated: their random numbers are the same each time
 SAMPLE, COLLATE = 1, 3  # folded into the seeds of what samples and a collate_fn draw
+OPEN = "/proc/self/fd"  # the files that a process has open; not on macOS
 TRIED = 10  # samples from an unreadable one on, with on_error=skip
 
 Check = Callable[[Any, Any], None]
@@ -205,6 +208,21 @@ def _prepare_worker(_: int) -> None:
     for number in (*STOP_SIGNALS, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
+    _open_again()
+
+
+def _open_again() -> None:
+    """Open the files that are read, such as those of HDF5, a second time. A fork's copy shares the position with all
+    other copies, and a worker would read on where another one has stopped."""
+    for name in os.listdir(OPEN) if os.path.isdir(OPEN) else ():
+        number, link = int(name), f"{OPEN}/{name}"
+        with suppress(OSError):  # it is closed by now
+            is_read = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            if number > 2 and is_read and os.path.isfile(link):
+                own = os.open(link, os.O_RDONLY)
+                os.lseek(own, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
+                os.dup2(own, number, inheritable=False)
+                os.close(own)
 
 
 def _line(error: BaseException) -> str:
