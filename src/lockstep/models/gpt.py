@@ -105,7 +105,7 @@ class Attention(nn.Module):
 
     def __init__(self, context: int, heads: int, width: int, dropout: float, modern: bool) -> None:
         super().__init__()
-        self.head_width, self.dropout, self.modern = width // heads, dropout, modern
+        self.heads, self.head_width, self.dropout, self.modern = heads, width // heads, dropout, modern
         self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)  # of one head after the other
         self.projection = nn.Linear(width, width, bias=False)
         if modern:  # by which angle each pair of numbers is turned at each place
