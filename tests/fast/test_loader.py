@@ -1,0 +1,360 @@
+"""Batches are the same on any number of ranks, with workers, in micro-batches, and after a stop in mid-epoch."""
+
+import random
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, Subset
+from torchvision.transforms import v2
+
+from lockstep.data import loader as loader_module
+from lockstep.data.augment import BatchWide, ShiftFlip
+from lockstep.data.loader import Batch, InputConverter, Loader
+from lockstep.data.partition import Order, Part, fold_in, generator, parts, seed_all, seeded
+from lockstep.data.reader import SampleReader
+from lockstep.data.source import Tensors, without_samples
+from lockstep.strategies.base import forward
+
+SAMPLES, BATCH, SEED = 103, 25, 3  # the last batch of an epoch has 3 samples: fewer than ranks times micro-batches
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Several threads take longer for these small tensors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Position:
+    epoch: int = 0
+    samples: int = 0
+
+
+class Drawing(Dataset[Any]):
+    """Each sample draws from all three generators."""
+
+    def __init__(self, memory: Tensors) -> None:
+        self.memory = memory
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __getitem__(self, index: int) -> Any:
+        image, target = self.memory[index]
+        return image.float() / 255 + torch.rand(()) + np.random.rand() + random.random(), int(target)
+
+
+class Ordered(IterableDataset[Any]):
+    def __init__(self, memory: Tensors) -> None:
+        self.memory = memory
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.memory[index] for index in range(len(self.memory)))
+
+
+def images(count: int = SAMPLES) -> Tensors:
+    draw = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (count, 3, 8, 8), dtype=torch.uint8, generator=draw)
+    return Tensors(pixels, torch.randint(0, 10, (count,), generator=draw))
+
+
+def loader(data: Any, rank: int = 0, size: int = 1, micro: int = 1, batch: int = BATCH, **options: Any) -> Loader:
+    order = {name: options.pop(name) for name in ("draws", "weights", "shards", "window", "shuffle") if name in options}
+    converter = InputConverter(torch.float64, mean=options.pop("mean", [0.4] * 3), std=[0.2])
+    reader, plan = SampleReader(data, "data", SEED), partial(parts, micro_batches=micro, rank=rank, size=size)
+    share = (rank, size)
+    return Loader(
+        reader,
+        Order(len(data), SEED, **order),
+        converter,
+        CPU,
+        SEED,
+        batch,
+        lambda _, count: plan(count),
+        share,
+        **options,
+    )
+
+
+def train(data: Any, size: int = 1, start: tuple[int, int] = (0, 0), batches: int = 7, **options: Any) -> list[Any]:
+    """What all ranks get of so many batches: (number, samples, inputs, targets), in the order of the global batch."""
+    ranks: list[list[Batch]] = []
+    for rank in range(size):
+        augment = ShiftFlip(pad=2, flip="alternating", sizes=None, epochs=2) if options.get("augment") else None
+        mixes = [BatchWide(v2.MixUp(alpha=1.0, num_classes=10))] if options.get("mixes") else []
+        others = {name: value for name, value in options.items() if name not in ("augment", "mixes")}
+        read = loader(data, rank, size, augment=augment, transforms=mixes, **others)
+        ranks.append(list(islice(read.batches(Position(*start)), batches)))
+    found = []
+    for of_ranks in zip(*ranks, strict=True):
+        loaded = sorted((part for batch in of_ranks for part in batch.parts), key=lambda part: part.number)
+        inputs, targets = (torch.cat([getattr(part, name) for part in loaded]) for name in ("inputs", "targets"))
+        assert [part.start for part in loaded] == sorted(part.start for part in loaded)
+        found.append((of_ranks[0].number, of_ranks[0].count, inputs, targets))
+    return found
+
+
+def assert_same(one: list[Any], other: list[Any]) -> None:
+    assert [batch[:2] for batch in one] == [batch[:2] for batch in other]
+    for (_, count, *first), (_, _, *second) in zip(one, other, strict=True):
+        assert len(first[0]) == count
+        assert all(a.equal(b) for a, b in zip(first, second, strict=True))
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"mixes": True}, {"augment": True, "mixes": True}]
+ORDERS: dict[str, dict[str, Any]] = {
+    "shards": {"shards": torch.arange(SAMPLES) // 20, "window": 30},
+    "weights": {"weights": torch.rand(SAMPLES, generator=torch.Generator().manual_seed(1)).double()},
+    "draws": {"draws": 60},
+    "stream": {"shuffle": False},
+}
+
+
+def data_of(kind: str) -> Any:
+    part = Subset(images(), list(range(0, SAMPLES, 2)))
+    return {"memory": images(), "part of memory": part, "stream": Ordered(images())}.get(kind, Drawing(images()))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda one: " ".join(one) or "plain")
+@pytest.mark.parametrize("kind", ["memory", "part of memory", "read", "shards", "weights", "draws", "stream"])
+def test_same_bits_on_any_ranks_in_any_parts_and_after_a_stop(kind: str, options: dict[str, Any]) -> None:
+    if kind == "stream" and "mixes" in options:
+        return  # it has no sample before
+    data, order = data_of(kind), ORDERS.get(kind, {})
+    one = train(data, **options, **order)
+    for size, micro in ((1, 3), (3, 2)):
+        assert_same(one, train(data, size, micro=micro, **options, **order))
+    assert_same(one[2:], train(data, 2, (0, 2 * BATCH), 5, micro=2, **options, **order))
+
+
+@pytest.mark.parametrize(("kind", "options"), [("read", OPTIONS[2]), ("weights", {}), ("stream", {})])
+def test_workers_give_the_same_bits(kind: str, options: dict[str, Any]) -> None:
+    data, order = data_of(kind), ORDERS.get(kind, {})
+    assert_same(train(data, **options, **order), train(data, 2, workers=2, **options, **order))
+
+
+def test_an_epoch_has_each_sample_once_normalised() -> None:
+    memory = images()
+    batches = train(memory, 2, batches=5)
+    assert [batch[:2] for batch in batches] == [(0, 25), (1, 25), (2, 25), (3, 25), (4, 3)]  # none padded, none dropped
+    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(fold_in(SEED, 0)))
+    expected = (memory.inputs[order].double() / 255 - 0.4) / 0.2
+    torch.testing.assert_close(torch.cat([batch[2] for batch in batches]), expected, rtol=0, atol=1e-14)
+    assert torch.cat([batch[3] for batch in batches]).equal(memory.targets[order])
+
+
+@pytest.mark.parametrize("at_once", [1, 60, 2**20])
+def test_steps_that_are_looked_up_together_give_the_same_batches(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = train(Drawing(images()), batches=5)
+    monkeypatch.setattr(loader_module, "VALUES_AT_ONCE", at_once * 192)
+    assert all(batch[3].equal(other[3]) for batch, other in zip(train(images(), 2, batches=5), expected, strict=True))
+
+
+def test_a_stream_keeps_its_own_order() -> None:
+    targets = torch.cat([batch[3] for batch in train(Ordered(images()), 2, batches=10, shuffle=False)])
+    assert targets.equal(images().targets.repeat(2))
+
+
+def test_epochs_and_seeds_differ_in_their_order() -> None:
+    orders = [Order(40, seed).epoch(epoch) for epoch, seed in ((0, 1), (1, 1), (0, 2))]
+    assert all(one.sort().values.equal(torch.arange(40)) for one in orders)
+    assert len({tuple(one.tolist()) for one in orders}) == 3
+
+
+def test_files_are_shuffled_and_samples_within_windows_of_files() -> None:
+    shards = torch.arange(1000) // 50
+    order = Order(1000, 1, shards=shards, window=120).epoch(0)
+    assert order.sort().values.equal(torch.arange(1000))
+    windows = [shards[rows].unique() for rows in order.split(150)]  # the first files that hold 120 samples or more
+    assert [len(files) for files in windows] == [3] * 6 + [2]
+    assert torch.cat(windows).sort().values.equal(torch.arange(20))
+    assert not torch.cat(windows).equal(torch.arange(20))
+    assert (shards[order].diff() != 0).sum() > 400
+
+
+def test_a_part_keeps_no_tensor_of_the_whole_batch_or_epoch() -> None:
+    batch = next(loader(images(), 1, 8, batch=64).batches(Position()))
+    assert batch.parts[0].numbers.untyped_storage().nbytes() == 8 * 8
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_of_a_long_epoch_are_planned_when_they_are_needed(workers: int) -> None:
+    """Rank 7 of 256 in an epoch of 10^6 samples. Nothing is made of the 122 batches in front."""
+    planned = list[int]()
+
+    def plan(number: int, count: int) -> list[Part]:
+        planned.append(number)
+        return parts(count, 1, 7, 256)
+
+    reader = SampleReader(Numbers(10**6), "data", SEED)
+    read = Loader(
+        reader, Order(10**6, SEED), InputConverter(torch.float32), CPU, SEED, 8192, plan, (7, 256), workers=workers
+    )
+    batches = read.batches(Position())
+    targets = [next(batches).parts[0].targets for _ in range(2)]
+    assert len(planned) <= 5
+    order = torch.randperm(10**6, generator=generator(SEED, 0))
+    assert all(found.equal(one.tensor_split(256)[7]) for found, one in zip(targets, order.split(8192), strict=False))
+
+
+class Numbers(Dataset[Any]):
+    """Sample number n is [n], its target n. It keeps the epochs that it is told."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.tensor([float(index)]), index + 1000 * self.epoch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_set_is_told_the_epoch_where_it_is_read(workers: int) -> None:
+    numbers = Numbers(30)
+    plan = lambda _, count: parts(count, 1, 0, 1)  # noqa: E731
+    read = Loader(
+        SampleReader(numbers, "data", 1), Order(30, 1), InputConverter(torch.float64), CPU, 1, 10, plan, workers=workers
+    )
+    told = [batch.parts[0].targets // 1000 for batch in islice(read.batches(Position(2)), 6)]
+    assert [one.unique().tolist() for one in told] == [[2]] * 3 + [[3]] * 3
+    assert all((part.targets < 30).all() for part in read.evaluation(7))
+
+
+@pytest.mark.parametrize(
+    "data", [lambda count: Numbers(count), lambda count: Tensors(torch.zeros(count, 1), torch.arange(count))]
+)
+def test_every_sample_is_evaluated_once_for_any_size_and_world(data: Any) -> None:
+    for count in (1, 6, 7, 8, 22):
+        for size in (1, 2, 4):
+            of_ranks = [list(loader(data(count), rank, size, mean=None).evaluation(7)) for rank in range(size)]
+            assert len({len(found) for found in of_ranks}) == 1  # ranks may have to compute together
+            loaded = [part for found in of_ranks for part in found]
+            assert all(part.inputs.shape[1:] == (1,) for part in loaded)  # an empty part has its shape
+            assert sorted(torch.cat([part.targets for part in loaded]).tolist()) == list(range(count))
+            assert all(part.numbers.equal(part.targets) for part in loaded)
+
+
+@pytest.mark.parametrize("samples", [0, 1, 5, 16, 61])
+@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_parts_are_those_of_tensor_split(samples: int, micro: int, size: int) -> None:
+    found = [parts(samples, micro, rank, size) for rank in range(size)]
+    pieces = [one.tensor_split(size) for one in torch.arange(samples).tensor_split(max(1, min(micro, samples)))]
+    for rank, of_rank in enumerate(found):
+        assert [part.number for part in of_rank] == [number * size + rank for number in range(len(pieces))]
+        assert [list(range(part.start, part.stop)) for part in of_rank] == [piece[rank].tolist() for piece in pieces]
+
+
+def test_a_seed_depends_on_every_number_and_on_their_order() -> None:
+    seeds = {fold_in(*numbers) for numbers in [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 1)]}
+    assert len(seeds) == 6
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert generator(3, 4).initial_seed() == fold_in(3, 4)
+
+
+def test_a_block_that_is_seeded_draws_the_same_whatever_ran_before_and_leaves_no_trace() -> None:
+    def drawn() -> list[float]:
+        return [float(torch.rand(())), float(np.random.rand()), random.random()]
+
+    def of_block() -> list[float]:
+        with seeded(5):
+            return drawn()
+
+    first = of_block()
+    seed_all(1)
+    expected = drawn()
+    seed_all(1)
+    assert of_block() == first
+    assert drawn() == expected
+
+
+class Records(Dataset[Any]):
+    """Record n of a file that was opened before the workers holds the number n, 1000 times."""
+
+    def __init__(self, path: Path) -> None:
+        np.arange(600).repeat(1000).tofile(path)
+        self.file = path.open("rb")
+
+    def __len__(self) -> int:
+        return 600
+
+    def __getitem__(self, number: int) -> Any:
+        self.file.seek(number * 8000)
+        return torch.frombuffer(bytearray(self.file.read(8000)), dtype=torch.int64), number
+
+
+class Zipped(Records):
+    """The same in a zip file."""
+
+    def __init__(self, path: Path) -> None:
+        with zipfile.ZipFile(path, "w") as file:
+            for number in range(600):
+                file.writestr(str(number), np.full(1000, number).tobytes())
+        self.opened = zipfile.ZipFile(path)
+
+    def __getitem__(self, number: int) -> Any:
+        return torch.frombuffer(bytearray(self.opened.read(str(number))), dtype=torch.int64), number
+
+
+@pytest.mark.parametrize("kind", [Records, Zipped])
+def test_workers_do_not_share_the_position_in_a_file_that_was_opened_before_them(kind: Any, tmp_path: Path) -> None:
+    data = kind(tmp_path / "records")
+    data[0]
+    for part in loader(data, workers=2).evaluation(8):
+        assert part.inputs.equal(part.targets[:, None].expand(-1, 1000))
+    assert data[7][0].tolist() == [7] * 1000  # and this process reads on
+
+
+def test_inputs_are_brought_to_the_type_of_the_model() -> None:
+    pixels = torch.randint(0, 256, (5, 3, 4, 4), dtype=torch.uint8)
+    mean, std = [0.1, 0.2, 0.3], [0.5, 0.6, 0.7]
+    exact = (pixels.double() / 255 - torch.tensor(mean).double().view(-1, 1, 1)) / torch.tensor(std).double().view(
+        -1, 1, 1
+    )
+    for dtype, limit in ((torch.float64, 1e-6), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
+        found = InputConverter(dtype, torch.channels_last, mean, std)(pixels)
+        assert (found.dtype, found.is_contiguous(memory_format=torch.channels_last)) == (dtype, True)
+        assert ((found.double() - exact).abs() <= limit * exact.abs().clamp(min=1)).all()
+    plain = InputConverter(torch.float64)
+    assert plain(pixels).equal(pixels.double() / 255)
+    assert plain(pixels.float()).equal(pixels.double())  # floats are not scaled
+    assert plain(tokens := torch.arange(6).view(2, 3)) is tokens
+    both = InputConverter(torch.float64, mean=[0.5], std=[0.5])({"image": pixels, "place": torch.ones(5, 2)})
+    torch.testing.assert_close(both["image"], pixels.double() / 255 * 2 - 1)
+    assert both["place"].equal(torch.ones(5, 2).double())
+
+
+def test_a_number_for_the_whole_batch_stays_in_a_batch_of_no_samples() -> None:
+    batch = without_samples((torch.zeros(3, 2), torch.tensor(5.0)))
+    assert (batch[0].shape, batch[1].item()) == ((0, 2), 5)
+
+
+def test_a_model_takes_a_number_for_the_whole_batch_beside_its_samples() -> None:
+    class Scaled(nn.Module):
+        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+            return inputs["image"].flatten(1) * inputs["scale"]
+
+    for count in (3, 0):
+        inputs = {"image": torch.ones(count, 1, 2, 2), "scale": torch.tensor(2.0)}
+        assert torch.equal(forward(Scaled(), inputs), torch.full((count, 4), 2.0))
