@@ -3,7 +3,6 @@
 Each function with random numbers has a seed block of its own, so that none of them depends on what was built before.
 """
 
-import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 from hydra.utils import get_object
 from torch import nn
 
-from lockstep.config.nodes import instantiate_as, nodes_in
+from lockstep.config.nodes import check_nodes, instantiate_as, nodes_in
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
 from lockstep.data.build import Data, build_data, completed, loader_of, reader_of, source_of
@@ -24,8 +23,8 @@ from lockstep.data.reader import Request, SampleReader
 from lockstep.data.source import map_tensors
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
-from lockstep.errors import ConfigError
 from lockstep.failures import reporter
+from lockstep.files import short_hash
 from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
 from lockstep.preflight import Parts
 from lockstep.preflight_rules import check_batch_size
@@ -33,7 +32,6 @@ from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.strategies.base import refuse_changing_weights
 from lockstep.tasks.base import Task, modules_of
-from lockstep.text import first_line
 from lockstep.training.checkpointing import checkpoint_activations
 from lockstep.training.setup import cast, model_dtype, model_memory_format, prepare_model
 
@@ -46,11 +44,11 @@ class Loaders(NamedTuple):
     """
 
     train: Loader
-    val: Loader | None
     test: Loader
-    task: Any
-    split: str | None = None
-    held_out: Any = None
+    task: Task
+    split: str | None
+    held_out: Any
+    val: Loader | None = None
 
 
 def model_and_data(config: RunConfig, world: World, parts: Parts) -> tuple[RunConfig, Loaders]:
@@ -65,14 +63,14 @@ def model_and_data(config: RunConfig, world: World, parts: Parts) -> tuple[RunCo
     require_same_code(world)
     data = build_data(config, parts.mode.reads_training_data)
     split = check_same_data(data, world)
-    config = completed(config, data)
-    check_sizes(config)
+    told, config = config, completed(config, data)
+    if config.model != told.model:
+        check_nodes("model", config.model)
     task = build_task(config, world)
     readers = build_readers(config, parts, data, task)
     converter = build_model(config, world, parts, readers["train"])
-    return config, build_loaders(config, world, parts, readers, converter)._replace(
-        task=task, split=split, held_out=data.held_out
-    )
+    loaders = build_loaders(config, world, parts, readers, converter)
+    return config, Loaders(task=task, split=split, held_out=data.held_out, **loaders)
 
 
 # until issue 42
@@ -89,14 +87,13 @@ def check_same_data(data: Data, world: World) -> str | None:
     require_same_data(world, "test data", len(data.test), data_fingerprint(data.test))
     if data.val is None:
         return None
-    split = data_fingerprint(data.val)
-    if data.held_out is not None:
-        digest = hashlib.sha256(np.ascontiguousarray(data.held_out).tobytes()).hexdigest()[:16]
-        split = f"{len(data.val)} of {len(data.train) + len(data.val)} training samples, {digest}"
+    held_out = "" if data.held_out is None else f", the samples {short_hash(data.held_out.tobytes())}"
+    split = f"{len(data.val)} samples of {data_fingerprint(data.val)}{held_out}"
     require_same_data(world, "validation data", len(data.val), split)
     return split
 
 
+# until issue 42
 def build_task(config: RunConfig, world: World) -> Task:
     """The task, with its own modules on the rank's device."""
     with seeded(config.seed):
@@ -154,42 +151,14 @@ def build_model(config: RunConfig, world: World, parts: Parts, reader: SampleRea
 
 def build_loaders(
     config: RunConfig, world: World, parts: Parts, readers: dict[str, SampleReader], converter: InputConverter
-) -> Loaders:
-    """What reads this rank's shares."""
-    strategy, trainer = parts.strategy, config.trainer
-    share = strategy.evaluation_share(world)
-    batch_size = trainer.batch_size
-    if not parts.mode.needs_run:
-        batch_size = check_batch_size(config, strategy.data_parallel_size(world.size))
+) -> dict[str, Loader]:
+    """What reads this rank's shares of each split."""
+    strategy, trainer, trains = parts.strategy, config.trainer, not parts.mode.needs_run
+    shares = strategy.data_parallel_size(world.size)
+    batch_size = check_batch_size(config, shares) if trains else trainer.batch_size
     plan = partial(strategy.parts, micro_batches=trainer.gradient_accumulation_steps)
-    options = (converter, world.device, plan, share, batch_size)
-    loaders = {
-        name: loader_of(config, reader, name == "train" and not parts.mode.needs_run, *options)
-        for name, reader in readers.items()
-    }
-    return Loaders(loaders["train"], loaders.get("val"), loaders["test"], None)
-
-
-def check_sizes(config: RunConfig) -> None:
-    """Raise ConfigError for a size of training images that the model cannot take, though it takes that of the data."""
-    sizes, shape = (config.loader.augment or {}).get("sizes"), config.dataset.get("shape")
-    if sizes is None or shape is None:
-        return
-    with random_states_kept(), torch.no_grad(), torch.device("meta"):  # without weights
-        try:
-            model = instantiate_as(nn.Module, config.model, "model")
-            model(torch.empty(2, *shape))
-        except Exception:  # a model of the user's may need its weights; the first step shows what it takes
-            return
-        for size in sizes:
-            try:
-                model(torch.empty(2, shape[0], size, size))
-            except Exception as error:
-                raise ConfigError(
-                    f"loader.augment.sizes has {size}, and the model takes no images of {size}x{size} pixels "
-                    f"({first_line(error)}); type model=resnet18, whose last layer sees the mean over an image of any "
-                    f"size, or loader.augment.sizes=null"
-                ) from None
+    options = (converter, world.device, plan, strategy.evaluation_share(world), batch_size)
+    return {name: loader_of(config, reader, name == "train" and trains, *options) for name, reader in readers.items()}
 
 
 def set_weights_from_data(

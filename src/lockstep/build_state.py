@@ -182,7 +182,8 @@ def run_info(config: RunConfig, record: ConfigRecord, snapshots: SnapshotManager
     data |= _beginning(config.parameters.init, snapshots) if world.is_rank_zero else {}
     computed = [key for key in compared(record.shown) if not key.startswith("logger.")]
     facts = run_facts(world, state.progress.step, record, computed, data)
-    facts["classes"] = class_names(loaders.train.reader.dataset)
+    listed = class_names(loaders.train.reader.dataset)
+    facts["classes"] = listed if len(listed) <= WRITTEN_NUMBERS else []
     return RunInfo(
         run_dir=snapshots.run_dir,
         config_yaml=record.files["config.yaml"],

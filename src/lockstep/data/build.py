@@ -159,7 +159,7 @@ def class_numbers(dataset: Any) -> Tensor | None:
 def reader_of(
     config: RunConfig, dataset: Any, split: str, is_trained: bool, check: Check | None = None
 ) -> SampleReader:
-    """What reads the samples of a split: "train", "val" or "test". is_trained: whether it has the transforms of training.
+    """What reads the samples of a split: "train", "val" or "test". is_trained: whether with the transforms of training.
 
     check: of targets. Those in memory are looked at here.
     """

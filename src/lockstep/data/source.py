@@ -168,7 +168,7 @@ def require_same_classes(names: Sequence[str], others: Sequence[str], what: str,
         raise ConfigError(f"class {number} {first} and {others[number]} in {other}; {advice}")
 
 
-# Inputs and targets of a batch are one tensor each, or tuples or dicts of tensors, whose first dimension counts samples.
+# Inputs and targets of a batch are one tensor each, or tuples or dicts of them, whose first dimension counts samples.
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

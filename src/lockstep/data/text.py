@@ -149,6 +149,11 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return replace(self, pieces=[(0, start), (stop, length)]), replace(self.evaluated, pieces=[(start, stop)])
 
     @property
+    def fingerprint(self) -> str:
+        some = self.tokens[:: 1 + len(self.tokens) // 2**20].cpu().numpy()
+        return f"{short_hash(some.tobytes(), self.tokenizer, self.block)} of {len(self.tokens)} tokens"
+
+    @property
     def coder(self) -> Tokenizer:
         return Tokenizer(self.tokenizer, self.classes)
 

@@ -50,7 +50,8 @@ def _of_samples(dataset: Any) -> str:
     if isinstance(own := getattr(dataset, "fingerprint", None), str):
         return own
     if isinstance(files := getattr(dataset, "files", None), np.ndarray):  # of images
-        return f"{_hash(files.tobytes(), np.asarray(dataset.targets).tobytes())} of the names and targets of {len(files)} files"
+        targets_of_files = np.asarray(getattr(dataset, "targets", ())).tobytes()
+        return f"{_hash(files.tobytes(), targets_of_files)} of the names and targets of {len(files)} files"
     if isinstance(dataset, Tensors):
         return _of_tensors(dataset)
     if not hasattr(type(dataset), "__getitem__") or type(dataset).__getitem__ is Dataset.__getitem__:
