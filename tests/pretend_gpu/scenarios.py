@@ -9,13 +9,13 @@ from typing import Any
 
 from pretend_gpu import device
 from support.configs import composed, parts_of, record_of
+from support.digits import FEW
 from support.worlds import train
 
 GPUS = 8
-BASE = ["trainer.max_steps=14", "trainer.epochs=9", "dataset.train.train=false", "logging.every=1000", "logger=[]"]
+BASE = ["trainer.max_steps=14", "trainer.epochs=9", FEW, "logging.every=1000", "logger=[]"]
 BASE += ["watch.every=5", "backend.timeout=100"]
-MIX = "loader.batch_transforms=[{_target_:lockstep.data.transforms.MixUp,alpha:1.0,classes:10},"
-MIX += "{_target_:lockstep.data.transforms.RandomErasing,p:0.5}]"
+MIX = "loader.batch_transforms=[{_target_:torchvision.transforms.v2.MixUp,alpha:1.0,num_classes:10}]"
 EMPTY = ["trainer.batch_size=359", "trainer.max_steps=4"]  # of 360 samples: an epoch's last batch is one sample
 FP16 = ["trainer.precision=fp16", "sync_bn=off"]
 
@@ -56,7 +56,7 @@ SCENARIOS: dict[str, tuple[int, list[str], dict[str, float]]] = {
     "fp16, fused": (2, FP16, COMPARED),
     "fp16, unfused": (2, [*FP16, "optimizer.fused=false"], UNFUSED),
     "fp16, muon": (2, [*FP16, "optimizer=muon_sgd"], UNFUSED),
-    "mixup and erasing": (2, ["sync_bn=off", MIX], COMPARED),
+    "mixup": (2, ["sync_bn=off", MIX], COMPARED),
     "gradient_sync=bf16": (2, ["gradient_sync=bf16", "sync_bn=off"], COMPARED),
     "gradient_sync=ring": (2, ["gradient_sync=ring", "sync_bn=off"], COMPARED),
     "gradient_sync=powersgd": (
@@ -114,11 +114,11 @@ def trained_on_gpus(cfg: Any, gpus: int = GPUS, of: str = "cuda") -> dict[str, A
 
     loader.VALUES_AT_ONCE = 1  # else the first step loads the whole epoch of so few samples
     device.pretend(gpus, "gloo" if of == "mps" else cfg.backend.name, of)
-    epoch, train_epoch, steps, error = loader.BatchLoader.epoch, loop.train_epoch, 0, ""
+    batches, train_epoch, steps, error = loader.Loader.batches, loop.train_epoch, 0, ""
 
     def counted(*args: Any, **options: Any) -> Any:
         nonlocal steps
-        for number, batch in enumerate(epoch(*args, **options)):
+        for number, batch in enumerate(batches(*args, **options)):
             device.seen.counting = number > 0
             steps += number > 0
             yield batch
@@ -128,7 +128,7 @@ def trained_on_gpus(cfg: Any, gpus: int = GPUS, of: str = "cuda") -> dict[str, A
             stack.callback(setattr, device.seen, "counting", False)
             return train_epoch(*args)
 
-    loader.BatchLoader.epoch, loop.train_epoch = counted, watched  # type: ignore[method-assign]
+    loader.Loader.batches, loop.train_epoch = counted, watched  # type: ignore[method-assign]
     try:
         train(cfg)
     except BaseException as raised:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.config.nodes import instantiate_as
-from lockstep.data.dataset import InMemoryDataset
+from lockstep.data import Tensors
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import ConfigError
 from lockstep.preflight import preflight
@@ -101,8 +101,8 @@ def place_of_data(free: int) -> str:
     """Where 1000 bytes of samples are on a GPU with so much free memory."""
     device.pretend(1, "nccl")
     torch.cuda.mem_get_info = lambda device=None: (free, free)  # type: ignore[assignment]
-    data = InMemoryDataset(torch.zeros(1000, 1, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int64))
-    return data.to(torch.device("cuda:0")).samples.device.type
+    data = Tensors(torch.zeros(1000, 1, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int64))
+    return data.to(torch.device("cuda:0")).inputs.device.type
 
 
 @pytest.mark.parametrize(("free", "place"), [(4000, "cuda"), (3999, "cpu")])

@@ -12,16 +12,17 @@ from lockstep.preflight import preflight
 from pretend_gpu import device
 from pretend_gpu.scenarios import trained_on_gpus, worked
 from support.configs import composed
+from support.digits import FEW
 from support.worlds import distance, in_world, train, weights
 
 BASE = [
     "trainer.max_steps=9",
     "trainer.epochs=9",
-    "dataset.train.train=false",
+    FEW,
     "logger=[tensorboard]",
     "logging.every=2",
 ]
-MIX = "loader.batch_transforms=[{_target_:lockstep.data.transforms.MixUp,alpha:1.0,classes:10}]"
+MIX = "loader.batch_transforms=[{_target_:torchvision.transforms.v2.MixUp,alpha:1.0,num_classes:10}]"
 RUNS = {
     "convnet": ["trainer.ema=0.9"],
     "adamw, clipping, accumulation": [

@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.data.builtin import digits
-from lockstep.data.loader import Converter
 from lockstep.distributed.host import has_native_bf16
 from lockstep.models.tutorial import linear
 from lockstep.training.setup import cast
 from support.commands import PYTHON_TRAIN, Command
 from support.configs import composed
+from support.digits import digits
 from support.reference import saved_parameters, train_reference
 from support.run_folders import newest_snapshot
 from support.worlds import distance, in_world, same_bits, train_all
@@ -35,7 +34,7 @@ def types_in(values: Any) -> set[torch.dtype]:
 
 def test_the_weights_are_those_of_plain_torch_in_bfloat16(tmp_path: Path) -> None:
     """Two ranks end near them: each rounds the gradient of its own samples."""
-    images, targets = digits(True).samples, digits(True).targets
+    images, targets = digits(True).inputs, digits(True).targets
     scaled = ((images.double() / 255 - 0.287) / 0.353).bfloat16()
     torch.manual_seed(0)
     make = partial(torch.optim.AdamW, lr=0.01, foreach=False)
@@ -92,7 +91,7 @@ def test_running_statistics_move_as_in_float32(tmp_path: Path) -> None:
 def test_a_trained_net_is_loaded_and_exported(start: Any, tmp_path: Path) -> None:
     words = [*BASE, "model=convnet", "hydra.run.dir=run"]
     start(*PYTHON_TRAIN, *words).finish()
-    images = digits(False).samples[:8]
+    images = digits(False).inputs[:8]
     net = lockstep.load(str(tmp_path / "run"))
     outputs = net(images)
     assert (outputs.dtype, next(net.parameters()).dtype) == (torch.bfloat16, torch.bfloat16)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 
-from lockstep.data.builtin import digits
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import ConfigError
 from lockstep.models.tutorial import linear
@@ -27,6 +26,7 @@ from lockstep.tasks.segmentation import Segmentation
 from lockstep.training.early_steps import find_no_sums
 from lockstep.training.meter import Meter
 from support.commands import WHOLE
+from support.digits import digits
 from support.models import OwnClassification
 from support.reference import saved_parameters, train_reference
 from support.refusals import accepted
@@ -241,7 +241,7 @@ def test_a_mean_is_over_the_weights_of_all_ranks_whatever_their_sum_is(tmp_path:
     words = [*WHOLE, f"task._target_={__name__}.Weighed", "trainer.precision=fp64", "trainer.max_steps=4"]
     words += ["model=linear", "trainer.batch_size=61", "scheduler=constant", "optimizer.weight_decay=0", "logger=[]"]
     torch.manual_seed(0)
-    images, targets = digits(True).samples, digits(True).targets
+    images, targets = digits(True).inputs, digits(True).targets
     scaled = (images.double() / 255 - 0.287) / 0.353
     plain = train_reference(
         linear([1, 8, 8], 10).double(),
@@ -256,7 +256,7 @@ def test_a_mean_is_over_the_weights_of_all_ranks_whatever_their_sum_is(tmp_path:
         folder = tmp_path / str(size)
         found = in_world(size, train_all, [accepted(*words, "optimizer.lr=0.05", f"run_dir={folder}")])
         assert torch.allclose(saved_parameters(folder, plain.model), plain.weights, rtol=1e-9, atol=1e-12)
-        tested = (digits(False).samples.double() / 255 - 0.287) / 0.353
+        tested = (digits(False).inputs.double() / 255 - 0.287) / 0.353
         outputs, classes = plain.model(tested), digits(False).targets
         accuracy = ((outputs.argmax(1) == classes) * weight_of(classes)).sum() / weight_of(classes).sum()
         assert found[0] == [pytest.approx(float(accuracy), rel=1e-9)]
@@ -264,7 +264,7 @@ def test_a_mean_is_over_the_weights_of_all_ranks_whatever_their_sum_is(tmp_path:
 
 def test_class_weights_are_those_of_torch_on_any_ranks_and_balanced_ones_those_of_sklearn(tmp_path: Path) -> None:
     """Uneven last batches, gradient accumulation and label smoothing; virtual ranks have the same bits."""
-    (x, y), (tested, classes) = ((half.samples.double() / 255, half.targets) for half in (digits(True), digits(False)))
+    (x, y), (tested, classes) = ((half.inputs.double() / 255, half.targets) for half in (digits(True), digits(False)))
     typed = {"balanced": "balanced", "listed": "[1,2,0,4,5,6,0.7,8,9,10]"}
     weights = {
         "balanced": torch.from_numpy(compute_class_weight("balanced", classes=np.arange(10), y=y.numpy())),

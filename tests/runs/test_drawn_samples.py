@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from support.configs import composed
+from support.digits import FEW
 from support.worlds import distance, in_world, same_bits, train_all, weights
 
 UNEVEN = [
@@ -21,7 +22,7 @@ BASE = [
     "logger=[]",
 ]
 RUNS = {
-    "in memory": ["loader.sampling=balanced", "dataset.train.train=false", "trainer.batch_size=61"],
+    "in memory": ["loader.sampling=balanced", FEW, "trainer.batch_size=61"],
     "by class": [*UNEVEN, "loader.sampling=balanced", "loader.num_workers=1"],
     "by weight": [*UNEVEN, "loader.sampling=weights", "trainer.gradient_accumulation_steps=3"],
 }

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from lockstep.data.builtin import digits
-from lockstep.data.dataset import InMemoryDataset
+from lockstep.data import Tensors
 from support.commands import own_data
 from support.configs import composed, with_values
+from support.digits import digits
 from support.worlds import distance, in_world, train_all, weights
 
 pytestmark = pytest.mark.whole
@@ -33,9 +33,9 @@ class Viewing(nn.Module):
         return logits
 
 
-def few_digits(train: bool) -> InMemoryDataset:
+def few_digits(train: bool) -> Tensors:
     data = digits(train)
-    return InMemoryDataset(data.samples[:SAMPLES], data.targets[:SAMPLES])
+    return Tensors(data.inputs[:SAMPLES], data.targets[:SAMPLES])
 
 
 def config(folder: Path, name: str, *overrides: str) -> Any:

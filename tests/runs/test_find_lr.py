@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from lockstep.data.builtin import digits
 from lockstep.data.partition import seeded
 from lockstep.models.tutorial import mlp
 from lockstep.training.rate_finder import smoothed, suggested
 from support.commands import PYTHON_TRAIN, Command
+from support.digits import digits
 from support.event_files import scalars
 from support.reference import train_reference
 

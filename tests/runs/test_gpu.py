@@ -9,12 +9,13 @@ import torch
 
 from pretend_gpu.scenarios import SCENARIOS, small_training
 from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN
+from support.digits import FEW
 from support.run_folders import read_log
 from support.worlds import distance, in_world, same_bits, train, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-SMALL = ["model=mlp", "logger=[]", "dataset.train.train=false", "scheduler=constant", "optimizer=adamw"]
+SMALL = ["model=mlp", "logger=[]", FEW, "scheduler=constant", "optimizer=adamw"]
 
 
 @pytest.mark.parametrize(

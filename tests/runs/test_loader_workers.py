@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from lockstep.data.samples import EVALUATION, Key, Samples
+from lockstep.data.workers import DatasetReader
 from torch.utils.data._utils import signal_handling
 
 from lockstep.data import workers
-from lockstep.data.samples import EVALUATION, Key, Samples
-from lockstep.data.workers import DatasetReader
 from lockstep.failures.causes import explain_exception
 from support.commands import ROOT, children, wait_for
 

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 import lockstep
-from lockstep.data.builtin import digits
 from lockstep.errors import ConfigError
 from support.commands import ON_TEST, PYTHON_TRAIN, ROOT, WHOLE, Command
+from support.digits import digits
 
 pytestmark = pytest.mark.whole
 
@@ -72,9 +72,7 @@ def test_a_mode_uses_what_the_run_was_trained_with_whatever_became_of_its_files(
     """Its YAML is edited, and the file of its first weights is gone. Another evaluation has a file of its own."""
     own = tmp_path / "conf" / "dataset" / "own.yaml"
     own.parent.mkdir(parents=True)
-    parts = [
-        f"{name}: {{_target_: lockstep.data.builtin.digits, train: {name == 'train'}}}" for name in ("train", "test")
-    ]
+    parts = [f"{name}: {{_target_: support.digits.digits, train: {name == 'train'}}}" for name in ("train", "test")]
     text = "\n".join([*parts, "shape: [1, 8, 8]", "classes: 10", "mean: [0.9]", "std: [0.1]"])
     own.write_text(text)
     words = [*PYTHON_TRAIN, "--config-dir=conf", "dataset=own", "model=linear", "trainer.precision=fp64", "logger=[]"]
@@ -134,7 +132,7 @@ def test_predictions_are_in_the_data_sets_order_at_any_world_size(run: Path, sta
 
 
 def images() -> torch.Tensor:
-    return digits(train=False).samples
+    return digits(train=False).inputs
 
 
 def mean_loss(outputs: torch.Tensor) -> float:

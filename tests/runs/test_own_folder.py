@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.data.builtin import digits
 from support.commands import PYTHON_TRAIN, STARTERS, Command, wait_for
+from support.digits import digits
 
 Start = Callable[..., Command]
 

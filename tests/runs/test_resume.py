@@ -13,11 +13,12 @@ from lockstep.runs.record import read_run
 from lockstep.snapshots.state import resumed_group
 from support.commands import ON_TEST
 from support.configs import composed
+from support.digits import FEW, FEW_ON_TEST
 from support.run_folders import newest_snapshot, read_log
 from support.worlds import distance, in_world, same_bits, train, train_all, weights
 
 # 360 training samples in batches of 64: 6 steps an epoch.
-SMALL = ["model=mlp", "logger=[]", "model.width=16", "dataset.train.train=false", "evaluation.batch_size=360", ON_TEST]
+SMALL = ["model=mlp", "logger=[]", "model.width=16", "evaluation.batch_size=360", FEW_ON_TEST]
 
 
 def runs(folder: Path, *overrides: str) -> Any:
@@ -41,7 +42,7 @@ def test_a_resumed_run_ends_with_the_same_bits_as_an_unbroken_one(tmp_path):
 @pytest.mark.parametrize("late", [False, True])
 def test_what_a_model_and_an_optimizer_draw_is_the_same_after_a_resume_in_mid_epoch(tmp_path, late):
     own = ["logger=[]", "model=linear", "model._target_=support.models.Drawing", f"+model.late={late}"]
-    own += ["optimizer._target_=support.models.Langevin", "dataset.train.train=false", "trainer.epochs=2"]
+    own += ["optimizer._target_=support.models.Langevin", FEW, "trainer.epochs=2"]
     own += ["snapshot.every=1steps", "snapshot.keep_last=20"]
     whole, steps = tmp_path / "whole", (2, 3, 5, 8)  # with `late`, step 4 is the first one that draws
     in_world(1, train, composed(f"run_dir={whole}", *own))
@@ -240,7 +241,7 @@ def _refusal(first: Any, second: Any) -> str:
 
 def test_a_snapshot_of_another_run_is_refused_and_what_differs_is_named(tmp_path):
     first, other = tmp_path / "first", tmp_path / "other"
-    differs = ["seed=1", "dataset.train.train=true", "model.width=17", "optimizer=adamw"]
+    differs = ["seed=1", ON_TEST, "model.width=17", "optimizer=adamw"]
     second = runs(other, f"resume={first}", "trainer.epochs=2", *differs)
     (sentence,) = in_world(1, _refusal, runs(first, "trainer.max_steps=5"), second)
     assert f"{first}/snapshots/step_00000005.pt does not fit this run: " in sentence

@@ -16,11 +16,12 @@ import torch
 from lockstep.loggers.csv_logger import read_rows
 from lockstep.runs.record import code_facts, read_run, run_exit_code, versions
 from support.commands import PYTHON_TRAIN, ROOT, Command, wait_for
+from support.digits import FEW
 from support.event_files import Backend
 from support.run_folders import SLOW, position
 from support.worlds import same_bits
 
-SMALL = ["model=mlp", "model.width=16", "logger=[]", "dataset.train.train=false", "trainer.batch_size=16"]
+SMALL = ["model=mlp", "model.width=16", "logger=[]", FEW, "trainer.batch_size=16"]
 
 
 def record(folder: Path) -> dict[str, Any]:

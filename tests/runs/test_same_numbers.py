@@ -14,7 +14,7 @@ from support.worlds import distance, in_world, train, train_all, weights
 
 BASE = [ON_TEST, "trainer.epochs=2", "trainer.batch_size=61", "trainer.precision=fp64", "logger=[]"]
 RUNS = {
-    "sync_bn": ["sync_bn=on", "dataset.augment.pad=1", "dataset.augment.flip=true"],
+    "sync_bn": ["sync_bn=on", "loader.augment={_target_:lockstep.data.augment.ShiftFlip,pad:1,flip:true}"],
     "accumulation": ["sync_bn=on", "trainer.gradient_accumulation_steps=3", "optimizer=adamw"],
     "lazy": ["model._target_=support.models.lazy_layers", "sync_bn=on"],
     "lazy in parts": [

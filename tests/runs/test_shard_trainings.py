@@ -16,7 +16,13 @@ from support.worlds import distance, weights
 BASE = [
     *("dataset=shards", "dataset.urls=train-*.tar", "dataset.test_urls=[test-000.tar]", "data_dir=data"),
     *("dataset.inputs=npy", "dataset.window=50", "model=mlp", "model.width=8", "trainer.precision=fp64"),
-    *("trainer.batch_size=16", "trainer.epochs=8", "optimizer.lr=1e-3", "snapshot.every=1steps", "loader.num_workers=1"),
+    *(
+        "trainer.batch_size=16",
+        "trainer.epochs=8",
+        "optimizer.lr=1e-3",
+        "snapshot.every=1steps",
+        "loader.num_workers=1",
+    ),
 ]
 
 

@@ -10,15 +10,15 @@ import lockstep
 from lockstep.config.nodes import instantiate
 from lockstep.snapshots.files import list_snapshots, parts_of
 from lockstep.snapshots.initial_weights import load_initial_weights
-from support.commands import ON_TEST
 from support.configs import composed
+from support.digits import FEW_ON_TEST
 from support.worlds import in_world, same_bits, train
 
 pytestmark = pytest.mark.whole
 
 # 360 training samples in batches of 64: 6 steps an epoch.
-SMALL = ["model=mlp", "logger=[]", "dataset.train.train=false", "evaluation.batch_size=360", "trainer.ema=0.9"]
-SMALL += ["trainer.precision=fp64", "optimizer=adamw", "trainer.epochs=3", "snapshot.keep_last=1", ON_TEST]
+SMALL = ["model=mlp", "logger=[]", "evaluation.batch_size=360", "trainer.ema=0.9"]
+SMALL += ["trainer.precision=fp64", "optimizer=adamw", "trainer.epochs=3", "snapshot.keep_last=1", FEW_ON_TEST]
 
 
 def train_with_limit(cfg: Any, limit: int) -> float:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from lockstep.data.dataset import InMemoryDataset
+
 from lockstep.data.text import read_text
 from lockstep.tasks.language_modelling import IGNORED
 from support.configs import composed, with_values

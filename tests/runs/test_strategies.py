@@ -11,11 +11,12 @@ import torch
 from lockstep.errors import StoppedEarly
 from support.commands import ON_TEST, Command, wait_for
 from support.configs import composed
+from support.digits import PAIRS_ON_TEST
 from support.worlds import distance, in_world, train, train_all, weights
 
 # 61 test samples by 20: with three ranks one of them evaluates one more batch than the others.
 SMALL = ["dataset=random", "dataset.samples=61", "model=mlp", "trainer.batch_size=16", "evaluation.batch_size=20"]
-DOUBLE = [ON_TEST, "trainer.precision=fp64", "trainer.epochs=2", "optimizer.fused=false", "logger=[]"]
+DOUBLE = [PAIRS_ON_TEST, "trainer.precision=fp64", "trainer.epochs=2", "optimizer.fused=false", "logger=[]"]
 AVERAGED = [*SMALL, *DOUBLE, "optimizer=adamw", "trainer.max_grad_norm=0.3", "trainer.ema=0.8", "monitor=val/loss"]
 IMAGES = [
     *DOUBLE, "model=convnet", "sync_bn=on", "trainer.batch_size=200", "trainer.gradient_accumulation_steps=2",

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lockstep.data.builtin import random_pairs
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.data.builtin import random_pairs
 from lockstep.errors import ConfigError
 from lockstep.models.base import matching_parameters
 from lockstep.modes.export import write_weights

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.data.builtin import digits
 from lockstep.errors import EXIT_RESUMABLE
 from support.commands import ROOT, TRAIN
 from support.configs import composed, parts_of, record_of
+from support.digits import digits
 from support.event_files import scalars
 from support.worlds import in_world, same_bits, train_all
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-
 from lockstep.data.builtin import random_pairs
+
 from lockstep.models.tutorial import mlp
 from support.configs import composed, with_values
 from support.event_files import scalars

@@ -10,6 +10,7 @@ from lockstep.errors import RanksDiffer
 from lockstep.training.weight_check import PIECE, digest
 from support.commands import PYTHON_TRAIN, ROOT, Command
 from support.configs import composed
+from support.digits import FEW
 from support.small_text import small_gpt
 from support.worlds import in_world, train
 
@@ -17,7 +18,7 @@ SMALL = [
     "model=mlp",
     "model.width=16",
     "logger=[]",
-    "dataset.train.train=false",
+    FEW,
     "trainer.batch_size=16",
     "trainer.epochs=2",
 ]

@@ -133,7 +133,7 @@ def test_the_average_of_the_weights_is_evaluated_and_exported(tmp_path: Path, ra
 
 def loss_with(model: torch.nn.Module, weights: torch.Tensor) -> float:
     """The mean cross entropy of the test digits under these weights."""
-    from lockstep.data.builtin import digits
+    from support.digits import digits
 
     torch.nn.utils.vector_to_parameters(weights, model.parameters())
     assert torch.equal(parameter_vector(model), weights)
