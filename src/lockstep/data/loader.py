@@ -54,13 +54,13 @@ class Batch:
 
 
 class _Share(NamedTuple):
-    """What one forward pass reads. start: samples of the epoch before the global batch. places: (n,) in the epoch.
-    numbers: (n,) in the data set."""
+    """What one forward pass reads. start: samples of the epoch before the global batch. count: of the global batch.
+    numbers: (n,) in the data set; with batch-wide transforms, of the sample before the part, too."""
 
     epoch: int
     start: int
+    count: int
     part: Part
-    places: Tensor
     numbers: Tensor
 
 
@@ -148,7 +148,6 @@ class Loader:
             self.memory = whole.to(device)
             one = self.memory.gather(torch.zeros(1, dtype=torch.int64))[0]
             self.values, self.is_here = one.numel(), one.device == device
-
         self.is_stream = isinstance(reader.dataset, Stream)
 
     def __len__(self) -> int:
@@ -172,7 +171,7 @@ class Loader:
             for start in range(0, samples, batch_size):
                 stop = min(start + batch_size, samples)
                 numbers = torch.arange(min(start + rank, stop), stop, size)
-                yield _Share(EVALUATION, start, Part(rank, start, start + len(numbers)), numbers, numbers)
+                yield _Share(EVALUATION, start, len(numbers), Part(rank, start, start + len(numbers)), numbers)
 
         asked, waiting = tee(shares())
         for share, pair in zip(waiting, self._loaded(asked), strict=True):
@@ -204,20 +203,20 @@ class Loader:
             order = self.order.epoch(epoch)
             for start in range(skip, len(self), self.batch_size):
                 number, count = start // self.batch_size, min(self.batch_size, len(self) - start)
-                yield (
-                    number,
-                    count,
-                    [self._share(epoch, start, count, part, order) for part in self.parts(number, count)],
-                )
+                shares = [self._share(epoch, start, count, part, order) for part in self.parts(number, count)]
+                yield number, count, shares
             skip = 0
 
     def _share(self, epoch: int, start: int, count: int, part: Part, order: Tensor) -> _Share:
-        if not self.transforms:
-            places = torch.arange(start + part.start, start + part.stop)
-            return _Share(epoch, start, part, places, order[places])  # a slice of the order would keep all of it
-        before = start + (part.start - 1) % count  # the sample before is mixed in
-        places = torch.cat([torch.tensor([before]), torch.arange(start + part.start, start + part.stop)])
-        return _Share(epoch, start, part, places, order[places])
+        if self.transforms:
+            return _Share(epoch, start, count, part, order.index_select(0, self._places(start, count, part)))
+        numbers = order[start + part.start : start + part.stop]
+        return _Share(epoch, start, count, part, numbers.clone())  # a slice would keep all of the order
+
+    def _places(self, start: int, count: int, part: Part) -> Tensor:
+        """(n,) of the samples of a part in their epoch. Batch-wide transforms mix in the sample before it."""
+        first = part.start - bool(self.transforms)
+        return torch.arange(first, part.stop) % count + start
 
     def _loaded(self, shares: Iterator[_Share]) -> Iterator[tuple[Any, Any]]:
         """(inputs, targets) of each share, as model and task take them."""
@@ -225,7 +224,7 @@ class Loader:
             inputs, targets = self._to_device(raw)
             is_training = group[0].epoch != EVALUATION
             if self.augment is not None and is_training:
-                inputs = self.augment(inputs, self._places(group))
+                inputs = self.augment(inputs, self._where(group))
             inputs, targets = self.converter(inputs), map_tensors(self.converter.target, targets)
             sizes = [len(share.numbers) for share in group]
             of_each = [(inputs, targets)]
@@ -234,9 +233,9 @@ class Loader:
             for share, pair in zip(group, of_each, strict=True):
                 yield self._mixed(share, *pair) if is_training else pair
 
-    def _places(self, group: Sequence[_Share]) -> Places:
-        places, numbers = (torch.cat([getattr(share, name) for share in group]) for name in ("places", "numbers"))
-        first = group[0]
+    def _where(self, group: Sequence[_Share]) -> Places:
+        first, numbers = group[0], torch.cat([share.numbers for share in group])
+        places = torch.cat([self._places(share.start, share.count, share.part) for share in group])
         return Places(self.seed, first.epoch, first.start, len(self.reader), *self._to_device((places, numbers)))
 
     def _mixed(self, share: _Share, inputs: Any, targets: Any) -> tuple[Any, Any]:
@@ -261,7 +260,8 @@ class Loader:
 
     def _request(self, share: _Share) -> Request:
         is_drawn = self.order.repeats and share.epoch != EVALUATION
-        return Request(share.epoch, share.start, share.numbers.numpy(), share.places.numpy() if is_drawn else None)
+        draws = self._places(share.start, share.count, share.part).numpy() if is_drawn else None
+        return Request(share.epoch, share.start, share.numbers.numpy(), draws)
 
     def _from_memory(self, shares: Iterator[_Share]) -> Iterator[tuple[list[_Share], tuple[Tensor, Tensor]]]:
         groups = self._groups(shares)
