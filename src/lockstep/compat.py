@@ -6,8 +6,7 @@ The imports are inside the functions: `--help` must not import torch.
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -296,50 +295,6 @@ def versions(tensors: "Sequence[Tensor]") -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
-def is_loader_signal_handler(handler: object) -> bool:
-    """Whether a handler of SIGCHLD is the one that a DataLoader with workers installs.
-
-    It raises its error about a dead worker anywhere: where a thread was being started a lock stayed locked, and the
-    rank hung; where torch made temporary files, one of them stayed. Missing: False, and the handler stays.
-    """
-    return getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling"
-
-
-def wait_for_batches(iterator: Any, wait: Callable[[Callable[[float], Any]], Any]) -> None:
-    """Let an iterator of a DataLoader with workers wait by `wait(get)`, where get(seconds) is its own wait.
-
-    Its own one looks at the workers every 5 s only, and relies on the handler of SIGCHLD. Missing: a worker that dies
-    is noticed 5 s later.
-    """
-    get = getattr(iterator, "_try_get_data", None)
-    if get is not None:
-        iterator._try_get_data = partial(wait, get)
-
-
-def raise_error_of_worker() -> None:
-    """Raise torch's error about a worker that died by a signal, which names the signal. Missing: nothing is raised."""
-    import torch
-
-    getattr(torch._C, "_error_if_any_worker_fails", lambda: None)()
-
-
-def forget_workers(loader: Any) -> None:
-    """Make a DataLoader forget its workers, which are about to be killed: what it does by itself needs them alive.
-
-    Missing: the loader ends them when it is deleted, and may raise an error about their deaths.
-    """
-    import torch
-
-    iterator = getattr(loader, "_iterator", None)
-    if iterator is None:
-        return
-    getattr(torch._C, "_remove_worker_pids", lambda key: None)(id(iterator))
-    if hasattr(iterator, "_pin_memory_thread"):
-        iterator._pin_memory_thread_done_event.set()
-    iterator._shutdown = True
-    loader._iterator = None
-
-
 def plain_functions() -> AbstractContextManager[None]:
     """In the block no torch.overrides.TorchFunctionMode sees torch's functions: not those that draw for a sample.
 
@@ -382,3 +337,17 @@ def is_of_transform(tensor: Any) -> bool:
 
     is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
     return is_wrapped is not None and bool(is_wrapped(tensor))
+
+
+def decoded_jpeg(stored: bytes) -> "Tensor | None":
+    """The pixels (C, H, W) uint8 of a JPEG, turned as its EXIF tag says: those of Pillow, in half of its time.
+
+    Missing: None, and Pillow decodes it. torchvision warns of the function around this operator.
+    """
+    import torch
+    import torchvision  # noqa: F401
+
+    with suppress(AttributeError, RuntimeError):  # the file is damaged
+        found: Tensor = torch.ops.image.decode_jpeg(torch.frombuffer(bytearray(stored), dtype=torch.uint8), 0, True)
+        return found
+    return None

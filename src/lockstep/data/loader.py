@@ -54,12 +54,12 @@ class Batch:
 
 
 class _Share(NamedTuple):
-    """What one forward pass reads. start: samples of the epoch before the global batch. count: of the global batch.
+    """What one forward pass reads. start: samples of the epoch before the global batch. samples: of the batch.
     numbers: (n,) in the data set; with batch-wide transforms, of the sample before the part, too."""
 
     epoch: int
     start: int
-    count: int
+    samples: int
     part: Part
     numbers: Tensor
 
@@ -235,7 +235,7 @@ class Loader:
 
     def _where(self, group: Sequence[_Share]) -> Places:
         first, numbers = group[0], torch.cat([share.numbers for share in group])
-        places = torch.cat([self._places(share.start, share.count, share.part) for share in group])
+        places = torch.cat([self._places(share.start, share.samples, share.part) for share in group])
         return Places(self.seed, first.epoch, first.start, len(self.reader), *self._to_device((places, numbers)))
 
     def _mixed(self, share: _Share, inputs: Any, targets: Any) -> tuple[Any, Any]:
@@ -260,7 +260,7 @@ class Loader:
 
     def _request(self, share: _Share) -> Request:
         is_drawn = self.order.repeats and share.epoch != EVALUATION
-        draws = self._places(share.start, share.count, share.part).numpy() if is_drawn else None
+        draws = self._places(share.start, share.samples, share.part).numpy() if is_drawn else None
         return Request(share.epoch, share.start, share.numbers.numpy(), draws)
 
     def _from_memory(self, shares: Iterator[_Share]) -> Iterator[tuple[list[_Share], tuple[Tensor, Tensor]]]:

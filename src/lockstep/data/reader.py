@@ -1,11 +1,14 @@
 """Reads samples one by one, in workers or in the rank: each has its own random numbers, and its errors name it."""
 
+import atexit
 import fcntl
 import logging
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -193,10 +196,24 @@ def batches(reader: SampleReader, requests: Iterable[Request], workers: int, pin
         multiprocessing_context="fork" if workers and hasattr(os, "fork") else None,
         generator=torch.Generator(),  # by default it draws from the generator of the initial weights
     )
-    for found in loader:
-        if isinstance(found, Told):
-            raise ConfigError(found.sentence)
-        yield found
+    before = multiprocessing.active_children()
+    read = iter(loader)
+    started = [child for child in multiprocessing.active_children() if child not in before]
+    end = partial(_end, started)
+    atexit.register(end)  # Python would wait for ever for workers that ignore its SIGTERM
+    try:
+        for found in read:
+            if isinstance(found, Told):
+                raise ConfigError(found.sentence)
+            yield found
+    finally:
+        atexit.unregister(end)
+
+
+def _end(workers: Iterable[Any]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error
+    for worker in workers:
+        worker.kill()
 
 
 def _as_read(found: Any) -> Any:

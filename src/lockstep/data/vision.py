@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.compat import decoded_jpeg
 from lockstep.config.schema import Count, Seed
 from lockstep.data.source import DataSource, Splits, Tensors
 from lockstep.errors import ConfigError
@@ -84,18 +85,16 @@ def read_image(stored: bytes, size: int | None) -> Tensor:
     """The RGB pixels (3, H, W) uint8 of an image file, turned as its EXIF tag says. With `size`, the shorter side is
     scaled to it and the middle cut out, as by torchvision's Resize and CenterCrop. Pillow raises errors of many types.
     """
-    import torchvision  # noqa: F401  # it brings decode_jpeg: Pillow's pixels in half of its time, or none
     from PIL import Image, ImageOps
 
     found: Any = None
-    if stored[:2] == b"\xff\xd8" and (size is None or len(stored) < LARGE_JPEG):
-        with suppress(AttributeError, RuntimeError):  # a later torchvision lacks it, or the file is damaged
-            encoded = torch.frombuffer(bytearray(stored), dtype=torch.uint8)
-            pixels: Tensor = torch.ops.image.decode_jpeg(encoded, 0, True)  # with the channels that it has, and EXIF
-            if len(pixels) in (1, 3) and (size is None or pixels.shape[1:] == (size, size)):  # 4 are inks
-                return pixels.expand(3, -1, -1)
-            if len(pixels) == 3 and size is not None and min(pixels.shape[1:]) < 4 * size:
-                found = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+    is_small_jpeg = stored[:2] == b"\xff\xd8" and (size is None or len(stored) < LARGE_JPEG)
+    pixels = decoded_jpeg(stored) if is_small_jpeg else None
+    if pixels is not None and len(pixels) in (1, 3):  # 4 are inks
+        if size is None or pixels.shape[1:] == (size, size):
+            return pixels.expand(3, -1, -1)
+        if len(pixels) == 3 and min(pixels.shape[1:]) < 4 * size:
+            found = Image.fromarray(pixels.permute(1, 2, 0).numpy())
     if found is None:
         with Image.open(io.BytesIO(stored)) as image:
             if size is not None:
