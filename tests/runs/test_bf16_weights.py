@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.data.loader import InputConverter
 from lockstep.distributed.host import has_native_bf16
 from lockstep.models.tutorial import linear
 from lockstep.training.setup import cast
@@ -104,10 +105,10 @@ def test_a_trained_net_is_loaded_and_exported(start: Any, tmp_path: Path) -> Non
 
 def test_samples_are_normalised_in_float32_and_targets_stay() -> None:
     images = torch.arange(256, dtype=torch.uint8).view(-1, 1, 1, 1)
-    inputs, targets = Converter(torch.device("cpu"), torch.bfloat16, mean=[0.9], std=[0.01])(images, torch.rand(256))
+    converter = InputConverter(torch.bfloat16, mean=[0.9], std=[0.01])
     right = (images.double() / 255 - 0.9) / 0.01
-    assert torch.equal(inputs, right.float().bfloat16())
-    assert targets.dtype == torch.float32
+    assert torch.equal(converter(images), right.float().bfloat16())
+    assert converter.target(torch.rand(256)).dtype == torch.float32
 
 
 def test_what_is_cast_and_what_stays() -> None:

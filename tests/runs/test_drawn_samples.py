@@ -8,9 +8,8 @@ from support.digits import FEW
 from support.worlds import distance, in_world, same_bits, train_all, weights
 
 UNEVEN = [
+    "dataset=pair",
     *(f"dataset.{half}={{_target_:support.own_data.Uneven}}" for half in ("train", "test")),
-    *("~dataset.train.train", "~dataset.test.train", "dataset.mean=null", "dataset.std=null"),
-    *("dataset.shape=[4]", "dataset.classes=2"),
 ]
 BASE = [
     "model=mlp",

@@ -8,17 +8,20 @@ MODULE = """
 import sys
 from torch import nn
 
+from lockstep.data.vision import Digits
+
 {import_time}
 
 class Net(nn.Module):
     def __init__(self):
         sys.exit(0)
 
-def prepare():
-    sys.exit(0)
+class Data(Digits):
+    def prepare(self):
+        sys.exit(0)
 """
 NET = "model._target_=ends.Net"
-PREPARE = "dataset.prepare={_target_: ends.prepare}"
+PREPARE = "dataset._target_=ends.Data"
 
 
 @pytest.mark.parametrize(

@@ -107,14 +107,17 @@ def test_another_launcher_of_hydra_is_refused(train, name, said):
 
 
 PREPARE = """
-def prepare():
-    raise ConnectionError("Connection refused: the server of the data")
+from lockstep.data.vision import Digits
+
+class Data(Digits):
+    def prepare(self):
+        raise ConnectionError("Connection refused: the server of the data")
 """
 
 
 def test_a_preparation_that_fails_before_the_ranks_start_is_one_sentence_and_blames_no_rank(train, tmp_path):
     (tmp_path / "fetching.py").write_text(PREPARE)
-    words = ["launch=fork", "dataset.prepare={_target_: fetching.prepare}"]
+    words = ["launch=fork", "dataset._target_=fetching.Data"]
     run = train(*words, code=2, PYTHONPATH=tmp_path)
     said = "fetching.py:3 (ConnectionError: Connection refused: the server of the data); correct that, or type "
     assert said in run.sentence

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.data.loader import Converter
+from lockstep.data.loader import InputConverter
 from support.commands import own_data
-from support.configs import composed, with_values
+from support.configs import composed
 from support.worlds import distance, in_world, train_all, weights
 
 pytestmark = pytest.mark.whole
@@ -15,36 +15,38 @@ pytestmark = pytest.mark.whole
 MEAN, STD = [0.5, 0.25, 0.1], [0.2, 0.5, 0.4]
 
 
-def converted(samples: torch.Tensor, targets: torch.Tensor, *, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    options = (MEAN[: samples.shape[1]], STD[: samples.shape[1]]) if normalise else (None, None)
-    return Converter(torch.device("cpu"), torch.float64, torch.contiguous_format, *options)(samples, targets)
+def converter(channels: int = 3, *, normalise: bool) -> InputConverter:
+    options = {"mean": MEAN[:channels], "std": STD[:channels]} if normalise else {}
+    return InputConverter(torch.float64, **options)
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 4, 4), (5, 3), (5, 3, 7)])
 def test_samples_are_scaled_and_normalised_by_channel(shape: tuple[int, ...]) -> None:
     values = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     mean, std = (torch.tensor(numbers, dtype=torch.double).view(-1, *[1] * (len(shape) - 2)) for numbers in (MEAN, STD))
-    scaled, classes = values.double() / 255, torch.arange(5)
+    scaled = values.double() / 255
     for samples in (values, scaled, scaled.float()):
         tolerance = {"rtol": 0, "atol": 1e-6 if samples.dtype == torch.float32 else 1e-14}
-        torch.testing.assert_close(converted(samples, classes, normalise=False)[0], scaled, **tolerance)
-        torch.testing.assert_close(converted(samples, classes, normalise=True)[0], (scaled - mean) / std, **tolerance)
-        alone = Converter(torch.device("cpu"), torch.float64, std=STD)
-        torch.testing.assert_close(alone(samples, classes)[0], scaled / std, **tolerance)
+        torch.testing.assert_close(converter(normalise=False)(samples), scaled, **tolerance)
+        torch.testing.assert_close(converter(normalise=True)(samples), (scaled - mean) / std, **tolerance)
+        alone = InputConverter(torch.float64, std=STD)
+        torch.testing.assert_close(alone(samples), scaled / std, **tolerance)
 
 
 def test_classes_and_tokens_stay_integers_and_other_targets_take_the_models_type() -> None:
     tokens = torch.arange(6).view(2, 3)
-    samples, targets = converted(tokens, torch.tensor([0, 1]), normalise=True)
+    samples = converter(normalise=True)(tokens)
     assert torch.equal(samples, tokens)
-    assert (samples.dtype, targets.dtype) == (torch.int64, torch.int64)
-    assert converted(tokens, torch.rand(2, 1), normalise=False)[1].dtype == torch.float64
+    assert samples.dtype == torch.int64
+    target = converter(normalise=False).target
+    assert target(torch.tensor([0, 1], dtype=torch.uint8)).dtype == torch.int64
+    assert target(torch.rand(2, 1)).dtype == target(torch.tensor([True])).dtype == torch.float64
 
 
 def test_a_data_set_is_not_changed_by_its_normalisation() -> None:
     stored = torch.rand(4, 3, 2, 2, dtype=torch.float64)
     before = stored.clone()
-    converted(stored, torch.arange(4), normalise=True)
+    converter(normalise=True)(stored)
     assert torch.equal(stored, before)
 
 
@@ -52,16 +54,15 @@ FLOATS = own_data("support.models.float_digits")
 SHORT = ["model=linear", "trainer.precision=fp64", "trainer.max_steps=4", "logger=[]", "evaluation.batch_size=360"]
 RUNS = {
     "bytes": ["dataset.mean=null", "dataset.std=null"],
-    "floats": ["dataset.mean=null", "dataset.std=null", *FLOATS],
+    "floats": FLOATS,
     "normalised bytes": ["dataset.mean=[0.1]", "dataset.std=[0.4]"],
-    "normalised floats": ["dataset.mean=[0.1]", "dataset.std=[0.4]", *FLOATS],
+    "normalised floats": [*FLOATS, "dataset.mean=[0.1]", "dataset.std=[0.4]"],
 }
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_float_images_with_integer_classes_train_as_uint8_images_do(tmp_path: Path, ranks: int) -> None:
-    base = composed(*SHORT)
-    in_world(ranks, train_all, [with_values(base, f"run_dir={tmp_path / name}", *more) for name, more in RUNS.items()])
+    in_world(ranks, train_all, [composed(*SHORT, *more, f"run_dir={tmp_path / name}") for name, more in RUNS.items()])
     found = {name: weights(tmp_path / name) for name in RUNS}
     assert distance(found["bytes"], found["floats"]) < 1e-12
     assert distance(found["normalised bytes"], found["normalised floats"]) < 1e-12

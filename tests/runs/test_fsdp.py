@@ -119,7 +119,9 @@ def bytes_after_setup(cfg: Any) -> tuple[int, int]:
         parts = parts_of(cfg)  # its strategy holds the model
         cfg, loaders = build.model_and_data(cfg, world, parts)
         both = loaders.train, loaders.test
-        data = sum(tensor.nbytes for loader in both for tensor in (loader.dataset.samples, loader.dataset.targets))
+        data = sum(
+            tensor.nbytes for loader in both for tensor in (loader.reader.dataset.inputs, loader.reader.dataset.targets)
+        )
         gc.collect()
         whole = sum(parameter.numel() * 8 for parameter in instantiate(cfg.model).parameters())
         WATCHED.clear()

@@ -14,7 +14,7 @@ READS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select
 OPTIONS = [
     [],
     ["trainer.gradient_accumulation_steps=2", "trainer.max_grad_norm=1", "trainer.ema=0.9", "optimizer=adamw",
-     "dataset.augment.pad=1", "dataset.augment.flip=true"],
+     "loader.augment={_target_:lockstep.data.augment.ShiftFlip,pad:1,flip:true}"],
     ["sync_bn=on", "trainer.precision=bf16", "model=convnet"],
 ]  # fmt: skip
 QUIET = ["logging.every=1000", "logger=[]"]
@@ -59,20 +59,19 @@ def test_no_step_reads_a_value_back(tmp_path: Path, overrides: list[str]) -> Non
 
 def train_strictly(cfg: Any) -> float:
     """A training during which torch refuses every wait of the host for the device."""
-    from lockstep.data.loader import BatchLoader
+    from lockstep.data.loader import Loader
 
-    batches_of_epoch = BatchLoader.epoch
+    plain = Loader.batches
 
     def strict(*arguments: Any, **options: Any) -> Iterator[Any]:
-        batches = batches_of_epoch(*arguments, **options)
         try:
-            for batch in batches:
-                torch.cuda.set_sync_debug_mode("error")  # the epoch's permutation may be waited for, once
+            for batch in plain(*arguments, **options):
+                torch.cuda.set_sync_debug_mode("error")  # the first permutation may be waited for, once
                 yield batch
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    BatchLoader.epoch = strict  # type: ignore[method-assign]
+    Loader.batches = strict  # type: ignore[method-assign]
     return train(cfg)
 
 

@@ -73,7 +73,9 @@ def test_a_mode_uses_what_the_run_was_trained_with_whatever_became_of_its_files(
     own = tmp_path / "conf" / "dataset" / "own.yaml"
     own.parent.mkdir(parents=True)
     parts = [f"{name}: {{_target_: support.digits.digits, train: {name == 'train'}}}" for name in ("train", "test")]
-    text = "\n".join([*parts, "shape: [1, 8, 8]", "classes: 10", "mean: [0.9]", "std: [0.1]"])
+    text = "\n".join(
+        ["_target_: lockstep.data.Pair", *parts, "shape: [1, 8, 8]", "classes: 10", "mean: [0.9]", "std: [0.1]"]
+    )
     own.write_text(text)
     words = [*PYTHON_TRAIN, "--config-dir=conf", "dataset=own", "model=linear", "trainer.precision=fp64", "logger=[]"]
     start(*words, "trainer.max_steps=1", "hydra.run.dir=first").finish()

@@ -19,15 +19,13 @@ pytestmark = pytest.mark.whole
 BROKEN = 100  # the number of a sample that is NaN
 BATCH = 64
 SAMPLES = 1437
-DATA = [f"dataset.{half}._target_=support.damage.FloatDigits" for half in ("train", "test")]
+DATA = ["dataset=pair", *(f"dataset.{half}._target_=support.damage.FloatDigits" for half in ("train", "test"))]
 SMALL = ["logger=[tensorboard]", *DATA, f"+dataset.train.broken=[{BROKEN}]"]
 SMALL += [
-    "dataset.train.train=true",
-    "dataset.test.train=false",
+    "+dataset.train.train=true",
+    "+dataset.test.train=false",
     "+dataset.test.broken=[]",
     "trainer.epochs=2",
-    "dataset.mean=null",
-    "dataset.std=null",
 ]
 NONE_COUNTED = [f"+dataset.train.broken={list(range(SAMPLES))}", "watch.nan=skip", "trainer.batch_size=300"]
 NONE_COUNTED += ["trainer.epochs=1", "logging.every=5"]

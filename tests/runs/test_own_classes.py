@@ -190,10 +190,10 @@ def test_a_net_whose_inputs_or_outputs_do_not_fit_is_refused_in_the_first_step(t
     of_transformers = accepted("model._target_=own_nets.OfTransformers", *base)
     of_transformers_in_parts = composed("strategy=model_parallel", "model._target_=own_nets.OfTransformers", *base)
     pair = accepted("model._target_=own_nets.Pair", *base)
-    dicts = [f"dataset.{half}._target_=support.own_data.Dicts" for half in ("train", "test")]
-    dicts += ["dataset.mean=null", "dataset.std=null", "dataset.classes=2"]
+    dicts = ["dataset=pair", *(f"dataset.{half}._target_=support.own_data.Dicts" for half in ("train", "test"))]
+    dicts += ["dataset.classes=2"]
     by_name = composed("logger=[]", f"run_dir={tmp_path}", "model._target_=own_nets.ByName", *dicts)
-    masked = [f"dataset.{half}._target_=own_nets.MaskInADict" for half in ("train", "test")]
+    masked = ["dataset=pair", *(f"dataset.{half}._target_=own_nets.MaskInADict" for half in ("train", "test"))]
     masks = composed("logger=[]", "task=segmentation", f"run_dir={tmp_path}", *masked)
     logits = "the model returns an object of Output, and Classification needs its logits alone; type model._target_="
     for found in in_world(2, sentences, [of_transformers, of_transformers_in_parts, pair, by_name, masks]):
@@ -272,13 +272,15 @@ import random
 import numpy as np
 import torch
 from torch import nn
+from lockstep.data.vision import Digits
 
 torch.manual_seed(1)  # as many scripts begin
 np.random.seed(1)
 random.seed(1)
 
-def prepare():
-    torch.rand(1)
+class Data(Digits):
+    def prepare(self):
+        torch.rand(1)
 
 class Net(nn.Sequential):
     def __init__(self):
@@ -295,7 +297,7 @@ def test_what_a_module_draws_or_seeds_before_the_net_is_built_changes_no_weight(
     (tmp_path / "seeds.py").write_text(SEEDS_AT_IMPORT)
     words = [
         "model._target_=seeds.Net",
-        "dataset.prepare={_target_:seeds.prepare}",
+        "dataset._target_=seeds.Data",
         "seed=7",
         "optimizer.lr=1e-30",
         "trainer.max_steps=1",

@@ -80,8 +80,9 @@ def own(tmp_path: Path) -> None:
     folder = tmp_path / "conf" / "dataset"
     folder.mkdir(parents=True)
     halves = [POINTS.format(half=half, train=str(half == "train").lower()) for half in ("train", "test")]
-    (folder / "own.yaml").write_text("".join(halves))
-    (folder / "own_stream.yaml").write_text("train: {_target_: own_parts.Stream}\n" + halves[1])
+    pair = "_target_: lockstep.data.Pair\n"
+    (folder / "own.yaml").write_text(pair + "".join(halves))
+    (folder / "own_stream.yaml").write_text(pair + "train: {_target_: own_parts.Stream}\n" + halves[1])
     (tmp_path / "conf" / "task").mkdir()
     weighted = "defaults: [classification]\n_target_: own_parts.Weighted\nclasses: ${dataset.classes}\n"
     (tmp_path / "conf" / "task" / "weighted.yaml").write_text(weighted)
@@ -185,6 +186,7 @@ def test_a_stream_that_is_read_again_for_longer_than_the_timeout_is_no_hang(star
         *NET,
         "dataset=own_stream",
         "dataset.classes=2",
+        "loader.validation=null",
         "watch.timeout=0.5",
         "snapshot.every=3steps",
         "hydra.run.dir=run",

@@ -115,7 +115,11 @@ def test_a_batch_smaller_than_the_number_of_ranks_is_legal(tmp_path: Path) -> No
 
 def test_images_that_grow_pass_between_stages_in_their_size(tmp_path: Path) -> None:
     words = ["model=linear", "model._target_=support.models.of_any_size", "trainer.precision=fp64", "logger=[]"]
-    words += ["trainer.epochs=2", "trainer.batch_size=256", "dataset.augment.sizes=[6,8]"]
+    words += [
+        "trainer.epochs=2",
+        "trainer.batch_size=256",
+        "loader.augment={_target_:lockstep.data.augment.ShiftFlip,sizes:[6,8]}",
+    ]
     in_world(1, train_all, [composed(*words, f"run_dir={tmp_path / 'alone'}")])
     in_world(2, train_all, [composed(*words, "strategy=pipeline", f"run_dir={tmp_path / 'piped'}")])
     assert distance(weights(tmp_path / "alone"), weights(tmp_path / "piped")) < 1e-11

@@ -4,6 +4,7 @@ import statistics
 
 import pytest
 
+from support.commands import own_data
 from support.configs import composed
 from support.profiles import OFTEN, PHASES, check_profile, measured_steps
 from support.worlds import in_world, same_bits, train, train_all
@@ -22,8 +23,7 @@ def test_two_profiled_ranks_end_with_the_bits_of_unprofiled_ones(tmp_path):
 
 def test_the_phase_that_takes_long_is_shown_to_take_long(tmp_path):
     slow = [
-        "dataset.train._target_=support.slow.SlowDigits",
-        "dataset.train.train=true",
+        *own_data("support.slow.SlowDigits"),
         "model._target_=support.slow.SlowModel",
         "optimizer._target_=support.slow.SlowSGD",
     ]

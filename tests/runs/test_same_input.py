@@ -35,8 +35,8 @@ def test_other_data_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
     target = "support.damage.digits_of_rank"
     configs = []
     for half, fault in (("train", "short"), ("train", "other"), ("test", "short"), ("test", "other")):
-        halves = [f"dataset.{each}._target_={target}" for each in ("train", "test")]
-        halves += ["dataset.train.train=true", "dataset.test.train=false"]
+        halves = ["dataset=pair", *(f"dataset.{each}._target_={target}" for each in ("train", "test"))]
+        halves += ["+dataset.train.train=true", "+dataset.test.train=false"]
         options = [f"+dataset.{each}.{key}" for each in ("train", "test") for key in (f"half={half}", f"fault={fault}")]
         configs.append(composed(f"run_dir={tmp_path / half / fault}", *SMALL, *halves, *options))
     for short, other, test_short, test_other in in_world(2, _sentences, configs):

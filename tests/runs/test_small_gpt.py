@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lockstep.data.dataset import InMemoryDataset
 
-from lockstep.data.text import read_text
+from lockstep.data.source import Splits, Tensors
+from lockstep.data.text import Text
 from lockstep.tasks.language_modelling import IGNORED
 from support.configs import composed, with_values
 from support.small_text import small_gpt
@@ -44,17 +44,20 @@ def test_the_gpt_has_one_processs_numbers_under_every_strategy(tmp_path: Path, v
     assert distance(weights(tmp_path / "untied"), weights(tmp_path / "pipeline")) < 1e-11
 
 
-def uneven(path: str, symbols: str, block: int, samples: int | None) -> InMemoryDataset:
+class Uneven(Text):
     """Blocks of a text of which some have few tokens that count, and some none."""
-    text = read_text(path, symbols).tokens[: 26 * block + 1]
-    targets = text[1:].clone().view(26, block)
-    for number, row in enumerate(targets):
-        row[number % (block + 1) :] = IGNORED
-    return InMemoryDataset(text[:-1].view(26, block), targets)
+
+    def splits(self) -> Splits:
+        train, test, _ = super().splits()
+        text = train.tokens[: 26 * self.block + 1].long()
+        targets = text[1:].clone().view(26, self.block)
+        for number, row in enumerate(targets):
+            row[number % (self.block + 1) :] = IGNORED
+        return Splits(Tensors(text[:-1].view(26, self.block), targets, train.classes), test)
 
 
 def test_uneven_ignored_labels_have_the_mean_over_tokens_at_any_number_of_ranks(tmp_path: Path) -> None:
-    target = f"dataset.train._target_={uneven.__module__}.uneven"
+    target = f"dataset._target_={__name__}.Uneven"
     base = composed(*small_gpt(tmp_path, target, "trainer.epochs=1", "trainer.max_grad_norm=null"))
     losses: dict[str, Any] = {}
     for name, ranks, more in (

@@ -20,7 +20,7 @@ DOUBLE = [PAIRS_ON_TEST, "trainer.precision=fp64", "trainer.epochs=2", "optimize
 AVERAGED = [*SMALL, *DOUBLE, "optimizer=adamw", "trainer.max_grad_norm=0.3", "trainer.ema=0.8", "monitor=val/loss"]
 IMAGES = [
     *DOUBLE, "model=convnet", "sync_bn=on", "trainer.batch_size=200", "trainer.gradient_accumulation_steps=2",
-    "dataset.augment.pad=1", "trainer.max_grad_norm=1.0", "trainer.ema=0.8",
+    "loader.augment={_target_:lockstep.data.augment.ShiftFlip,pad:1}", "trainer.max_grad_norm=1.0", "trainer.ema=0.8",
 ]  # fmt: skip
 HALVES = [*DOUBLE, "model=toy_parallel", "trainer.batch_size=200"]
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lockstep.data.builtin import random_pairs
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.data.vision import RandomPairs
 from lockstep.errors import ConfigError
 from lockstep.models.base import matching_parameters
 from lockstep.modes.export import write_weights
@@ -271,12 +271,12 @@ def test_factors_of_a_loss_are_a_node(tmp_path: Path, target: str) -> None:
     in_world(2, train_all, [cfg])
     torch.manual_seed(0)
     model = nn.Linear(20, 1).double()
-    data = random_pairs(samples=61, features=20, seed=0, train=True)
+    data = RandomPairs(samples=61, features=20, seed=0).splits().train
 
     def mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=torch.tensor([3.0]).double())
 
-    pairs = (data.samples.double(), data.targets.double())
+    pairs = (data.inputs.double(), data.targets.double())
     make = partial(torch.optim.SGD, lr=cfg.optimizer["lr"])
     reference = train_reference(model, pairs, mean_loss, make, epochs=2, batch_size=16)
     assert distance(reference.weights, weights(tmp_path / "run")) < 1e-12

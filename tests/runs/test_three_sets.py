@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import EXIT_RESUMABLE
-from support.commands import ROOT, TRAIN
+from support.commands import TRAIN
 from support.configs import composed, parts_of, record_of
 from support.digits import digits
 from support.event_files import scalars
@@ -93,13 +93,12 @@ def test_when_the_test_set_is_read(words, val, test, tested, train, tmp_path):
     ("number", "more"), [(signal.SIGTERM, []), (signal.SIGKILL, []), (signal.SIGTERM, ["evaluation.test=every"])]
 )
 def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(number, more, start, tmp_path):
-    own = ["dataset.test._target_=support.own_data.stopping", "dataset.test.train=false"]
+    own = ["dataset._target_=support.own_data.Stopping"]
     # Transforms, so that samples are read one by one.
     own += ["loader.test_transforms=[{_target_:torch.nn.Identity}]", *more]
     typed = [sys.executable, TRAIN, *SMALL, *FIRST_IS_BEST, "hydra.run.dir=run", *own]
-    path = {"PYTHONPATH": ROOT / "tests"}
     (tmp_path / "stop").write_text(str(int(number)))
-    first = start(*typed, **path).finish(EXIT_RESUMABLE if number == signal.SIGTERM else -number)
+    first = start(*typed).finish(EXIT_RESUMABLE if number == signal.SIGTERM else -number)
     run, model = run_of(tmp_path / "run"), (tmp_path / "run" / "model.pt").read_bytes()
     assert run["test"] is None
     assert run["steps"] == 12
@@ -108,7 +107,7 @@ def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(numb
         assert run["lives"][-1]["state"] == "stopped"
     snapshots = {path.name: path.read_bytes() for path in (tmp_path / "run" / "snapshots").iterdir()}
     for _ in range(2):  # the second time all is done, and the test set is not read again
-        output = start(*typed, **path).finish().output
+        output = start(*typed).finish().output
         assert "with the weights of step 6, chosen on val" in output
         run = run_of(tmp_path / "run")
         assert run["test"]["step"] == 6
@@ -122,13 +121,12 @@ def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(numb
 
 
 def test_a_finished_run_does_not_read_its_test_set_again(train, start, tmp_path):
-    own = ["dataset.test._target_=support.own_data.stopping", "dataset.test.train=false"]
+    own = ["dataset._target_=support.own_data.Stopping"]
     own += ["loader.test_transforms=[{_target_:torch.nn.Identity}]"]
     typed = [sys.executable, TRAIN, *SMALL, "hydra.run.dir=run", *own]
-    path = {"PYTHONPATH": ROOT / "tests"}
-    first = start(*typed, **path).finish().output
+    first = start(*typed).finish().output
     (tmp_path / "stop").write_text(str(int(signal.SIGKILL)))  # of whoever reads it
-    again = start(*typed, **path).finish().output
+    again = start(*typed).finish().output
     (line,) = [line for line in first.splitlines() if line.startswith("test:")]
     assert line in again.splitlines()
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lockstep.data.builtin import random_pairs
 
+from lockstep.data.vision import RandomPairs
 from lockstep.models.tutorial import mlp
 from support.configs import composed, with_values
 from support.event_files import scalars
@@ -68,10 +68,10 @@ RUNS = {
 def reference(name: str) -> Reference:
     _, optimizer, options = RUNS[name]
     seed = options.get("seed", 0)
-    data = random_pairs(samples=61, features=20, seed=seed, train=True)
+    data = RandomPairs(samples=61, features=20, seed=seed).splits().train
     torch.manual_seed(seed)
     model = mlp([20], 1, width=8, depth=2, dropout=0.0).double()
-    pairs = (data.samples.double(), data.targets.double())
+    pairs = (data.inputs.double(), data.targets.double())
     return train_reference(model, pairs, F.mse_loss, optimizer, **{"epochs": 2, "batch_size": 16, **options})
 
 

@@ -139,4 +139,4 @@ def loss_with(model: torch.nn.Module, weights: torch.Tensor) -> float:
     assert torch.equal(parameter_vector(model), weights)
     data = digits(train=False)
     with torch.no_grad():
-        return float(torch.nn.functional.cross_entropy(model(data.samples.double() / 255), data.targets))
+        return float(torch.nn.functional.cross_entropy(model(data.inputs.double() / 255), data.targets))

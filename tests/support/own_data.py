@@ -12,7 +12,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lockstep.data import Tensors
+from lockstep.data.source import Splits, Tensors
+from lockstep.data.vision import Digits
 from support.digits import digits
 
 BROKEN = 5  # the sample that `Broken` cannot read
@@ -378,6 +379,7 @@ class StopsInTheTest(Tensors):
         return super().__getitem__(index)
 
 
-def stopping(train: bool) -> StopsInTheTest:
-    data = digits(train)
-    return StopsInTheTest(data.inputs, data.targets)
+class Stopping(Digits):
+    def splits(self) -> Splits:
+        train, test, _ = super().splits()
+        return Splits(train, StopsInTheTest(test.inputs, test.targets))

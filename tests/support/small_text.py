@@ -18,6 +18,7 @@ def small_gpt(folder: Path, *more: str) -> list[str]:
         f"dataset.path={written(folder)}",
         f"dataset.classes={len(set(WORDS))}",
         "dataset.block=8",
+        f"dataset.tokens_dir={folder / 'tokens'}",
         "dataset.samples=26",
         "model.width=16",
         "model.heads=2",

@@ -171,6 +171,8 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         with open_dict(node):
             for name in left_out:
                 del node[name]
+            if key == "dataset" and not inherits:  # other keys refer to these; null: the data tells
+                node.update(dict.fromkeys({"shape", "classes"} - own))
         if left_out - links and os.environ.get("RANK", "0") == "0":
             names = ", ".join(sorted(left_out - links))
             with suppress(OSError):  # nobody reads it
