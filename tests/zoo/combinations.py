@@ -32,7 +32,7 @@ from zoo.oracle import BATCH, EPOCHS, LR, Numbers, evaluated, first_model, new_n
 
 FORK = ["launch=fork", "backend=gloo"]
 COMMON = [
-    "--config-dir", str(ROOT / "tests" / "zoo" / "conf"), "dataset=zoo", "model=linear",
+    "--config-dir", str(ROOT / "tests" / "zoo" / "conf"), "model=linear",
     "model._target_=zoo.modules.net", f"trainer.batch_size={BATCH}",
     f"trainer.epochs={EPOCHS}", f"optimizer.lr={LR}", "scheduler=constant",
     "task.monitor=loss", "logger=[]", "snapshot.keep_last=100", "watch.timeout=60",
@@ -160,7 +160,6 @@ CHANGED += ("batch_norm_plain", "two_batch_norms", "lazy_batch_norm", "Residual"
 NEVER = [
     ({"sharded"}, {way for way in WAYS if way not in SHARDED}),
     ({"profiled"}, {"pipeline"}),
-    ({"workers"}, {"stream"}),
     ({"accumulation", "all"}, set(VIRTUAL)),
     ({"accumulation", "all"}, {"tensor_parallel, two by two"}),  # a batch norm gets single samples there
     ({*OWN_OPTIMIZERS}, {way for way in WAYS if way not in ("one", "two", "three")} | {"unfused", "sharded", *CHANGED}),
@@ -180,7 +179,7 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "mode.format=state_dict": (set(), {"export"}),
     "use_reentrant=False": ({"Reentrant"}, {"two, unused"}),
     "finds shapes without values": ({"Experts", "LateExperts"}, {"pipeline"}),
-    "cannot be put into a batch": ({"numpy_flipped"}, set()),
+    "make no batch of inputs and targets": ({"numpy_flipped"}, set()),
     "adds up dense gradients": ({"EmbeddedSparse"}, {*FSDP, *TENSOR_PARALLEL}),
     "type optimizer=sgd, or make the embedding": ({"EmbeddedSparse"}, {"adamw"}),
     "has a hook for its gradient": ({"OwnFunction"}, {*FSDP, *TENSOR_PARALLEL}),
@@ -200,9 +199,8 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
         set(TENSOR_PARALLEL),
     ),
     "cannot cut the 1 outputs": ({"amounts"}, set(TENSOR_PARALLEL)),
-    "and the classes are 0 to 3": ({"stray_classes"}, set()),
-    "the labels of a sample are 0 or 1": ({"stray_labels"}, set()),
-    "hold only 0 and 255": ({"binary_masks"}, set()),
+    "and the classes are 0 to 3": ({"stray_classes", "binary_masks"}, set()),
+    "and its labels are 0 or 1": ({"stray_labels"}, set()),
     "class 0 is a in the training data and d in the test data": ({"names_in_another_order"}, set()),
 }
 AXES: dict[str, Sequence[str]] = {
@@ -233,7 +231,7 @@ class Combination(NamedTuple):
     def words_on(self, ranks: int) -> list[str]:
         """The command on another number of ranks."""
         truth, way = TRUTHS[self.kind](True), WAYS[self.way]
-        words = [*COMMON, f"+model.body={self.body}", f"dataset.kind={self.kind}", f"task={truth.task}", *truth.words]
+        words = [*COMMON, f"+model.body={self.body}", *data.words_of(self.kind), f"task={truth.task}", *truth.words]
         if self.way in TENSOR_PARALLEL:
             words.append(plan(self.body))
         words += ["trainer.precision=fp64", *way.words, *CHANGES[self.change].words, *EQUAL[self.equal]]

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
-from lockstep.data.dataset import InMemoryDataset
+from lockstep.data import DataSource, Splits, Tensors
 
 TRAIN, TEST, CLASSES, SIDE = 22, 11, 4, 6
 IGNORED = 255
@@ -63,12 +63,6 @@ def masks(train: bool) -> Tensor:
 class Pair(NamedTuple):
     image: Any
     label: Any
-
-
-@dataclass
-class Record:
-    image: Tensor
-    label: int
 
 
 class Items(Dataset[Any]):
@@ -149,6 +143,11 @@ def pair_of(samples: list[Any]) -> tuple[Tensor, Tensor]:
     return torch.stack([one for one, _, _ in samples]), torch.tensor([label for _, _, label in samples])
 
 
+def pair_of_dicts(samples: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+    """A collate_fn: of dicts with the target beside the image."""
+    return torch.stack([one["image"] for one in samples]), torch.tensor([one["label"] for one in samples])
+
+
 KINDS: dict[str, Callable[[bool], Any]] = {}
 TRUTHS: dict[str, Callable[[bool], Truth]] = {}
 
@@ -184,6 +183,28 @@ def make(kind: str, train: bool) -> Any:
     return KINDS[kind](train)
 
 
+def words_of(kind: str) -> list[str]:
+    """What is typed for a kind of data set."""
+    if kind == "own_source":
+        return ["dataset=zoo_source"]
+    return ["dataset=zoo", f"dataset.train.kind={kind}"]
+
+
+@dataclass(kw_only=True)
+class Source(DataSource):
+    """Its preparation draws, as the making of a data set may, on its first run only."""
+
+    kind: str
+
+    def prepare(self) -> None:
+        torch.manual_seed(int.from_bytes(os.urandom(4)))
+        np.random.seed()
+        random.seed()
+
+    def splits(self) -> Splits:
+        return Splits(make(self.kind, True), make(self.kind, False), make(self.kind, False))
+
+
 def one_hot(train: bool) -> Tensor:
     return torch.nn.functional.one_hot(labels(train), CLASSES).float()
 
@@ -206,17 +227,18 @@ def several_labels(train: bool) -> Tensor:
 
 # Containers.
 whole("tensors", lambda train: TensorDataset(values(train), labels(train)))
-whole("in_memory", lambda train: InMemoryDataset(values(train), labels(train)))
-whole("in_memory_uint8", lambda train: InMemoryDataset(pixels(train), labels(train)), scaled)
+whole("in_memory", lambda train: Tensors(values(train), labels(train)))
+whole("in_memory_uint8", lambda train: Tensors(pixels(train), labels(train)), scaled)
 kind("pairs", lambda images, classes, i: (images[i], int(classes[i])))
 kind("lists", lambda images, classes, i: [images[i], int(classes[i])])
-kind("dicts", lambda images, classes, i: {"image": images[i], "label": int(classes[i])})
-kind("dicts_of_two", lambda images, classes, i: {"image": images[i], "size": torch.tensor(i), "labels": classes[i]})
+kind("dicts", lambda images, classes, i: ({"image": images[i]}, int(classes[i])))
+kind("dicts_of_two", lambda images, classes, i: ({"image": images[i], "size": torch.tensor(i)}, classes[i]))
+kind("dict_samples", lambda images, classes, i: {"image": images[i], "label": int(classes[i])})
+TRUTHS["dict_samples"] = with_words(plain, "loader.collate_fn={_target_:zoo.data.pair_of_dicts}")
 kind("nested", lambda images, classes, i: ((images[i], images[i].sum()), classes[i]))
 kind("named", lambda images, classes, i: Pair(images[i], classes[i]))
-kind("records", lambda images, classes, i: Record(images[i], int(classes[i])))
 kind("triples", lambda images, classes, i: (images[i], f"{i}.png", int(classes[i])))
-TRUTHS["triples"] = with_words(plain, "loader.collate_fn={_target_:zoo.data.pair_of,_partial_:true}")
+TRUTHS["triples"] = with_words(plain, "loader.collate_fn={_target_:zoo.data.pair_of}")
 whole("subset", lambda train: Subset(TensorDataset(values(train), labels(train)), list(range(len(labels(train))))))
 whole(
     "joined",
@@ -230,7 +252,6 @@ kind("float64", lambda images, classes, i: (images[i].double(), classes[i]))
 kind("float16", lambda images, classes, i: (images[i].half(), classes[i]))
 kind("numpy", lambda images, classes, i: (images[i].numpy(), np.int64(classes[i])))
 kind("numpy_flipped", lambda images, classes, i: (images[i].flip(2).numpy()[:, :, ::-1], int(classes[i])))
-kind("float_lists", lambda images, classes, i: {"image": images[i].flatten().tolist(), "label": int(classes[i])})
 kind("int32_classes", lambda images, classes, i: (images[i], classes[i].int()))
 kind("numpy_uint8_classes", lambda images, classes, i: (images[i], np.uint8(classes[i])))
 kind("transposed", lambda images, classes, i: (images[i].mT.contiguous().mT, classes[i]))
@@ -276,16 +297,17 @@ whole(
     lambda train: TensorDataset(values(train), labels(train)),
     with_words(
         plain,
-        "loader.batch_transforms=[{_target_:lockstep.data.transforms.MixUp,alpha:0.5,classes:4}]",
+        "loader.batch_transforms=[{_target_:torchvision.transforms.v2.MixUp,alpha:0.5,num_classes:null}]",
         draws=True,
     ),
 )
 whole(
     "augmented",
-    lambda train: InMemoryDataset(pixels(train), labels(train)),
-    with_words(scaled, "dataset.augment.pad=1", "dataset.augment.flip=true", draws=True),
+    lambda train: Tensors(pixels(train), labels(train)),
+    with_words(scaled, "loader.augment={_target_:lockstep.data.augment.ShiftFlip,pad:1,flip:true}", draws=True),
 )
 # Targets of other tasks.
+SEGMENTED = ("+model.places=36", f"task.ignored_label={IGNORED}")
 kind("soft_labels", lambda images, classes, i: (images[i], soft_of(images, i)), with_targets("classification", soft))
 kind(
     "amounts",
@@ -305,7 +327,18 @@ whole(
 whole(
     "masks",
     lambda train: TensorDataset(values(train), masks(train)),
-    with_targets("segmentation", masks, "+model.places=36"),
+    with_targets("segmentation", masks, *SEGMENTED),
+)
+FLIP = "loader.{}=[{{_target_:torchvision.transforms.v2.RandomHorizontalFlip,p:1.0}}]"
+whole(
+    "flipped_masks",
+    lambda train: TensorDataset(values(train), masks(train)),
+    lambda train: Truth(
+        values(train).double().flip(-1),
+        masks(train).flip(-1),
+        "segmentation",
+        words=(*SEGMENTED, FLIP.format("transforms"), FLIP.format("test_transforms")),
+    ),
 )
 
 
@@ -319,7 +352,7 @@ whole(
 whole(
     "scaled_batches",
     lambda train: TensorDataset(values(train), labels(train)),
-    with_words(plain, "loader.collate_fn={_target_:zoo.data.scaled_batch,_partial_:true}", draws=True),
+    with_words(plain, "loader.collate_fn={_target_:zoo.data.scaled_batch}", draws=True),
 )
 
 
@@ -328,16 +361,23 @@ def weighted_of(images: Tensor, classes: Tensor) -> Tensor:
     return torch.stack([classes.float(), 0.25 + (images.flatten(1).mean(1) > 0.5) * 0.5], 1)
 
 
+# What a data set says of its samples.
 whole(
-    "seeded_by_prepare",
-    lambda train: TensorDataset(values(train), labels(train)),
-    with_words(plain, "dataset.prepare={_target_:zoo.data.prepare}"),
+    "sampled",
+    lambda train: Tensors(values(train), labels(train), weights=labels(train) + 1.0),
+    with_words(plain, "loader.sampling=weights", draws=True),
 )
-# Targets that are none: refused, whatever the net and the options are.
+whole(
+    "grouped",
+    lambda train: Tensors(values(train), labels(train), groups=torch.arange(len(labels(train))) // 2),
+    with_words(plain, "dataset.validation=null", "loader.validation=0.25", "loader.groups=on", draws=True),
+)
+whole("own_source", lambda train: Tensors(values(train), labels(train)))
+# Samples and targets that are none: refused, whatever the net and the options are.
 REFUSED = {
     "stray_classes": lambda labels, train: (labels + 1, [], "classification"),
     "stray_labels": lambda labels, train: (labels[:, None].repeat(1, 4), [], "multi_label"),
-    "binary_masks": lambda labels, train: ((masks(train) > 1) * IGNORED, [], "segmentation"),
+    "binary_masks": lambda labels, train: ((masks(train) > 1) * 255, [], "segmentation"),
     "names_in_another_order": lambda labels, train: (labels, list("abcd" if train else "dcba"), "classification"),
 }
 
@@ -357,13 +397,6 @@ for name, refused in REFUSED.items():
     TRUTHS[name] = partial(
         lambda train, task: Truth(values(train), labels(train), task), task=refused(labels(True), True)[2]
     )
-
-
-def prepare() -> None:
-    """Draws, as the making of a data set may, on its first run only."""
-    torch.manual_seed(int.from_bytes(os.urandom(4)))
-    np.random.seed()
-    random.seed()
 
 
 def soft_of(images: Tensor, index: int) -> Tensor:

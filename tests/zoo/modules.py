@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.data.dataset import tensors_in
+from lockstep.data.source import tensors_in
 
 WIDTH = 12  # values of a vector, and of a place in a sequence
 CHANNELS = 4
