@@ -43,7 +43,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Command:
 
 def test_the_curve_is_that_of_plain_torch(found: Command) -> None:
     data = digits(train=True)
-    images = ((data.samples.double() / 255) - 0.287) / 0.353
+    images = ((data.inputs.double() / 255) - 0.287) / 0.353
     with seeded(0):
         model = mlp(shape=[1, 8, 8], classes=10, width=128, depth=2, dropout=0.0).double()
     curves = scalars(found.cwd / "found")

@@ -49,6 +49,6 @@ def test_the_runs_own_data_are_evaluated(start: Callable[..., Command], run: Pat
     trained = json.loads((run / "run" / "run.json").read_text())
     assert found["metrics"] == pytest.approx(trained["test"]["metrics"], rel=1e-6)
     assert found["samples"] == trained["data"]["test_samples"]
-    for key in ("dataset.samples", "dataset.train._target_", "model._target_", "model.width", "trainer.epochs"):
+    for key in ("dataset.samples", "dataset._target_", "model._target_", "model.width", "trainer.epochs"):
         assert found["config"][key] == trained["config"][key], key
     assert not (run / "outputs").exists()

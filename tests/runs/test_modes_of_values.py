@@ -20,7 +20,9 @@ MODEL = "{_target_: support.models.Versioned, in_features: 4, out_features: 1}\n
 def of_values(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of conf/ and of run/, which was trained for one step on a data set of a user's, for regression."""
     folder = tmp_path_factory.mktemp("values")
-    data = "_target_: lockstep.data.Pair\ntrain: {_target_: support.own_data.Values}\ntest: {_target_: support.own_data.Values}\n"
+    data = "defaults: [pair]\n" + "".join(
+        f"{one}: {{_target_: support.own_data.Values}}\n" for one in ("train", "test")
+    )
     for name, text in (("dataset/values", data), ("model/versioned", MODEL)):
         path = folder / "conf" / f"{name}.yaml"
         path.parent.mkdir(parents=True)

@@ -68,7 +68,8 @@ def test_a_config_file_that_is_no_yaml_is_named_with_its_line(train, tmp_path, t
     assert_refused(run, "conf/dataset/own.yaml, line ", said)
 
 
-CUT_MIX = "loader.batch_transforms=[{_target_:lockstep.data.transforms.CutMix,alpha:1.0,classes:2}]"
+CUT_MIX = "loader.batch_transforms=[{_target_:torchvision.transforms.v2.CutMix,num_classes:2}]"
+FLIP = "loader.augment={_target_:lockstep.data.augment.ShiftFlip,flip:true}"
 
 
 @pytest.mark.parametrize("launch", ["env", "fork"])
@@ -86,7 +87,7 @@ CUT_MIX = "loader.batch_transforms=[{_target_:lockstep.data.transforms.CutMix,al
             [],
             "sample 5 of the training data is None; return (inputs, target) from __getitem__, or type",
         ),
-        ("Named", ["dataset.augment.flip=true"], "type dataset.augment.pad=0 dataset.augment.flip=false"),
+        ("Named", [FLIP], "loader.augment moves images, and a sample has the shape [4]; type loader.augment=null"),
         (
             "Named",
             [CUT_MIX],
@@ -98,7 +99,7 @@ CUT_MIX = "loader.batch_transforms=[{_target_:lockstep.data.transforms.CutMix,al
 def test_own_data_that_cannot_be_trained_on_is_one_sentence(train, tmp_path, data, typed, said, launch):
     (tmp_path / "conf" / "dataset").mkdir(parents=True)
     nodes = "".join(f"{half}: {{_target_: support.own_data.{data}}}\n" for half in ("train", "test"))
-    (tmp_path / "conf" / "dataset" / "own.yaml").write_text(f"{nodes}classes: 2\n")
+    (tmp_path / "conf" / "dataset" / "own.yaml").write_text(f"defaults: [pair]\n{nodes}classes: 2\n")
     words = ["--config-dir=conf", "dataset=own", "model=linear", f"launch={launch}", *typed]
     run = train(*words, code=2, PYTHONPATH=ROOT / "tests")
     assert said in run.sentence

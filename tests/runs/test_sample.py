@@ -14,7 +14,13 @@ WORDS = "abcabcabd" * 60
 
 def test_a_model_of_a_text_goes_on_with_a_prompt_in_the_same_way_for_a_seed(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(WORDS)
-    small = ["dataset=text", f"dataset.path={tmp_path / 'text.txt'}", "dataset.classes=4", "dataset.block=8"]
+    small = [
+        "dataset=text",
+        f"dataset.path={tmp_path / 'text.txt'}",
+        "dataset.classes=4",
+        "dataset.block=8",
+        "dataset.tokens_dir=tokens",
+    ]
     model = ["model.width=16", "model.heads=2", "model.layers=1", "optimizer=adamw", "optimizer.lr=0.01"]
     run = [
         *small,
