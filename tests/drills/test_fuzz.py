@@ -29,20 +29,19 @@ Start = Callable[[list[str]], None]
 # Words, and what the answer says. An empty answer: the run starts.
 KEPT = [
     ("task=regression launch=fork", "compares outputs and targets of one shape, and these have [32, 10] and [32]"),
-    ("dataset=random model=linear task=classification", "are no probabilities of classes; type task=regression"),
+    ("dataset=random model=linear task=classification", "torch.float32; type task=regression for targets"),
     (
         "dataset.shape=[1,28,4]",
         "dataset.shape=[1,28,4] but the samples have the shape [1,8,8]; type dataset.shape=[1,8,8]",
     ),
     (
-        "dataset=random model=mlp dataset.augment.flip=true",
-        "the samples have the shape [20]; type dataset.augment.pad=0 dataset.augment.flip=false",
+        "dataset=random model=mlp loader.augment={_target_:lockstep.data.augment.ShiftFlip,flip:true}",
+        "loader.augment moves images, and a sample has the shape [20]; type loader.augment=null",
     ),
     ("model.shape=[3,8,8]", "model.shape=[3,8,8] but the samples have the shape [1,8,8]; type model.shape=[1,8,8]"),
     ("~hydra.hydra_logging.formatters.simple", "is about what is not there; type the command without ~hydra"),
     ("optimizer=adamw optimizer.betas=[0.9,0]", "torch.optim.AdamW refuses its arguments"),
-    ("dataset=cifar10 dataset.prepare=null", "CIFAR10 is not in data_dir=data (searched "),
-    ("dataset=mnist dataset.prepare=null launch=fork", "MNIST is not in data_dir=data (searched "),
+    ("dataset=mnist launch=fork", "/data and cannot be downloaded ("),
 ]
 
 

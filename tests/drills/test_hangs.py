@@ -171,10 +171,10 @@ def test_ranks_of_torchrun_leave_with_the_code_of_a_hang(start_faulty, tmp_path)
 def test_slow_runs_are_no_hangs(start, tmp_path):
     """A slow download, a slow first step, unevenly slow samples, slow evaluations, a slow disk, a pause."""
     slow = [*PYTHON_TRAIN, "launch=fork", *SMALL, "trainer.epochs=1000", "snapshot.every=40steps"]
-    slow += ["+dataset.prepare._target_=support.hangs.prepare_slowly", "+dataset.prepare.seconds=12", "watch.timeout=3"]
-    slow += ["model._target_=support.hangs.UnevenModel", "dataset.train._target_=support.hangs.UnevenDigits"]
-    slow += ["dataset.train.train=true"]
-    environment = {"SLOW_SAMPLE": 0.3, "SLOW_FIRST_STEP": 12, "SLOW_EVALUATION": 1.5, "SLOW_SNAPSHOT": 6}
+    slow += [*own_data("support.hangs.UnevenDigits"), "dataset._target_=support.hangs.SlowlyPrepared"]
+    slow += ["model._target_=support.hangs.UnevenModel", "watch.timeout=3"]
+    environment = {"SLOW_PREPARE": 12, "SLOW_SAMPLE": 0.3, "SLOW_FIRST_STEP": 12}
+    environment |= {"SLOW_EVALUATION": 1.5, "SLOW_SNAPSHOT": 6}
     run = start(*slow, "hydra.run.dir=run", PYTHONPATH=ROOT / "tests", **environment)
     end = time.monotonic() + 60 * MINUTES
     while time.monotonic() < end:

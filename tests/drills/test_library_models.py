@@ -226,14 +226,13 @@ class Samples(torch.utils.data.Dataset[Any]):
 
 def config(net: Net, folder: Path, **more: Any) -> Any:
     """Of a run that trains the net for three steps. more: keys of the model."""
-    words = [f"run_dir={folder}", "dataset=random", f"task={net.kind.task}", "model=linear", "logger=[]"]
+    words = [f"run_dir={folder}", f"task={net.kind.task}", "model=linear", "logger=[]"]
     words += ["trainer.precision=fp64", f"trainer.batch_size={BATCH}", "trainer.epochs=1", "optimizer.lr=0.01"]
     words += ["scheduler=constant", "strategy.find_unused_parameters=true"]
     data = {"_target_": f"{__name__}.Samples", "of": "images" if net.kind is IMAGES else "texts", "task": net.kind.task}
-    values = {"train": data | {"samples": SAMPLES}, "test": data | {"samples": TESTS}, "shape": [3, 64, 64]}
-    values |= {"prepare": None, "mean": None, "std": None, "classes": net.kind.classes}
-    changed = {f"dataset.{name}": value for name, value in values.items()}
-    return composed(*words).changed(changed | {"model": with_keys(net.node, more)})
+    pair = {"_target_": "lockstep.data.Pair", "train": data | {"samples": SAMPLES}, "test": data | {"samples": TESTS}}
+    pair |= {"shape": [3, 64, 64], "classes": net.kind.classes}
+    return composed(*words).changed({"dataset": pair, "model": with_keys(net.node, more)})
 
 
 def with_keys(node: dict[str, Any], more: dict[str, Any]) -> Any:

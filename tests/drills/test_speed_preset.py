@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.data.dataset import InMemoryDataset
+from lockstep.data import Tensors
 from lockstep.models.airbench import Whitening
 from support.commands import own_data
 from support.configs import composed, with_values
@@ -13,15 +13,16 @@ from support.event_files import scalars
 from support.worlds import distance, in_world, same_bits, train_all, weights
 
 pytestmark = pytest.mark.drill
+CHANNELS = ["dataset.classes=10", "dataset.mean=[0.4914,0.4822,0.4465]", "dataset.std=[0.2470,0.2435,0.2616]"]
 
 
-def images(data_dir: str, train: bool) -> InMemoryDataset:
+def images(train: bool) -> Tensors:
     """In place of CIFAR-10's: 100 for training, 30 for tests, each the picture of its class under noise."""
     count, generator = 100 if train else 30, torch.Generator().manual_seed(int(train))
     noise = torch.randint(0, 64, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
     pictures = torch.randint(0, 192, (10, 3, 8, 8), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
     targets = torch.arange(count) % 10
-    return InMemoryDataset(noise + pictures.repeat_interleave(4, 2).repeat_interleave(4, 3)[targets], targets)
+    return Tensors(noise + pictures.repeat_interleave(4, 2).repeat_interleave(4, 3)[targets], targets)
 
 
 def test_cifar10_speed_learns_and_is_the_same_on_two_ranks_and_after_a_resume(tmp_path: Path) -> None:
@@ -29,7 +30,7 @@ def test_cifar10_speed_learns_and_is_the_same_on_two_ranks_and_after_a_resume(tm
     # SGD's learning rates are for 2000 samples a step, and these are 20.
     groups = "parameters.groups=[{match:head,use_muon:false,lr:13}]"
     options = ["trainer.precision=fp64", "trainer.batch_size=20", "optimizer.sgd_lr=1", groups, "trainer.epochs=3"]
-    small = ["dataset.prepare=null", *readers, "model.widths=[8,12,16]", "logger=[tensorboard]"]
+    small = [*readers, *CHANNELS, "model.widths=[8,12,16]", "logger=[tensorboard]"]
     cfg = composed("experiment=cifar10_speed", *small, *options)
     alone, two, moved = (with_values(cfg, f"run_dir={tmp_path / name}") for name in ("alone", "two", "moved"))
     in_world(1, train_all, [alone])
@@ -43,6 +44,6 @@ def test_cifar10_speed_learns_and_is_the_same_on_two_ranks_and_after_a_resume(tm
         torch.tensor(getattr(cfg.dataset, name), dtype=torch.float64)[:, None, None] for name in ("mean", "std")
     )
     expected = Whitening(3).double()
-    expected.set_weights_from((images("", train=True).samples / 255 - mean) / std)
+    expected.set_weights_from((images(train=True).inputs / 255 - mean) / std)
     saved = torch.load(tmp_path / "two" / "model.pt", weights_only=True)
     torch.testing.assert_close(saved["whiten.weight"], expected.weight.detach(), rtol=1e-5, atol=1e-6)

@@ -22,7 +22,7 @@ MODELS = [
     "regnet_y_800mf", "googlenet", "densenet121",
 ]  # fmt: skip
 
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of conf/dataset/cifar10.yaml
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the channels
 
 
 class Noise(torch.utils.data.Dataset[tuple[Tensor, int]]):
@@ -40,17 +40,8 @@ class Noise(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 
 def weights(model: str, ranks: int, folder: Path) -> dict[str, Tensor]:
-    words = [
-        "dataset=cifar10",
-        "dataset.prepare=null",
-        "dataset.shape=[3,64,64]",
-        "dataset.augment.pad=0",
-        "model=resnet18",
-    ]
-    words += ["dataset.augment.flip=false"]
-    for half in ("train", "test"):
-        target = "drills.test_torchvision_models.Noise"
-        words += [f"dataset.{half}._target_={target}", f"+dataset.{half}.samples=24"]
+    words = ["dataset=pair", "dataset.classes=10", f"dataset.mean={[*MEAN]}", f"dataset.std={[*STD]}", "model=resnet18"]
+    words += [f"dataset.{split}={{_target_: {__name__}.Noise, samples: 24}}" for split in ("train", "test")]
     words += ["+model.aux_logits=false"] * (model == "googlenet")  # else it has three outputs in training
     words += [f"model.name={model}", "trainer.precision=fp64", "trainer.batch_size=8"]
     in_world(
