@@ -1,5 +1,8 @@
-"""The examples of docs/data.md, copied to a folder outside the repository and run by the page's own commands."""
+"""The commands of docs/data.md, typed in a home folder that has what the page speaks of."""
 
+import io
+import json
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,62 +11,127 @@ import torch
 from PIL import Image
 
 from support.commands import ROOT, Command
-from support.pages import copy_examples, environment, script
+from support.pages import COMMANDS, copy_examples, environment, section
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
+HEADINGS = [line.removeprefix("## ") for line in PAGE.splitlines() if line.startswith("## ")]
 
 
-@pytest.fixture
-def run(tmp_path: Path, start: Callable[..., Command]) -> Callable[[str], Command]:
-    """run(heading) -> the finished commands of that section, typed as the page prints them."""
-    copy_examples(PAGE, tmp_path)
+def picture(number: int) -> Image.Image:
+    return Image.new("RGB", (20, 18), (40 + 150 * (number % 2),) * 3)
+
+
+def make_pictures(home: Path) -> None:
     for number in range(8):
-        for split in ("train", "val"):
-            path = tmp_path / "pictures" / split / ("dark", "light")[number % 2] / f"{number}.png"
+        for split in ("train", "test"):
+            path = home / "pictures" / split / ("dark", "light")[number % 2] / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.new("L", (20, 18), 40 + 150 * (number % 2)).save(path)
-    (tmp_path / "pets" / "photos").mkdir(parents=True)
+            picture(number).save(path)
+    (home / "new_photos").mkdir()
+    picture(0).save(home / "new_photos" / "new.png")
+
+
+def make_pets(home: Path) -> None:
+    (home / "pets" / "photos").mkdir(parents=True)
     lines = ["file,breed,age,split"]
     for number in range(12):
         name, split = f"photos/{number}.png", ("train", "test")[number // 8]
         lines.append(f"{name},{('beagle', 'poodle')[number % 2]},{number},{split}")
-        Image.new("L", (20, 18), 40 + 150 * (number % 2)).save(tmp_path / "pets" / name)
-    (tmp_path / "pets" / "labels.csv").write_text("\n".join(lines))
+        picture(number).save(home / "pets" / name)
+    (home / "pets" / "labels.csv").write_text("\n".join(lines))
 
-    def run_section(heading: str) -> Command:
-        words = ("bash", "-c", script(PAGE, heading))
+
+def make_table(home: Path) -> None:
+    rows = [f"{number},{number % 7},{'north' if number % 3 else 'south'},{'red' if number % 2 else 'white'}"
+            for number in range(100)]  # fmt: skip
+    (home / "wine.csv").write_text("\n".join(["acid,sugar,region,kind", *rows]))
+
+
+def make_texts(home: Path) -> None:
+    folder = home / "lockstep" / "texts"
+    folder.mkdir()
+    for shard, name in enumerate(("train-0", "train-1", "train-2", "test-3")):
+        lines = [json.dumps({"text": f"Document {number} of shard {shard}. " * 5}) for number in range(10)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+
+
+def make_tars(home: Path) -> None:
+    folder = home / "lockstep" / "tars"
+    folder.mkdir()
+    for shard, name in enumerate(("train-000", "train-001", "train-002", "test-003")):
+        with tarfile.open(folder / f"{name}.tar", "w") as tar:
+            for number in range(20 * shard, 20 * shard + 20):
+                stored = io.BytesIO()
+                picture(number).save(stored, "JPEG")
+                for extension, content in {"jpg": stored.getvalue(), "cls": str(number % 2).encode()}.items():
+                    member = tarfile.TarInfo(f"{number:06}.{extension}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+
+
+def make_rows(home: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {
+            "image": datasets.Image(),
+            "label": datasets.ClassLabel(names=["dark", "light"]),
+            "note": datasets.Value("string"),
+        }
+    )
+    columns = {"image": [picture(number) for number in range(80)], "label": [0, 1] * 40, "note": ["a text"] * 80}
+    rows = datasets.Dataset.from_dict(columns, features)
+    rows.train_test_split(20).save_to_disk(str(home / "lockstep" / "dark_and_light"))
+
+
+SECTIONS = {  # heading: (what makes its files, what the command says of the samples, epochs)
+    "Folders of images": (make_pictures, "7 training, 1 validation and 8 test samples", 1),
+    "Images that a CSV file lists": (make_pets, "7 training, 1 validation and 4 test samples", 1),
+    "Images without labels": (make_pictures, "predicted: 1 samples of test", 1),
+    "A table": (make_table, "72 training, 8 validation and 20 test samples", 1),
+    "Text": (make_texts, "test samples", 1),
+    "Tar files": (make_tars, "54 training, 6 validation and 20 test samples", 1),
+    "Data sets of Hugging Face": (make_rows, "54 training, 6 validation and 20 test samples", 1),
+    "Transforms": (None, "540 training, 60 validation and 100 test samples", 2),
+    "Classes of unequal size": (None, "1293 training, 144 validation and 360 test samples", 1),
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path, start: Callable[..., Command]) -> Callable[..., Command]:
+    """run(heading, make) -> the finished commands of that section, typed as the page prints them."""
+
+    def run_section(heading: str, make: Callable[[Path], None] | None = None) -> Command:
+        copy_examples(PAGE, tmp_path)
+        if make is not None:
+            make(tmp_path)
+        words = ("bash", "-c", "set -e\n" + "".join(COMMANDS.findall(section(PAGE, heading))))
         return start(*words, cwd=tmp_path / "lockstep", **environment(tmp_path)).finish()
 
     return run_section
 
 
-def test_the_least_data_set(run: Callable[[str], Command]) -> None:
-    command = run("The least that works")
-    assert "600 training and 100 test samples" in command.output
+def test_every_section_with_commands_is_run() -> None:
+    with_commands = {heading for heading in HEADINGS if COMMANDS.search(section(PAGE, heading))}
+    assert with_commands == {*SECTIONS, "Data of your own", "Validation and test"}
+
+
+def test_data_of_ones_own(run: Callable[..., Command]) -> None:
+    command = run("Data of your own")
+    assert "540 training, 60 validation and 100 test samples" in command.output
     weights = torch.load(command.folder / "model.pt", weights_only=True)
     assert weights["1.weight"].shape[1] == 2
     assert next(reversed(weights.values())).shape == (2,)
 
 
-@pytest.mark.parametrize(
-    ("heading", "samples"),
-    [
-        ("Random transforms", "600 training and 100 test samples"),
-        ("Classes of unequal size", "1293 training, 144 validation and 360 test samples"),
-        ("Whole batches: MixUp, CutMix, random erasing", "1293 training, 144 validation and 360 test samples"),
-        ("Other forms of samples", "600 training and 100 test samples"),
-        ("A class for each pixel", "400 training and 100 test samples"),
-        ("Folders of images", "7 training, 1 validation and 8 test samples"),
-        ("Images that a CSV file lists", "7 training, 1 validation and 4 test samples"),
-    ],
-)
-def test_the_commands_of_a_section_train(run: Callable[[str], Command], heading: str, samples: str) -> None:
-    command = run(heading)
-    assert samples in command.output
-    assert {line.split()[1] for line in command.epochs} == {"1/1"}
+@pytest.mark.parametrize("heading", SECTIONS)
+def test_the_commands_of_a_section_train(run: Callable[..., Command], heading: str) -> None:
+    make, said, epochs = SECTIONS[heading]
+    command = run(heading, make)
+    assert said in command.output
+    assert command.epochs[-1].split()[1] == f"{epochs}/{epochs}"
 
 
-def test_what_is_held_out(run: Callable[[str], Command]) -> None:
+def test_what_is_held_out(run: Callable[..., Command]) -> None:
     output = run("Validation and test").output
     first, *folds = [line for line in output.splitlines() if "validation and 360 test samples" in line]
     assert first.startswith("1150 training, 287 validation")
