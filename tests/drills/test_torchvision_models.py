@@ -41,7 +41,7 @@ class Noise(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 def weights(model: str, ranks: int, folder: Path) -> dict[str, Tensor]:
     words = ["dataset=pair", "dataset.classes=10", f"dataset.mean={[*MEAN]}", f"dataset.std={[*STD]}", "model=resnet18"]
-    words += [f"dataset.{split}={{_target_: {__name__}.Noise, samples: 24}}" for split in ("train", "test")]
+    words += [f"+dataset.{split}={{_target_: {__name__}.Noise, samples: 24}}" for split in ("train", "test")]
     words += ["+model.aux_logits=false"] * (model == "googlenet")  # else it has three outputs in training
     words += [f"model.name={model}", "trainer.precision=fp64", "trainer.batch_size=8"]
     in_world(

@@ -27,7 +27,7 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", 
 
 def own_data(target: str) -> list[str]:
     """Words for data of a class or function `target` that takes `train`."""
-    nodes = [f"dataset.{half}={{_target_: {target}, train: {half == 'train'}}}" for half in ("train", "test")]
+    nodes = [f"+dataset.{half}={{_target_: {target}, train: {half == 'train'}}}" for half in ("train", "test")]
     return ["dataset=pair", *nodes]
 
 
