@@ -1,16 +1,17 @@
 """The data of a run, from its config: the splits, what the data tells the config, and what reads them. In each rank."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from hydra.utils import get_object
 from torch import Tensor
 from torch.utils.data import default_collate
-from torchvision.tv_tensors import Mask
 
-from lockstep.config.nodes import instantiate, instantiate_as
+from lockstep.config.nodes import instantiate, instantiate_as, signature_of
 from lockstep.config.schema import RunConfig
 from lockstep.data.augment import BatchWide, ShiftFlip
 from lockstep.data.loader import InputConverter, Loader
@@ -28,6 +29,8 @@ from lockstep.data.source import (
 from lockstep.data.split import hold_out
 from lockstep.errors import ConfigError
 from lockstep.text import first_line, show
+
+log = logging.getLogger(__name__)
 
 SOURCE, TRANSFORMS = 11, 12  # folded into the seeds of what data sets and transforms draw when they are made
 NAMES = {"train": "training data", "val": "validation data", "test": "test data"}
@@ -63,7 +66,8 @@ def prepare_first(config: RunConfig) -> None:
 
 
 def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
-    """The data, the same on every rank. Without training data that is not needed, the tests' take its place.
+    """The data, the same on every rank. Where training data is not needed, the tests' may take its place, and no part
+    has to be held out.
 
     Raises ConfigError for a split without samples, for other classes in one of them, and for what cannot be held out.
     """
@@ -90,33 +94,54 @@ def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
     if val is not None or not config.holds_out or train is test:
         return Data(train, val, test)
     fold = None if loader.folds is None or loader.fold is None else (loader.fold, loader.folds)
-    train, val = hold_out(train, loader.validation, fold, loader.split_seed, loader.groups)
+    try:
+        train, val = hold_out(train, loader.validation, fold, loader.split_seed, loader.groups)
+    except ConfigError:
+        if needs_training_data:
+            raise
+        return Data(train, None, test)
+    if len(train) == 1:
+        log.warning("one training sample is left, and all others are held out: see loader.validation")
     return Data(train, val, test, unwrapped(val)[1])
 
 
 def completed(config: RunConfig, data: Data) -> RunConfig:
     """A copy of `config` in which each `shape` and `classes` that is null has the value of the training data, and
-    balanced class weights are numbers. Raises ConfigError for other numbers of channels than `mean` and `std` have."""
+    balanced class weights are numbers.
+
+    Raises ConfigError for other numbers of channels than `mean` and `std` have, and for a shape that is neither that of
+    data in memory nor what the transforms of training make of it: tests may be of the other one.
+    """
     inputs, targets = reader_of(config, data.train, "train", True).read(Request(0, 0, np.zeros(1, dtype=int)))
     first = targets[0] if isinstance(targets, Tensor) else None
     shape, node = list(inputs.shape[1:]) if isinstance(inputs, Tensor) else None, config.dataset
     for name in ("mean", "std"):
         check_channels(name, node.get(name), inputs)
+    whole, shapes = unwrapped(data.train)[0], [shape]
+    if hasattr(whole, "gather"):
+        shapes.append(list(whole.gather(torch.zeros(1, dtype=torch.int64))[0].shape[1:]))
 
-    def told(value: Any) -> Any:
+    def told(value: Any, key: str) -> Any:
         if isinstance(value, list):
-            return [told(item) for item in value]
+            return [told(item, key) for item in value]
         if not isinstance(value, dict):
             return value
-        values = {name: told(item) for name, item in value.items()}
+        values = {name: told(item, f"{key}.{name}") for name, item in value.items()}
         if values.get("shape", 0) is None:
             values["shape"] = node.get("shape") or shape
+        elif len(shapes) > 1 and "shape" in values and values["shape"] not in shapes:
+            right = f"{key}.shape={show(shape)}"
+            what = f"{key}.shape={show(values['shape'])} but the samples have the shape {show(shape)}"
+            raise ConfigError(f"{what}; type {right}")
+        is_batch_wide = key.startswith("loader.") and "_target_" in values
+        if is_batch_wide and "num_classes" in signature_of(get_object(values["_target_"])).parameters:
+            values.setdefault("num_classes", None)
         for name in {"classes", "num_classes"} & values.keys():
             values[name] = values[name] or node.get("classes") or class_count(data.train, first)
         return values
 
-    loader = replace(config.loader, batch_transforms=told(config.loader.batch_transforms))
-    sections = {name: told(getattr(config, name)) for name in ("dataset", "model", "task")}
+    loader = replace(config.loader, batch_transforms=told(config.loader.batch_transforms, "loader.batch_transforms"))
+    sections = {name: told(getattr(config, name), name) for name in ("dataset", "model", "task")}
     return with_class_weights(replace(config, loader=loader, **sections), data)
 
 
@@ -178,6 +203,8 @@ def reader_of(
 
 def with_mask(sample: Any) -> Any:
     """The target as torchvision's Mask: transforms of v2 leave a plain tensor as it is, and move the image alone."""
+    from torchvision.tv_tensors import Mask  # takes half a second
+
     inputs, target = sample
     return inputs, target if isinstance(target, Mask) else Mask(target)
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lockstep.data.partition import fold_in, random_states_kept, seed_all
-from lockstep.data.source import unwrapped
+from lockstep.data.source import tensors_in, unwrapped
 from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.signals import STOP_SIGNALS
 from lockstep.errors import ConfigError
@@ -114,6 +114,9 @@ class SampleReader(Dataset[Any]):
         """numbers: of their samples in this data set. Raises ConfigError for targets that the task does not take."""
         if self.check is None:
             return
+        if next(tensors_in(targets), None) is None:
+            what = f"the targets of the {self.name} are no numbers, but {str(targets)[:40]}"
+            raise ConfigError(f"{what}; return a number or a tensor from __getitem__")
         try:
             self.check(targets, numbers if self.indices is None else self.indices[numbers])
         except ConfigError as error:

@@ -33,7 +33,8 @@ def hold_out(
     samples = len(dataset)
     count = 0 if size is None else max(1, round(size * samples)) if size < 1 else int(size)
     if count >= samples or (fold is not None and fold[1] > samples):
-        raise ConfigError(f"{typed}, and there are {samples} training samples; type loader.validation=0.1")
+        right = "validation=null" if samples < 2 else "validation=0.1" if fold is None else f"folds={samples}"
+        raise ConfigError(f"{typed}, and there are {samples} training samples; type loader.{right}")
     if hasattr(dataset, "hold_out"):
         train, validation = dataset.hold_out(size, fold, seed)
         return train, validation
