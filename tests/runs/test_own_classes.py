@@ -51,6 +51,13 @@ class ByName(nn.Module):
     def forward(self, left, right):
         return self.layer(left + right)
 
+class LeftAndRight:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, number):
+        return {"left": torch.rand(2), "right": torch.rand(2)}, number % 2
+
 class MaskInADict:
     def __len__(self):
         return 64
@@ -190,7 +197,7 @@ def test_a_net_whose_inputs_or_outputs_do_not_fit_is_refused_in_the_first_step(t
     of_transformers = accepted("model._target_=own_nets.OfTransformers", *base)
     of_transformers_in_parts = composed("strategy=model_parallel", "model._target_=own_nets.OfTransformers", *base)
     pair = accepted("model._target_=own_nets.Pair", *base)
-    dicts = ["dataset=pair", *(f"dataset.{half}._target_=support.own_data.Dicts" for half in ("train", "test"))]
+    dicts = ["dataset=pair", *(f"dataset.{half}._target_=own_nets.LeftAndRight" for half in ("train", "test"))]
     dicts += ["dataset.classes=2"]
     by_name = composed("logger=[]", f"run_dir={tmp_path}", "model._target_=own_nets.ByName", *dicts)
     masked = ["dataset=pair", *(f"dataset.{half}._target_=own_nets.MaskInADict" for half in ("train", "test"))]
