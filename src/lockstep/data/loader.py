@@ -283,7 +283,7 @@ class Loader:
         numbers = group[0].numbers if len(group) == 1 else torch.cat([share.numbers for share in group])
         if self.indices is not None:
             numbers = self.indices.index_select(0, numbers)
-        inputs, targets = self.memory.gather(numbers)
+        inputs, targets = self.memory.gather(numbers.long())
         return inputs, targets
 
     def _pinned(self, group: Sequence[_Share]) -> tuple[Tensor, Tensor]:

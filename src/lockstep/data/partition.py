@@ -82,7 +82,7 @@ class Order:
         return self.samples if self.draws is None else self.draws
 
     def epoch(self, number: int) -> Tensor:
-        """(len(self),) int64: the indices of the samples, in their order."""
+        """(len(self),): the indices of the samples, in their order."""
         draw = generator(self.seed, number)
         if self.weights is not None:
             return drawn(self.weights, draw)
@@ -91,7 +91,7 @@ class Order:
         if not self.shuffle:
             return torch.arange(self.samples)
         if self.starts is None:
-            return torch.randperm(self.samples, generator=draw)
+            return torch.randperm(self.samples, generator=draw, dtype=torch.int32)  # half the memory
         return self._of_windows(draw)
 
     def _of_windows(self, draw: torch.Generator) -> Tensor:

@@ -47,9 +47,9 @@ def hold_out(
         chosen = _of_groups(np.unique(groups, return_inverse=True)[1].reshape(-1), classes, count, fold, seed, typed)
     else:
         chosen = _of_samples(samples, classes, count, fold, seed)
-    is_held_out = torch.zeros(samples, dtype=torch.bool)
+    is_held_out, numbers = np.zeros(samples, bool), np.arange(samples, dtype=np.int32)
     is_held_out[chosen] = True
-    parts = [where.nonzero().flatten().numpy() for where in (~is_held_out, is_held_out)]
+    parts = [numbers[~is_held_out], numbers[is_held_out]]
     if hasattr(dataset, "fit"):  # a table is scaled by the rows that are trained on
         dataset.fit(parts[0])
     return Subset(dataset, parts[0]), Subset(dataset, parts[1])  # type: ignore[arg-type]  # an array is enough
@@ -57,7 +57,7 @@ def hold_out(
 
 def _of_samples(samples: int, classes: Any, count: int, fold: tuple[int, int] | None, seed: int) -> Tensor:
     """The samples to hold out: at even distances, in a random order that is sorted by class."""
-    order = torch.randperm(samples, generator=generator(seed))
+    order = torch.randperm(samples, generator=generator(seed), dtype=torch.int32)
     if classes is not None:
         small = torch.from_numpy(classes.astype(np.int16 if classes.max() < 2**15 else np.int32))  # sorted faster
         order = order.index_select(0, small.index_select(0, order).sort(stable=True).indices)
