@@ -247,7 +247,7 @@ def plan(body: str) -> str:
     return f"strategy.plan=[{stem}{{head.layer:gathered}},{PLANS.get(body, '')}]".replace(",]", "]")
 
 
-ONCE = [Combination("linear", kind, way) for kind in data.REFUSED for way in ("one", "two")]
+ONCE = [Combination("linear", kind, "two") for kind in data.REFUSED]
 
 
 def pairwise(seed: int = 0) -> list[Combination]:
@@ -448,9 +448,8 @@ def begin(combination: Combination, place: Path, found: dict[str, Any], loss: fl
 
 
 def _follow(combination: Combination, place: Path, *words: str) -> Answer:
-    own = (*TRUTHS[combination.kind](True).words, *CHANGES[combination.change].words)
-    typed = [word for word in own if "_target_" in word]
-    return answer_of(["--config-dir", combination.words[1], "model._target_=zoo.modules.net", *typed, *words], place)
+    """A later command takes what the run was trained with from its folder."""
+    return answer_of(["--config-dir", combination.words[1], *words], place)
 
 
 def nothing(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
@@ -492,7 +491,8 @@ def evaluate_training(combination: Combination, place: Path, found: dict[str, An
 
 def evaluate(combination: Combination, place: Path, found: dict[str, Any], loss: float, *words: str) -> Outcome | None:
     ranks = [*FORK, "launch.nproc_per_node=2"] if len(combination.body) % 2 else []
-    answer = _follow(combination, place, "mode=evaluate", "resume=run", *words, *ranks)
+    split = [] if words or not TRUTHS[combination.kind](True).holds_out else ["mode.split=val"]
+    answer = _follow(combination, place, "mode=evaluate", "resume=run", *words, *split, *ranks)
     if answer.code:
         return refused_or_wrong(combination, answer)
     if answer.problem():

@@ -27,6 +27,7 @@ class Truth:
 
     order: of the samples in an epoch: "drawn", or "kept" for a stream.
     draws: whether a sample is another one each time that it is read.
+    holds_out: whether a part of the training data is the validation set, in place of the test data.
     """
 
     images: Tensor
@@ -34,6 +35,7 @@ class Truth:
     task: str = "classification"
     order: str = "drawn"
     draws: bool = False
+    holds_out: bool = False
     words: tuple[str, ...] = ()
 
 
@@ -362,6 +364,7 @@ def weighted_of(images: Tensor, classes: Tensor) -> Tensor:
 
 
 # What a data set says of its samples.
+HOLDS_OUT = ("dataset.validation=null", "loader.validation=0.25", "loader.groups=on")
 whole(
     "sampled",
     lambda train: Tensors(values(train), labels(train), weights=labels(train) + 1.0),
@@ -370,7 +373,7 @@ whole(
 whole(
     "grouped",
     lambda train: Tensors(values(train), labels(train), groups=torch.arange(len(labels(train))) // 2),
-    with_words(plain, "dataset.validation=null", "loader.validation=0.25", "loader.groups=on", draws=True),
+    with_words(plain, *HOLDS_OUT, draws=True, holds_out=True),
 )
 whole("own_source", lambda train: Tensors(values(train), labels(train)))
 # Samples and targets that are none: refused, whatever the net and the options are.
