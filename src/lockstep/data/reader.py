@@ -20,6 +20,7 @@ from lockstep.data.source import tensors_in, unwrapped
 from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.signals import STOP_SIGNALS
 from lockstep.errors import ConfigError
+from lockstep.failures import reporter
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,8 @@ class SampleReader(Dataset[Any]):
             batch = self.collate_fn(samples)
             inputs, targets = batch
         except Exception as error:
+            if "shared memory" in str(error):  # of a worker: no fault of the samples
+                raise
             said = f"samples {numbers[:4]} of the {self.name} make no batch of inputs and targets"
             advice = "give all samples the same form, or type loader.collate_fn='{_target_:<module>.<function>}'"
             raise ConfigError(f"{said} ({_line(error)}); {advice}") from error
@@ -175,6 +178,7 @@ class Stream:
             self.next, self.items = 0, iter(self.dataset)
         for number, item in enumerate(self.items, start=self.next):
             self.next = number + 1
+            reporter.heartbeat()  # to read what is used already takes a while
             if number == index:
                 if self.next == self.length and next(self.items, self) is not self:
                     what = f"{type(self.dataset).__name__} gives more than the {self.length} samples of its __len__"
@@ -204,13 +208,12 @@ def batches(reader: SampleReader, requests: Iterable[Request], workers: int, pin
     started = [child for child in multiprocessing.active_children() if child not in before]
     end = partial(_end, started)
     atexit.register(end)  # Python would wait for ever for workers that ignore its SIGTERM
-    try:
+    with suppress(GeneratorExit):
         for found in read:
             if isinstance(found, Told):
                 raise ConfigError(found.sentence)
             yield found
-    finally:
-        atexit.unregister(end)
+    atexit.unregister(end)  # not after an error, whose traceback may hold the workers
 
 
 def _end(workers: Iterable[Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lockstep.config.schema import Count, Positive, Shape
 from lockstep.errors import ConfigError
@@ -128,6 +128,8 @@ def of_each_sample(dataset: Any, name: str) -> Any:
     """
     whole, indices = unwrapped(dataset)
     values = getattr(whole, name, None)
+    if name == "targets" and isinstance(whole, TensorDataset):
+        values = whole.tensors[-1]
     if values is None:
         return None
     values = values.numpy(force=True) if isinstance(values, Tensor) else np.asarray(values)
