@@ -1,19 +1,16 @@
-"""loader.sampling: what an epoch draws, and that every rank, resume and worker draws the same."""
+"""loader.sampling: what an epoch draws, and which weights it draws by."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from scipy.stats import chisquare
-from torch import Tensor
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import IterableDataset, Subset
 
-from lockstep.data.dataset import InMemoryDataset, weight_of_each_sample
-from lockstep.data.loader import BatchLoader, Converter
-from lockstep.data.partition import drawn, generator, micro_batch_parts
-from lockstep.data.transforms import Augment
+from lockstep.data.build import sampling_weights
+from lockstep.data.partition import Order, drawn, generator
+from lockstep.data.source import Tensors
 from lockstep.errors import ConfigError
 from support.own_data import Noisy
 
@@ -28,7 +25,7 @@ def test_an_epoch_draws_each_sample_as_often_as_its_weight_says() -> None:
     assert ((counts - expected).abs() < 1).all()
     assert (counts.double().mean(0) - expected).abs().max() < 0.2  # 5 standard deviations of a coin
     assert chisquare(counts.sum(0)[weights > 0], 200 * expected[weights > 0]).pvalue > 1e-3
-    orders = [drawn(weights, generator(0, epoch)) for epoch in (0, 0, 1)]
+    orders = [Order(1000, 0, weights=weights).epoch(epoch) for epoch in (0, 0, 1)]
     assert orders[0].equal(orders[1])
     assert not orders[0].equal(orders[2])
 
@@ -49,68 +46,21 @@ def test_samples_are_not_drawn_side_by_side() -> None:
     assert (together[0] - together[1]).abs() < 5 * (together.sum() / 2).sqrt()
 
 
-class Listed(Noisy):
-    """Samples with noise from all generators, whose classes are in a list."""
-
-    def __init__(self) -> None:
-        super().__init__(len(UNEVEN))
-        self.targets = UNEVEN.tolist()
-        self.sample_weights = [1.0 + number % 3 for number in range(len(UNEVEN))]
-
-    def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index)[0], self.targets[index]
+def test_draws_are_random_and_independent() -> None:
+    order = Order(10, 0, draws=20_000)
+    assert len(order) == len(order.epoch(0)) == 20_000
+    pairs = order.epoch(0).view(-1, 2)
+    assert chisquare((pairs[:, 0] * 10 + pairs[:, 1]).bincount(minlength=100)).pvalue > 1e-3
 
 
-def in_memory() -> InMemoryDataset:
-    return InMemoryDataset(torch.arange(3200, dtype=torch.float64).reshape(100, 2, 4, 4), UNEVEN)
-
-
-SOURCES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "in memory": (in_memory, {}),
-    "in memory, augmented": (in_memory, {"augment": Augment(pad=1)}),
-    "workers": (Listed, {"workers": 2}),
-    "part of a data set": (lambda: Subset(Listed(), range(0, 100, 2)), {}),
-}
-
-
-def batches(source: str, sampling: Any, size: int, skip: int) -> list[Tensor]:
-    """The inputs of each global batch of two epochs, put together from the ranks; the first epoch from `skip` on."""
-    make, options = SOURCES[source]
-    found = []
-    for rank in range(size):
-        dataset = make()
-        loader = BatchLoader(
-            dataset,
-            Converter(torch.device("cpu"), torch.float64),
-            *(rank, size),
-            seed=1,
-            weights=weight_of_each_sample(dataset, sampling),
-            **options,
-        )
-        parts = partial(micro_batch_parts, accumulation_steps=1, rank=rank, size=size)
-        epochs = [*loader.epoch(0, 16, parts, skip, last_epoch=1), *loader.epoch(1, 16, parts, last_epoch=1)]
-        found.append([(batch.parts[0].indices.unsqueeze(1), batch.parts[0].inputs.flatten(1)) for batch in epochs])
-        loader.close()
-    return [torch.cat([torch.cat(part, 1) for part in of_ranks]) for of_ranks in zip(*found, strict=True)]
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_the_same_samples_with_the_same_noise_on_any_ranks_and_after_a_resume(source: str) -> None:
-    whole = batches(source, "balanced", 1, 0)
-    for size, skip in ((2, 0), (3, 32)):
-        assert all(map(torch.equal, whole[skip // 16 :], batches(source, "balanced", size, skip)))
-    rows = torch.cat(whole)
-    if source != "in memory":  # a sample that is drawn again gets other random numbers
-        assert len(rows.unique(dim=0)) > 1.5 * len(rows[:, 0].unique())
-
-
-def test_balanced_draws_every_class_equally_often_and_keeps_the_length_of_an_epoch() -> None:
-    rows = torch.cat(batches("workers", "balanced", 1, 0))
-    counts = UNEVEN[rows[:, 0].long()].bincount()
-    assert len(rows) == 200
-    assert chisquare(counts).pvalue > 0.5
-    weighted = torch.cat(batches("workers", "weights", 1, 0))[:, 0].long() % 3
-    assert chisquare(weighted.bincount(), torch.tensor([34, 66, 99]).double() / 199 * 200).pvalue > 0.5
+@pytest.mark.parametrize("part", [None, range(0, 100, 2)])
+def test_balanced_draws_every_class_equally_often_and_keeps_the_length_of_an_epoch(part: Any) -> None:
+    targets = UNEVEN if part is None else UNEVEN[::2]
+    data: Any = Tensors(torch.zeros(100, 1), UNEVEN)
+    weights = sampling_weights(data if part is None else Subset(data, part), "balanced")
+    rows = torch.cat([Order(len(targets), 1, weights=weights).epoch(epoch) for epoch in (0, 1)])
+    assert len(rows) == 2 * len(targets)
+    assert chisquare(targets[rows].bincount()).pvalue > 0.5
 
 
 def own(**attributes: Any) -> Any:
@@ -120,23 +70,31 @@ def own(**attributes: Any) -> Any:
     return dataset
 
 
+def test_weights_are_those_of_the_samples_of_a_part() -> None:
+    found = sampling_weights(Subset(own(weights=[1, 2, 0, 0.5]), [3, 1]), "weights")
+    assert (found.tolist(), found.dtype) == ([0.5, 2], torch.float64)
+
+
 class Items(IterableDataset[Any]):
+    def __len__(self) -> int:
+        return 9
+
     def __iter__(self) -> Iterator[Any]:
         yield from ()
 
 
 REFUSED = {
-    "no classes": (own(), "balanced", "Noisy does not keep them; give it an attribute `targets`"),
-    "numbers": (own(targets=[0.5, 1.0, 2.0, 3.0]), "balanced", "does not keep them"),
-    "too few": (own(targets=[0, 1]), "balanced", "does not keep them"),
-    "left out": (own(targets=[0, 1, -100, 1]), "balanced", "a whole number from 0 on"),
-    "pairs": (TensorDataset(torch.zeros(4, 2), torch.zeros(4, 2)), "balanced", "or type loader.sampling=null"),
-    "stream": (Items(), "balanced", "is an IterableDataset, Items, .*; type loader.sampling=null"),
-    "no weights": (own(), "weights", "no attribute `sample_weights` with 4 numbers of 0 or more"),
-    "negative": (own(sample_weights=[1, 2, -1, 0]), "weights", "or type loader.sampling=balanced"),
-    "not finite": (own(sample_weights=[1, 2, float("nan"), 0]), "weights", "4 numbers of 0 or more"),
-    "all zero": (own(sample_weights=[0, 0, 0, 0]), "weights", "some of them above 0"),
-    "too many weights": (own(sample_weights=[1] * 5), "weights", "4 numbers of 0 or more"),
+    "no classes": (own(), "balanced", "says no class of each sample; give it .*, or type loader.sampling=null"),
+    "numbers": (own(targets=[0.5, 1.0, 2.0, 3.0]), "balanced", "says no class"),
+    "too few": (own(targets=[0, 1]), "balanced", "Noisy has 4 samples, and its attribute targets 2 values"),
+    "left out": (own(targets=[0, 1, -100, 1]), "balanced", "says no class"),
+    "several": (own(targets=torch.zeros(4, 2)), "balanced", "says no class"),
+    "stream": (Items(), "balanced", "says no class of each sample; .* type loader.sampling=null"),
+    "no weights": (own(), "weights", "needs an attribute `weights` .*, or type loader.sampling=balanced"),
+    "negative": (own(weights=[1, 2, -1, 0]), "weights", "0 or more for each sample"),
+    "not finite": (own(weights=[1, 2, float("nan"), 0]), "weights", "0 or more for each sample"),
+    "all zero": (own(weights=[0, 0, 0, 0]), "weights", "needs an attribute"),
+    "too many weights": (own(weights=[1] * 5), "weights", "has 4 samples, and its attribute weights 5 values"),
 }
 
 
@@ -144,4 +102,4 @@ REFUSED = {
 def test_data_that_does_not_say_it_is_refused(case: str) -> None:
     dataset, sampling, sentence = REFUSED[case]
     with pytest.raises(ConfigError, match=sentence):
-        weight_of_each_sample(dataset, sampling)
+        sampling_weights(dataset, sampling)

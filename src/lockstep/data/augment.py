@@ -98,14 +98,23 @@ class BatchWide:
     """A transform of a whole batch, such as torchvision's v2.MixUp and v2.CutMix, alike on all ranks.
 
     These take one draw for a batch, and mix each sample with the one before it. So all ranks are seeded alike, each
-    loads the sample before its part, too, and its row is dropped after the transform.
+    loads the sample before its part, too, and its row is dropped after the transform. Of several transforms the second
+    one mixes in what the first has mixed, and so on.
+
+    before: samples that have to be loaded before a part.
     """
 
     def __init__(self, transform: Callable[[Any, Any], tuple[Any, Any]]) -> None:
         self.transform = transform
+        self.before = _leaves(transform)
 
     def __call__(self, inputs: Any, targets: Any, seed: int) -> tuple[Any, Any]:
-        """inputs, targets: of the sample before the part, and of the part."""
+        """inputs, targets: of the samples before the part, and of the part."""
         with random_states_kept():
             seed_all(seed)
             return self.transform(inputs, targets)
+
+
+def _leaves(transform: Any) -> int:
+    """How many transforms this one is at most, as v2.Compose is several."""
+    return sum(map(_leaves, getattr(transform, "transforms", ()))) or 1

@@ -141,6 +141,7 @@ class Loader:
         self.reader, self.order, self.converter, self.device = reader, order, converter, device
         self.seed, self.batch_size, self.parts, self.share = seed, batch_size, parts, share
         self.augment, self.transforms, self.workers = augment, transforms, workers
+        self.before = sum(transform.before for transform in transforms)  # samples that a part is loaded with
         whole, indices = unwrapped(reader.dataset)
         self.indices = None if indices is None else torch.as_tensor(indices)
         self.memory: Any = None
@@ -214,8 +215,8 @@ class Loader:
         return _Share(epoch, start, count, part, numbers.clone())  # a slice would keep all of the order
 
     def _places(self, start: int, count: int, part: Part) -> Tensor:
-        """(n,) of the samples of a part in their epoch. Batch-wide transforms mix in the sample before it."""
-        first = part.start - bool(self.transforms)
+        """(n,) of the samples of a part in their epoch. Batch-wide transforms mix in those before it."""
+        first = part.start - self.before
         return torch.arange(first, part.stop) % count + start
 
     def _loaded(self, shares: Iterator[_Share]) -> Iterator[tuple[Any, Any]]:
@@ -243,7 +244,7 @@ class Loader:
             inputs = self.augment.resized(inputs, share.epoch)
         for number, transform in enumerate(self.transforms):
             inputs, targets = transform(inputs, targets, fold_in(self.seed, share.epoch, share.start, MIX, number))
-        return (inputs[1:], targets[1:]) if self.transforms else (inputs, targets)
+        return (inputs[self.before :], targets[self.before :]) if self.before else (inputs, targets)
 
     def _read(self, shares: Iterator[_Share]) -> Iterator[tuple[list[_Share], tuple[Any, Any]]]:
         """Raw inputs and targets, and of which shares they are: of several at once from memory."""

@@ -1,0 +1,175 @@
+"""What changes whole batches: shifts, mirror images, sizes, MixUp and CutMix, each sample alike on any ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_loader import SEED, Position, loader
+from torch import Tensor
+from torchvision.transforms import v2
+
+from lockstep.config.nodes import instantiate
+from lockstep.data.augment import BLOCK, BatchWide, Places, ShiftFlip
+from lockstep.data.build import build_data, completed
+from lockstep.data.loader import MIX, Loader
+from lockstep.data.partition import fold_in
+from lockstep.data.source import Tensors
+from lockstep.errors import ConfigError
+from support.configs import composed
+
+COUNT, BATCH = 23, 8  # the last batch has 7 samples
+IMAGES = torch.randint(0, 256, (COUNT, 3, 6, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(COUNT) % 3
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def where(places: Tensor, numbers: Tensor, epoch: int = 0, start: int = 0) -> Places:
+    return Places(SEED, epoch, start, COUNT, places, numbers)
+
+
+def global_batches(
+    read: Callable[[int, int, int], Loader], size: int = 1, micro: int = 1, start: Position | None = None
+) -> Batches:
+    """(inputs, targets) of the batches of an epoch, put together from all ranks."""
+    begun = start or Position(1)
+    steps = -(-(COUNT - begun.samples) // BATCH)
+    ranks = [read(rank, size, micro).batches(begun) for rank in range(size)]
+    found = []
+    for _ in range(steps):
+        loaded = sorted((part for rank in ranks for part in next(rank).parts), key=lambda part: part.number)
+        found.append((torch.cat([part.inputs for part in loaded]), torch.cat([part.targets for part in loaded])))
+    return found
+
+
+def reading(augment: Any = None, *transforms: Any) -> Callable[[int, int, int], Loader]:
+    """rank, size, micro-batches -> a loader of float64 pixels from 0 to 1."""
+    options = {"mean": [0.0], "augment": augment, "transforms": [BatchWide(one) for one in transforms], "batch": BATCH}
+    return lambda rank, size, micro: _plain(loader(Tensors(IMAGES, LABELS), rank, size, micro, **options))
+
+
+def _plain(found: Loader) -> Loader:
+    found.converter.normalises = False
+    return found
+
+
+def moved(image: Tensor, pad: int, dy: int, dx: int, mirrored: bool) -> Tensor:
+    """One image (C, H, W), as plain torch moves it."""
+    _, height, width = image.shape
+    window = F.pad(image, [pad] * 4)[:, dy : dy + height, dx : dx + width]
+    return window.flip(2) if mirrored else window
+
+
+def test_each_image_is_shifted_and_mirrored_by_its_own_numbers() -> None:
+    augment, places = ShiftFlip(epochs=1, pad=2, flip=True), torch.arange(5, 5 + COUNT)
+    numbers = augment.draws(where(places, places))
+    found = augment(IMAGES, where(places, places))
+    assert all(
+        found[n].equal(moved(IMAGES[n], 2, int(dy), int(dx), bool(flip))) for n, (dy, dx, flip) in enumerate(numbers)
+    )
+    assert found[3:9].equal(augment(IMAGES[3:9], where(places[3:9], places[3:9])))  # in any part of a batch
+    plain = ShiftFlip(epochs=1, pad=2)(IMAGES, where(places, places))
+    assert all(plain[n].equal(moved(IMAGES[n], 2, int(dy), int(dx), False)) for n, (dy, dx, _) in enumerate(numbers))
+
+
+def test_shifts_cover_all_of_pad_and_half_of_the_images_are_mirrored() -> None:
+    draws = ShiftFlip(epochs=1, pad=2, flip=True).draws(where(torch.arange(4000), torch.arange(4000)))
+    for column in (0, 1):
+        assert draws[:, column].unique(return_counts=True)[0].tolist() == [0, 1, 2, 3, 4]
+        assert draws[:, column].bincount().min() > 700
+    assert abs(draws[:, 2].double().mean() - 0.5) < 0.04
+
+
+def test_numbers_depend_on_the_place_in_the_epoch_wherever_a_batch_begins() -> None:
+    augment, places = ShiftFlip(epochs=1, pad=9), torch.arange(BLOCK - 3, BLOCK + 3)
+    across = augment.draws(where(places, places, start=BLOCK - 3))
+    fresh = ShiftFlip(epochs=1, pad=9).draws(where(places[3:], places, start=BLOCK))
+    assert across[3:].equal(fresh)
+    other = augment.draws(where(places, places, epoch=1, start=BLOCK - 3))
+    assert not across.equal(other)
+    assert len(torch.cat([across, other]).unique(dim=0)) > 9
+
+
+def test_alternating_mirror_images_show_each_image_both_ways_in_two_epochs() -> None:
+    augment = ShiftFlip(epochs=4, flip="alternating")
+    shuffled = torch.randperm(COUNT)
+
+    def mirrored(epoch: int) -> list[bool]:
+        found = augment(IMAGES[shuffled], where(torch.arange(COUNT), shuffled, epoch))
+        flipped = found.eq(IMAGES[shuffled].flip(3)).flatten(1).all(1)
+        assert (flipped | found.eq(IMAGES[shuffled]).flatten(1).all(1)).all()
+        return flipped[shuffled.argsort()].tolist()
+
+    even, odd = mirrored(0), mirrored(1)
+    assert 0 < sum(even) < COUNT
+    assert odd == [not one for one in even]
+    assert mirrored(2) == even
+
+
+def test_images_grow_with_the_epochs() -> None:
+    """[4, 6, 8] over 6 epochs: two of each. The pixels are those of torchvision."""
+    augment, images = ShiftFlip(epochs=6, sizes=[4, 6, 8]), IMAGES.double()
+    for epoch, size in enumerate((4, 4, 6, 6, 8, 8, 8)):  # a 7th epoch is like the last one
+        resized = augment.resized(images, epoch)
+        expected = v2.functional.resize(images, [size, size], antialias=True)
+        torch.testing.assert_close(resized, expected, rtol=0, atol=1e-9)
+    few = ShiftFlip(epochs=2, sizes=[4, 6, 8])  # the last size is always reached
+    assert [few.resized(images, epoch).shape[-1] for epoch in (0, 1)] == [6, 8]
+    assert augment.resized(images.bfloat16(), 0).dtype == torch.bfloat16
+    grown = reading(ShiftFlip(epochs=2, sizes=[4, 8]))
+    assert [len(global_batches(grown, start=Position(epoch))[0][0][0, 0]) for epoch in (0, 1)] == [4, 8]
+
+
+def test_samples_that_are_no_images_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a sample has the shape \[4\]; type loader.augment=null"):
+        ShiftFlip(epochs=1, flip=True)(torch.rand(5, 4), where(torch.arange(5), torch.arange(5)))
+
+
+MIXES = [v2.MixUp(alpha=0.4, num_classes=3), v2.CutMix(alpha=1.0, num_classes=3)]
+CHAINS = {
+    "mixup": MIXES[:1],
+    "cutmix": MIXES[1:],
+    "both": MIXES,
+    "composed": [v2.Compose(MIXES)],
+    "one of them": [v2.RandomChoice(MIXES)],
+}
+
+
+@pytest.mark.parametrize("augment", [None, ShiftFlip(epochs=2, pad=1, flip=True)])
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_global_batch_is_mixed_alike_on_any_ranks_in_micro_batches_and_after_a_resume(
+    name: str, augment: Any
+) -> None:
+    read = reading(augment, *CHAINS[name])
+    alone = global_batches(read)
+    assert [len(inputs) for inputs, _ in alone] == [8, 8, 7]
+    for other in (
+        global_batches(read, 3),
+        global_batches(read, 9),
+        global_batches(read, 1, 3),
+        global_batches(read, 3, 2),
+    ):
+        for mine, theirs in zip(alone, other, strict=True):
+            assert all(map(torch.equal, mine, theirs))
+    assert all(map(torch.equal, alone[1], global_batches(read, 3, start=Position(1, BATCH))[0]))
+    assert not alone[0][0].equal(global_batches(reading(augment))[0][0])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("transform", MIXES)
+def test_a_batch_is_what_torchvision_makes_of_the_whole_batch_in_float64(transform: Any, size: int) -> None:
+    found, plain = global_batches(reading(None, transform), size, 2), global_batches(reading())
+    for number, (one, (inputs, targets)) in enumerate(zip(found, plain, strict=True)):
+        torch.manual_seed(fold_in(SEED, 1, number * BATCH, MIX, 0))
+        mixed = transform(inputs, targets)
+        torch.testing.assert_close(one[0], mixed[0], rtol=0, atol=1e-15)
+        torch.testing.assert_close(one[1].double(), mixed[1].double(), rtol=0, atol=1e-7)
+
+
+def test_classes_of_mixes_are_told_by_the_data() -> None:
+    mixup, cutmix = (f"{{_target_:torchvision.transforms.v2.{name}}}" for name in ("MixUp", "CutMix"))
+    choice = f"{{_target_:torchvision.transforms.v2.RandomChoice,transforms:[{mixup},{cutmix}]}}"
+    config = composed(f"loader.batch_transforms=[{mixup},{choice}]")
+    one, two = instantiate(completed(config, build_data(config)).loader.batch_transforms)
+    assert [one.num_classes, *[each.num_classes for each in two.transforms]] == [10, 10, 10]
