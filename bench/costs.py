@@ -64,7 +64,8 @@ def samples_per_second(size: int, *overrides: str) -> dict[str, float]:
 
 
 def virtual_ranks(rounds: int, quick: bool) -> str:
-    run = ["dataset.augment.pad=1", "trainer.batch_size=128", f"trainer.epochs={1 if quick else 12}"]
+    augment = "loader.augment={_target_:lockstep.data.augment.ShiftFlip,pad:1}"
+    run = [augment, "trainer.batch_size=128", f"trainer.epochs={1 if quick else 12}"]
     measure = {
         (name, size): lambda how=how, size=size: samples_per_second(size, *run, *how)
         for name, how in BATCH_NORM.items()

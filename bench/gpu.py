@@ -120,7 +120,7 @@ def bare_loops(quick: bool) -> Iterator[str]:
     """Samples/s in turns with a loop of nothing but forward, backward and update, in one process."""
     samples, batch, windows, few = (8, 4, 4, 2) if quick else (40_960, 512, 5120, 64)
     text = harness.ROOT / "bench" / "RESULTS.md"  # a text that is here; a step takes as long with any
-    gpt = ["dataset=text", f"dataset.path={text}", "dataset.symbols=bytes", "dataset.classes=256", "optimizer=adamw"]
+    gpt = ["dataset=text", f"dataset.path={text}", "dataset.tokenizer=bytes", "optimizer=adamw"]
     gpt += [f"dataset.samples={windows}", f"trainer.batch_size={few}"]
     gpt += [] if quick else ["dataset.block=256", "model.layers=6", "model.heads=6", "model.width=384"]
     noise = [*harness.noise_images(samples, min(samples, 512)), f"trainer.batch_size={batch}"]

@@ -126,11 +126,9 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 def noise_images(samples: int, test_samples: int) -> list[str]:
     """The overrides that put random images into the place of CIFAR-10's."""
-    found = ["dataset=cifar10", "dataset.prepare=null"]
-    for part, count in (("train", samples), ("test", test_samples)):
-        found += [f"dataset.{part}._target_=measured.noise", f"+dataset.{part}.samples={count}"]
-        found += [f"dataset.{part}.train={str(part == 'train').lower()}"]
-    return found
+    same = ["shape=[3,32,32]", "classes=10", "mean=[0.4914,0.4822,0.4465]", "std=[0.247,0.2435,0.2616]"]
+    found = ["dataset=cifar10", "dataset._target_=measured.Noise", *(f"dataset.{word}" for word in same)]
+    return [*found, f"+dataset.samples={samples}", f"+dataset.test_samples={test_samples}"]
 
 
 def training_flops(*overrides: str) -> float:

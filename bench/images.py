@@ -6,11 +6,11 @@ Both train the same small net on the same made images with two workers. The firs
 once includes that; the next run of the same data would not need it.
 """
 
-import re
 import shutil
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -42,28 +42,30 @@ def make_images(root: Path, size: int, count: int) -> None:
 
 def references(root: Path, size: int) -> Laps:
     script = [str(harness.CONTENDERS / "references_images.py"), f"--data={root}", f"--size={size}"]
-    return run([*script, f"--epochs={EPOCHS}", f"--batch={BATCH}"])[0]
+    return run([*script, f"--epochs={EPOCHS}", f"--batch={BATCH}"])
 
 
-def lockstep(root: Path, size: int, cache: str) -> Laps:
-    """The time that decoding the training images once takes counts for the first epoch. They come before the tests'."""
-    same = ["dataset=image_folder", f"dataset.root={root}", f"dataset.size={size}", f"trainer.batch_size={BATCH}"]
-    same += [f"trainer.epochs={EPOCHS}", f"dataset.cache={cache}", "dataset.cache_dir=decoded", "hydra.run.dir=run"]
-    net = ["model._target_=workload.small_image_net", "optimizer.lr=0.1"]
-    laps, console = run([harness.TRAIN, *same, *net, *harness.MEASURED])
-    decoding = re.search(r"decoded them in ([\d.]+) s", console)
-    return [laps[0] + float(decoding[1]), *laps[1:]] if decoding else laps
+def lockstep(root: Path, size: int, cache: bool) -> Laps:
+    """The time that decoding takes, of the tests' images, too, counts for the first epoch."""
+    from lockstep.data.images import ImageFolders
+
+    with tempfile.TemporaryDirectory() as decoded:
+        same = ["dataset=image_folder", f"dataset.root={root}", f"dataset.size={size}", f"dataset.cache={cache}"]
+        same += [f"trainer.epochs={EPOCHS}", f"trainer.batch_size={BATCH}", f"dataset.cache_dir={decoded}"]
+        net = ["model._target_=workload.small_image_net", "optimizer.lr=0.1", "hydra.run.dir=run"]
+        began = time.monotonic()
+        ImageFolders(root=str(root), size=size, cache=cache, cache_dir=decoded).prepare()
+        preparing = time.monotonic() - began
+        first, *later = run([harness.TRAIN, *same, *net, f"loader.num_workers={0 if cache else 2}", *harness.MEASURED])
+        return [first + preparing, *later]
 
 
-def run(command: list[str]) -> tuple[Laps, str]:
-    """The laps of a command, and what it printed."""
+def run(command: list[str]) -> Laps:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        code = harness.run_on_terminal([sys.executable, *command], folder)
-        console = (folder / "console.log").read_text()
-        if code:
-            sys.exit(f"{command} ended with {code}:\n{console}")
-        return [lap["seconds"] for lap in harness.records(folder)[0]["training"]], console
+        if code := harness.run_on_terminal([sys.executable, *command], folder):
+            sys.exit(f"{command} ended with {code}:\n{(folder / 'console.log').read_text()}")
+        return [lap["seconds"] for lap in harness.records(folder)[0]["training"]]
 
 
 def ratios(found: dict[str, list[Laps]], name: str) -> list[str]:
@@ -84,8 +86,8 @@ def main() -> None:
             make_images(root, size, count)
             ways: dict[Any, Callable[[], Any]] = {
                 "references": partial(references, root, size),
-                "decoded once": partial(lockstep, root, size, "on"),
-                "decoded each time": partial(lockstep, root, size, "off"),
+                "decoded once": partial(lockstep, root, size, True),
+                "decoded each time": partial(lockstep, root, size, False),
             }
             found = harness.interleave(ways, args.rounds)
         finally:

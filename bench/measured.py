@@ -8,15 +8,17 @@ python src/train.py strategy._target_=measured.MeasuredDDP +logger.measured._tar
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from record import Record
 
-from lockstep.data.builtin import mnist
-from lockstep.data.dataset import InMemoryDataset
+from lockstep.config.schema import Count
+from lockstep.data.source import DataSource, Splits, Tensors
+from lockstep.data.vision import TorchvisionImages
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.ddp import DDP
@@ -37,10 +39,10 @@ class MeasuredSteps(Strategy):
     def own_epoch(self) -> Callable[..., int]:
         train = super().own_epoch() or train_epoch
 
-        def measured(state: Any, loader: Any, timer: Any, watchers: Sequence[Watcher]) -> int:
-            self.samples = len(loader) - state.progress.samples
+        def measured(state: Any, stream: Iterator[Any], seed: int, timer: Any, watchers: Sequence[Watcher]) -> int:
             RECORD.start()
-            return train(state, loader, timer, [*self.step_watchers(), *watchers])
+            self.samples = train(state, stream, seed, timer, [*self.step_watchers(), *watchers])
+            return self.samples
 
         return measured
 
@@ -123,14 +125,29 @@ class EpochRecorder(Logger):
         RECORD.write(accuracy)
 
 
-def first_of_mnist(samples: int, data_dir: str, name: str, train: bool) -> InMemoryDataset:
-    """The first `samples` images of MNIST."""
-    whole = mnist(data_dir, name, train)
-    return InMemoryDataset(whole.samples[:samples], whole.targets[:samples])
+@dataclass(kw_only=True)
+class FirstImages(TorchvisionImages):
+    """The first `samples` and `test_samples` of the images that torchvision downloads."""
+
+    samples: Count
+    test_samples: Count
+
+    def splits(self) -> Splits:
+        pairs = zip(super().splits(), (self.samples, self.test_samples), strict=False)
+        return Splits(*(Tensors(part.inputs[:count], part.targets[:count]) for part, count in pairs))
 
 
-def noise(samples: int, train: bool) -> InMemoryDataset:
+@dataclass(kw_only=True)
+class Noise(DataSource):
     """Random images in CIFAR-10's shape, with random classes."""
-    generator = torch.Generator().manual_seed(int(train))
-    images = torch.randint(0, 256, (samples, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    return InMemoryDataset(images, torch.randint(0, 10, (samples,), generator=generator))
+
+    samples: Count
+    test_samples: Count
+
+    def splits(self) -> Splits:
+        return Splits(*(self.drawn(count, seed) for seed, count in enumerate((self.samples, self.test_samples))))
+
+    def drawn(self, count: int, seed: int) -> Tensors:
+        generator = torch.Generator().manual_seed(seed)
+        images = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
+        return Tensors(images, torch.randint(0, 10, (count,), generator=generator))

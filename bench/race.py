@@ -71,9 +71,9 @@ def script(name: str, settings: Settings, *own: str) -> list[str]:
 
 def overrides(settings: Settings, *own: str) -> list[str]:
     """What src/train.py is told: the contenders' data, batch size and batch norm, and to measure itself."""
-    data = [f"dataset.{split}._target_=measured.first_of_mnist" for split in ("train", "test")]
-    data += [f"+dataset.train.samples={settings.samples}", f"+dataset.test.samples={settings.test_samples}"]
-    data += ["dataset.train.train=true", "dataset.test.train=false"]
+    node = ["name=MNIST", "shape=[1,28,28]", "classes=10", "mean=[0.1307]", "std=[0.3081]"]
+    data = ["dataset._target_=measured.FirstImages", *(f"dataset.{word}" for word in node)]
+    data += [f"+dataset.samples={settings.samples}", f"+dataset.test_samples={settings.test_samples}"]
     same = [f"trainer.batch_size_per_rank={settings.batch}", f"trainer.epochs={settings.epochs}", "sync_bn=off"]
     return ["dataset=mnist", f"data_dir={settings.data}", *data, *same, *harness.MEASURED, "hydra.run.dir=run", *own]
 
@@ -235,11 +235,11 @@ def main() -> None:
     missing = [package for package in ("lightning", "accelerate") if "train" in asked.only and not version(package)]
     if missing:
         sys.exit(f"{missing[0]} is not installed; type {sys.executable} -m pip install -r requirements-bench.txt")
-    from lockstep.data.builtin import download
+    from lockstep.data.vision import TorchvisionImages
     from lockstep.errors import ConfigError
 
     try:
-        download(str(asked.data), "MNIST")
+        TorchvisionImages(name="MNIST", root=str(asked.data)).prepare()
     except ConfigError as error:
         sys.exit(str(error).partition("; type")[0] + "; type --data=<folder that holds MNIST>")
     small: dict[str, Any] = {"worlds": (2,), "jobs": 2, "floor_epochs": 1, "epochs": 1, "net_steps": 2}

@@ -80,7 +80,7 @@ def snapshot_costs(config: Any) -> dict[str, float]:
     pin_to_core()
     copying, writing = [], []
     with built(config) as (_, state, loaders, snapshots):
-        train_epoch(state, loaders.train)
+        train_epoch(state, loaders.train.batches(state.progress), loaders.train.seed)
         for _ in range(4):
             began, busy = time.perf_counter(), time.thread_time()
             snapshots.save()

@@ -76,7 +76,7 @@ def costs(config: Any) -> dict[str, Any]:
     harness.pin_to_core()
     with built(config) as (world, state, loaders, snapshots):
         watch = Watch(snapshots)
-        train_epoch(state, loaders.train, watchers=[watch])
+        train_epoch(state, loaders.train.batches(state.progress), loaders.train.seed, watchers=[watch])
         own = Path(config.run_dir).glob(f"snapshots/*.parts.*/rank_{world.rank}.bin")
         return {**watch.found, "shard": max(path.stat().st_size for path in own) / 1e6}
 

@@ -10,7 +10,8 @@ turn from Lockstep's current weights: a model that has learned its one batch tak
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.gradient_sync import GradientSync
-from lockstep.training.loop import batches, train_epoch
+from lockstep.training.loop import train_epoch
 from lockstep.training.setup import autocast
 from lockstep.training.watchers import Watcher
 
@@ -79,15 +80,17 @@ class DDPAndFloors(MeasuredDDP):
         self.floors: dict[str, Floor] = {}
 
     def own_epoch(self) -> Callable[..., int]:
-        def in_turns(state: Any, loader: Any, timer: Any, watchers: Sequence[Watcher]) -> int:
-            part = next(batches(state, loader)).parts[0]
+        def in_turns(state: Any, stream: Iterator[Any], seed: int, timer: Any, watchers: Sequence[Watcher]) -> int:
+            batch = next(stream)
+            part = batch.parts[0]
             self.batch, self.batch_size = (part.inputs, part.targets), state.settings.batch_size
             if not self.floors:
                 self.build_floors()
                 self.run_floors(Record(), TURN)  # warms up
             self.turns, self.turn_steps = Record(), 0
             self.turns.start()
-            return train_epoch(state, loader, timer, [*self.step_watchers(), *watchers, Turns(self)])
+            called = [*self.step_watchers(), *watchers, Turns(self)]
+            return train_epoch(state, chain([batch], stream), seed, timer, called)
 
         return in_turns
 
