@@ -42,7 +42,7 @@ STARTERS = ("torchrun", "srun", "mpirun")  # programs that live as long as the r
 OWN_CONFIG = (None, "train", "find_lr", "check")  # the modes whose config is that of the command alone
 NOT_TAKEN = (*NOT_COMPUTED, "trainer.compile")  # of a run that a mode uses
 VALUES_OF_RUN = ("dataset", "model", "task", "trainer")  # the parts of a config that say what a net computes
-INPUTS_OF_NET = ("dataset.mean", "dataset.std", "dataset.class_names")  # of its own training, on other data, too
+INPUTS_OF_NET = ("dataset.mean", "dataset.std")  # of its own training, on other data, too
 
 
 def run(main: Callable[[], Any]) -> NoReturn:
@@ -227,7 +227,7 @@ def with_values_of_run(cfg: DictConfig) -> DictConfig:
     """`cfg` with the values of the run that a mode uses, but for what is typed: a YAML file may say another today."""
     if HydraConfig.get().runtime.choices.get("mode") in OWN_CONFIG or cfg.get("resume") is None:
         return cfg
-    from lockstep.modes.base import recorded_classes
+    from lockstep.runs.record import read_run
 
     record = folder_of_run(str(cfg.resume)) / RECORD
     config, recorded = _read(record / "config.yaml"), _read(record / "overrides.yaml")
@@ -237,8 +237,9 @@ def with_values_of_run(cfg: DictConfig) -> DictConfig:
         stays = key in INPUTS_OF_NET and key not in map(key_of, typed)
         if not sets(key, NOT_TAKEN) and (stays or not _is_replaced(key, typed)):
             OmegaConf.update(cfg, key, value, merge=False, force_add=True)
-    if cfg.dataset.get("class_names", ()) is None:  # they may be of other data
-        cfg.dataset.class_names = recorded_classes(record.parent) or None
+    if cfg.dataset.get("classes", 0) is None:  # images without labels do not tell
+        with suppress(ConfigError):
+            cfg.dataset.classes = read_run(record.parent)["config"].get("dataset.classes")
     cfg.parameters.init, cfg.parameters.new_layers = None, []  # the weights of the run are in its snapshots
     return cfg
 
