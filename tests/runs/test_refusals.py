@@ -76,22 +76,22 @@ FLIP = "loader.augment={_target_:lockstep.data.augment.ShiftFlip,flip:true}"
 @pytest.mark.parametrize(
     ("data", "typed", "said"),
     [
-        ("Words", [], "has the target 'cat', and a number or a tensor is wanted; return one from"),
+        ("Words", [], "the targets of the training data are no numbers, but ('cat', "),
         (
             "Ragged",
             [],
-            ", and a batch must have one shape; type loader.collate_fn='{_target_:<module>.<function>,",
+            "of the training data make no batch of inputs and targets (RuntimeError: stack expects each tensor to be equal",
         ),
         (
             "Gone",
             [],
-            "sample 5 of the training data is None; return (inputs, target) from __getitem__, or type",
+            "(TypeError: object of type 'NoneType' has no len()); give all samples the same form, or type loader.collate_fn=",
         ),
         ("Named", [FLIP], "loader.augment moves images, and a sample has the shape [4]; type loader.augment=null"),
         (
             "Named",
             [CUT_MIX],
-            "CutMix is for images (channels, height, width), and the samples have the shape [4];",
+            "Expected a batched input with 4 dims, but got 2 dimensions instead",
         ),
     ],
     ids=["text", "lengths", "none", "flip", "cutmix"],
@@ -126,7 +126,7 @@ def test_what_a_rank_alone_can_know_is_one_sentence_too(train, launch, typed, sa
 
 def test_a_missing_data_set_names_the_folder_that_was_searched(train):
     run = train("dataset=mnist", "data_dir=empty", "launch=fork", code=2)
-    assert_refused(run, str(run.cwd / "empty" / "MNIST" / "raw"), "or dataset=digits")
+    assert_refused(run, str(run.cwd / "empty"), "or dataset=digits")
 
 
 def test_a_launcher_inside_a_launcher_is_refused(start):

@@ -90,7 +90,7 @@ class Command:
     def epochs(self) -> list[str]:
         """The epochs' lines without their speed."""
         lines = [line for line in self.output.splitlines() if line.startswith("epoch ")]
-        return [re.sub(r"\s+\d+ samples/s", "", line) for line in lines]
+        return [re.sub(r"\s+\d+ (samples|tokens)/s", "", line) for line in lines]
 
     @property
     def sentence(self) -> str:
