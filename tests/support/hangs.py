@@ -118,6 +118,7 @@ class HangingDigits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, train: bool) -> None:
         self.data = digits(train)
+        self.targets = self.data.targets
         self.hangs = _is_here("loader", "worker") and train == (os.environ.get("HANG_IN", "train") == "train")
         self.read = 0
 
@@ -136,7 +137,8 @@ class UnevenDigits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, train: bool) -> None:
         self.data = digits(train)
-        self.seconds = float(os.environ["SLOW_SAMPLE"]) * (os.environ["RANK"] == "1")
+        self.targets = self.data.targets
+        self.seconds = float(os.environ["SLOW_SAMPLE"]) * (os.environ.get("RANK") == "1")
 
     def __len__(self) -> int:
         return len(self.data)
