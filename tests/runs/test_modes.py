@@ -24,7 +24,14 @@ pytestmark = pytest.mark.whole
 
 Start = Callable[..., Command]
 TESTS = ROOT / "tests"
-TRAINED = [ON_TEST, "monitor=val/loss", "trainer.epochs=2", "trainer.precision=fp64", "trainer.ema=0.9"]
+TRAINED = [
+    ON_TEST,
+    "loader.validation=0.1",
+    "monitor=val/loss",
+    "trainer.epochs=2",
+    "trainer.precision=fp64",
+    "trainer.ema=0.9",
+]
 TRAINED += ["evaluation.every=2"]
 
 
