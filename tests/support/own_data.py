@@ -49,45 +49,6 @@ class Values(Points):
         return point, float(point.sum())
 
 
-class Labelled(Points):
-    """Each sample has four labels of 0 and 1."""
-
-    def __getitem__(self, index: int) -> Any:
-        point, _ = super().__getitem__(index)
-        return point, (point > 0).long()
-
-
-class OwnNumbers(Points):
-    """Noise from a generator of its own, as MONAI's transforms have it."""
-
-    numbers = np.random.RandomState(0)
-
-    def __getitem__(self, index: int) -> Any:
-        point, label = super().__getitem__(index)
-        return point + float(self.numbers.rand()), label
-
-
-class Changed(Points):
-    """Changes what it keeps."""
-
-    def __getitem__(self, index: int) -> Any:
-        self.points[index] *= 0.5
-        return super().__getitem__(index)
-
-
-class OfEpoch(Points):
-    """A point is moved by the epoch."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __getitem__(self, index: int) -> Any:
-        point, label = super().__getitem__(index)
-        return point + 100 * self.epoch, label
-
-
 class Broken(Points):
     def __getitem__(self, index: int) -> Any:
         if index == BROKEN:
@@ -112,21 +73,10 @@ class NaNValues(Values):
         return point * torch.nan if index == BROKEN else point, value
 
 
-class AllBroken(Points):
-    def __getitem__(self, index: int) -> Any:
-        raise OSError("no such disk")
-
-
 class Dicts(Points):
     def __getitem__(self, index: int) -> Any:
         point, label = super().__getitem__(index)
         return {"left": point[:2], "right": point[2:], "labels": label}
-
-
-class DictsOfOne(Points):
-    def __getitem__(self, index: int) -> Any:
-        point, label = super().__getitem__(index)
-        return {"pixel_values": point.numpy(), "label": np.int64(label)}
 
 
 class Arrays(Points):
@@ -142,21 +92,6 @@ class Pair(NamedTuple):
     label: int
 
 
-class NamedPairs(Points):
-    """Samples are named tuples of what the data set keeps."""
-
-    def __getitem__(self, index: int) -> Any:
-        return Pair(*super().__getitem__(index))
-
-
-class Nested(Points):
-    """The sample is a dict, with the target beside the inputs."""
-
-    def __getitem__(self, index: int) -> Any:
-        point, label = super().__getitem__(index)
-        return {"point": point, "label": label}
-
-
 class Pairs(Points):
     """The inputs are a tuple."""
 
@@ -168,12 +103,6 @@ class Pairs(Points):
 class Triples(Points):
     def __getitem__(self, index: int) -> Any:
         return *super().__getitem__(index), index
-
-
-class WrongLabel(Points):
-    def __getitem__(self, index: int) -> Any:
-        point, label = super().__getitem__(index)
-        return point, 7 if index == BROKEN else label
 
 
 def first_two(samples: list[Any]) -> tuple[Tensor, Tensor]:
@@ -204,28 +133,9 @@ def twice(samples: list[Any]) -> tuple[Tensor, Tensor]:
     return first_two([*samples, *samples])
 
 
-def of_several_sizes(samples: list[Any]) -> tuple[Tensor, list[Tensor]]:
-    """A collate function with a list of boxes for each sample."""
-    points, labels = first_two(samples)
-    return points, [torch.zeros(2 + int(label), 4) for label in labels]
-
-
 def without_the_first(samples: list[Any]) -> tuple[Tensor, Tensor]:
     """A collate function that leaves a sample out, as some leave out those that cannot be read."""
     return first_two(samples[1:] or samples)
-
-
-class TwoWords(Exception):
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__(f"{first} {second}")
-
-
-def fails_in_two_lines(samples: list[Any]) -> Any:
-    raise ValueError("one\n\ntwo")
-
-
-def fails_oddly(samples: list[Any]) -> Any:
-    raise TwoWords("one", "two")
 
 
 def double(sample: Any) -> Any:
@@ -233,30 +143,10 @@ def double(sample: Any) -> Any:
     return 2 * point, label
 
 
-def add_in_place(sample: Any) -> Any:
-    """Noise, added to the point itself."""
-    point, _ = sample
-    point += np.random.rand()
-    return sample
-
-
-def shake(sample: Any) -> Any:
-    point, label = sample
-    return point + torch.rand(4, dtype=torch.float64), label
-
-
 class Named(Points):
     """Says how many classes it has, as the data sets of torchvision do."""
 
     classes = ("left", "right")
-
-
-class NamedTargets(Points):
-    """All targets are there, as words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.targets = ["left", "right"]
 
 
 class Words(Points):
@@ -294,21 +184,6 @@ class Mirrored(Points):
         return np.asarray(point)[::-1], label
 
 
-class BigEndian(Points):
-    """Arrays in the byte order of another machine."""
-
-    def __getitem__(self, index: int) -> Any:
-        point, label = super().__getitem__(index)
-        return np.asarray(point).astype(">f4"), label
-
-
-class OfTokenizer(Points):
-    """Lists of numbers, as a tokenizer of Hugging Face gives them."""
-
-    def __getitem__(self, index: int) -> Any:
-        return {"input_ids": [index, 1, 2], "attention_mask": [[1, 0], [0, 1]], "label": index % 2}
-
-
 class Ragged(Points):
     """Points of three to five numbers."""
 
@@ -330,23 +205,6 @@ class Empty(Points):
 def tensors(count: int = 23) -> torch.utils.data.TensorDataset:
     points = Points(count)
     return torch.utils.data.TensorDataset(points.points, (points.points[:, 0] > 0).long())
-
-
-class PointStream(torch.utils.data.IterableDataset[Any]):
-    """The points in the order of their numbers, turned by the epoch, with noise. `missing` of them never come."""
-
-    def __init__(self, missing: int = 0) -> None:
-        self.points, self.missing, self.first = Noisy(), missing, 0
-
-    def __len__(self) -> int:
-        return len(self.points)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.first = epoch
-
-    def __iter__(self) -> Any:
-        for number in range(len(self) - self.missing):
-            yield self.points[(number + self.first) % len(self)]
 
 
 class Uneven(Noisy):

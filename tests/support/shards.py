@@ -41,38 +41,3 @@ def write_tars(folder: Path, name: str, sizes: Sequence[int], first: int = 0) ->
 def uneven(shards: int, mean: int = 8) -> list[int]:
     """Samples of so many shards, some of which have one or none."""
     return [0, 1, *np.random.default_rng(shards).integers(1, 2 * mean, shards - 2).tolist()]
-
-
-def write_lines(folder: Path, name: str, sizes: Sequence[int]) -> list[Path]:
-    """As `write_tars`: lines of JSON with `values` and a `label` in `about`, and an empty line at the end."""
-    paths, first = [folder / f"{name}-{shard:03}.jsonl" for shard in range(len(sizes))], 0
-    for path, count in zip(paths, sizes, strict=True):
-        rows = [
-            {"values": [float(number)] * 4, "about": {"label": number % 2}} for number in range(first, first + count)
-        ]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "\n")
-        first += count
-    return paths
-
-
-def write_parquet(folder: Path, name: str, sizes: Sequence[int], rows: int = 7) -> list[Path]:
-    """As `write_lines`, with a column of no use and one of pictures; row groups have `rows` rows."""
-    import pyarrow
-    import pyarrow.parquet
-
-    paths, first = [folder / f"{name}-{shard:03}.parquet" for shard in range(len(sizes))], 0
-    picture = io.BytesIO()
-    Image.new("RGB", (PIXELS, PIXELS)).save(picture, "JPEG")
-    values = pyarrow.struct([("label", pyarrow.int64())])
-    image = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
-    for path, count in zip(paths, sizes, strict=True):
-        numbers = range(first, first + count)
-        columns = {
-            "values": pyarrow.array([[float(number)] * 4 for number in numbers], pyarrow.list_(pyarrow.float64())),
-            "about": pyarrow.array([{"label": number % 2} for number in numbers], values),
-            "unused": pyarrow.array(["x"] * count),
-            "image": pyarrow.array([{"bytes": picture.getvalue(), "path": "a.jpg"}] * count, image),
-        }
-        pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=rows)
-        first += count
-    return paths
