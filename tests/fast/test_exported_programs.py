@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.loader import Converter
+from lockstep.data.loader import InputConverter
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import gpt
 from lockstep.modes.export import write_net
@@ -15,7 +15,7 @@ from lockstep.modes.trained_net import TrainedNet
 
 
 def write(net: nn.Module, samples: Tensor, path: Path) -> TrainedNet:
-    trained = TrainedNet(net, Converter(torch.device("cpu")), "fp32", [])
+    trained = TrainedNet(net, InputConverter(torch.float32), "fp32", [])
     with torch.no_grad():
         write_net(trained, samples, path, "torch_export")
     return trained
