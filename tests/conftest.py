@@ -69,7 +69,8 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[.
     def start_command(*words: str, cwd: Path = tmp_path, **env: object) -> Command:
         if is_whole and TRAIN in words:  # what is typed may say otherwise
             place = words.index(TRAIN) + 1
-            has_own = any(word.endswith("OnTest") for word in words)  # data with a validation split
+            # Data with a validation split, or those of a trained run.
+            has_own = any(word.endswith("OnTest") or word.startswith("mode=") for word in words)
             words = (*words[:place], *WHOLE[has_own:], *words[place:])
         started.append(Command(list(words), cwd, new_process, **env))
         return started[-1]
