@@ -5,6 +5,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, TypeVar
@@ -102,7 +103,7 @@ def check_nodes(group: str, value: object) -> None:
         if missing and (count or not node.get("_partial_")):
             words = [f"+{join(key, name)}=<value>" for name in missing]
             raise ConfigError(f"{path} needs {' and '.join(missing)}; type {' '.join(words)}")
-        if path.startswith(CHECKED_BY_TYPE):
+        if path.startswith(CHECKED_BY_TYPE) or (key == "dataset" and is_dataclass(target)):
             null = {name for name in FROM_DATA if given.get(name) is None}  # the data will tell
             nodes = {name for name, value in given.items() if any(nodes_in(value, name))}  # objects later
             names = tuple(name for name in given if name not in null | nodes)

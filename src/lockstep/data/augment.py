@@ -11,6 +11,7 @@ from torch import Tensor
 from lockstep.config.schema import Count, Whole
 from lockstep.data.partition import generator, random_states_kept, seed_all
 from lockstep.errors import ConfigError
+from lockstep.text import first_line
 
 BLOCK = 2**16  # places of an epoch whose random numbers are drawn at once
 FLIPS = 7  # folded into the seed of what alternating flips mirror first
@@ -112,7 +113,11 @@ class BatchWide:
         """inputs, targets: of the samples before the part, and of the part."""
         with random_states_kept():
             seed_all(seed)
-            return self.transform(inputs, targets)
+            try:
+                return self.transform(inputs, targets)
+            except (TypeError, ValueError) as error:
+                what = f"{type(self.transform).__name__} does not take these batches ({first_line(error)})"
+                raise ConfigError(f"loader.batch_transforms: {what}; type loader.batch_transforms=[]") from error
 
 
 def _leaves(transform: Any) -> int:
