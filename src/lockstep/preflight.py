@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
     from lockstep.strategies.gradient_sync import GradientSync
 
-GROUPS = ("model", "dataset", "loader", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "logger")
+GROUPS = ("dataset", "model", "loader", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "logger")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_loader import SEED, Position, loader
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -18,6 +17,7 @@ from lockstep.data.partition import fold_in
 from lockstep.data.source import Tensors
 from lockstep.errors import ConfigError
 from support.configs import composed
+from support.loaders import SEED, Position, loader
 
 COUNT, BATCH = 23, 8  # the last batch has 7 samples
 IMAGES = torch.randint(0, 256, (COUNT, 3, 6, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -367,9 +367,9 @@ class Outside(torch.optim.Optimizer):
 
 def words(model: type, data: type = Points, *more: str) -> Any:
     """The config for these classes, in float64."""
-    lines = [f"dataset.{half}._target_={data.__module__}.{data.__name__}" for half in ("train", "test")]
-    lines += ["dataset.classes=2", "dataset.shape=[4]"]
-    lines += ["dataset.mean=null", "dataset.std=null", "trainer.precision=fp64", "trainer.batch_size=14"]
+    nodes = [f"dataset.{split}._target_={data.__module__}.{data.__name__}" for split in ("train", "test")]
+    lines = ["dataset=pair", *nodes, "dataset.classes=2", "dataset.shape=[4]"]
+    lines += ["trainer.precision=fp64", "trainer.batch_size=14"]
     lines += ["model=linear", f"model._target_={model.__module__}.{model.__name__}"]
     return composed(*lines, *more)
 
@@ -463,7 +463,7 @@ def test_each_kind_of_wrong_numbers_that_a_step_can_show_gets_its_cause(part: in
 
 def test_a_gpt_with_dropout_and_a_moving_average_keeps_all_promises(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("abcdefgh" * 200)
-    text = ["dataset=text", f"dataset.path={tmp_path}/text.txt", "dataset.block=16", "dataset.classes=8"]
+    text = ["dataset=text", f"dataset.path={tmp_path}/text.txt", "dataset.block=16", f"dataset.tokens_dir={tmp_path}"]
     text += ["model.layers=2", "model.width=16", "trainer.ema=0.9", "optimizer=adamw"]
     words = [*text, "trainer.batch_size=8"]
     compiled = composed(*words, "model.dropout=0", "trainer.compile=true")  # an attention that may draw, and does not

@@ -135,19 +135,25 @@ def with_values(monkeypatch: pytest.MonkeyPatch, *typed: str) -> Any:
 def test_the_values_of_the_run_count_where_a_file_says_another_one_today(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_data = {"mean": [0.25], "validation": 0.3, "train": {"noise": 1e-3}}
+    of_data = {"mean": [0.25], "noise": 1e-3}
     of_net = {"trainer": {"ema": 0.9, "precision": "fp64", "compile": True}, "model": {"width": 8, "old": 1}}
     words = ["model=mlp", "parameters.init=old.pt", "task._target_=test_nodes.Net"]
-    config = {"dataset": of_data, **of_net, "task": {"own": 1}, "parameters": {"init": "old.pt"}}
+    config = {
+        "dataset": of_data,
+        "loader": {"validation": 0.3},
+        **of_net,
+        "task": {"own": 1},
+        "parameters": {"init": "old.pt"},
+    }
     run = run_of(tmp_path, words, config | {"seed": 5, "evaluation": {"batch_size": 3}})
     base = ["mode=evaluate", f"resume={run}"]
     cfg = with_values(monkeypatch, *base)
-    assert (cfg.dataset.mean, cfg.loader.validation, cfg.dataset.train.noise) == ([0.25], 0.3, 1e-3)
+    assert (cfg.dataset.mean, cfg.loader.validation, cfg.dataset.noise) == ([0.25], 0.3, 1e-3)
     assert (cfg.model.width, cfg.model.old, cfg.task.own) == (8, 1, 1)
     assert (cfg.trainer.ema, cfg.trainer.precision, cfg.trainer.compile) == (0.9, "fp64", False)
     assert (cfg.parameters.init, cfg.parameters.new_layers, cfg.evaluation.batch_size) == (None, [], 128)
     cfg = with_values(monkeypatch, *base, "dataset=mnist", "trainer.ema=null", "model.width=9")
-    assert (cfg.dataset.mean, cfg.loader.validation, cfg.trainer.ema, cfg.model.width) == ([0.25], 0.1, None, 9)
+    assert (cfg.dataset.mean, cfg.loader.validation, cfg.trainer.ema, cfg.model.width) == ([0.25], 0.3, None, 9)
     cfg = with_values(monkeypatch, *base, "dataset.mean=[0.5]", "model._target_=test_nodes.Net")
     assert (cfg.dataset.mean, "old" in cfg.model, cfg.loader.validation) == ([0.5], False, 0.3)
     assert with_values(monkeypatch, "mode=find_lr", f"resume={run}", "model=mlp").model.width == 128

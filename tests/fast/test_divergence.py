@@ -10,9 +10,10 @@ import torch
 from lockstep.errors import TrainingDiverged
 from lockstep.training.nan import broken_samples
 from support.configs import composed
+from support.digits import FEW
 from support.worlds import in_world, train
 
-SMALL = ["model=mlp", "logger=[]", "model.width=16", "dataset.train.train=false", "scheduler=constant"]
+SMALL = ["model=mlp", "logger=[]", "model.width=16", FEW, "scheduler=constant"]
 HUGE = "optimizer.lr=1e30"
 
 

@@ -120,17 +120,17 @@ def test_muon_with_sgd_turns_filters_and_leaves_the_rest_to_sgd() -> None:
 
 
 def test_the_preset_for_image_folders_has_every_part_of_torchvisions_recipe() -> None:
-    cfg = composed("experiment=image_folder_resnet", "dataset.classes=2", "dataset.crop=17")
-    crop, augment = instantiate(cfg.loader.transforms)
-    assert crop(torch.zeros(3, 40, 30, dtype=torch.uint8)).shape == (3, 17, 17)
+    cfg = composed("experiment=image_folder_resnet", "dataset.root=pictures", "dataset.classes=2")
+    crop, flip, augment, erasing = instantiate(cfg.loader.transforms)
+    assert crop(torch.zeros(3, 40, 30, dtype=torch.uint8)).shape == (3, 176, 176)
     assert type(augment).__name__ == "TrivialAugmentWide"
     resize, middle = instantiate(cfg.loader.test_transforms)
     assert resize(torch.zeros(3, 464, 928)).shape == (3, 232, 464)
     assert middle(torch.zeros(3, 232, 464)).shape == (3, 224, 224)
-    erasing, mixing = instantiate(cfg.loader.batch_transforms)
+    (mixing,) = instantiate(cfg.loader.batch_transforms)
     mixup, cutmix = mixing.transforms
-    assert (erasing.p, mixup.alpha, cutmix.alpha, cutmix.classes) == (0.1, 0.2, 1.0, 2)
-    assert (cfg.dataset.train["size"], cfg.dataset.test["size"], cfg.dataset.augment.flip) == (None, None, True)
+    assert (erasing.p, flip.p, mixup.alpha, cutmix.alpha, cutmix.num_classes) == (0.1, 0.5, 0.2, 1.0, 2)
+    assert cfg.dataset["size"] is None
     assert (cfg.task["label_smoothing"], cfg.trainer.ema, cfg.scheduler["warmup_epochs"]) == (0.1, 0.999, 5)
     assert cfg.scheduler["_target_"].endswith(".cosine")
     assert (cfg.optimizer["weight_decay"], cfg.parameters.no_decay) == (2e-5, ["bias", "norm"])

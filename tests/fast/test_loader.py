@@ -3,8 +3,6 @@
 import random
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,9 @@ from lockstep.data.partition import Order, Part, fold_in, generator, parts, seed
 from lockstep.data.reader import SampleReader
 from lockstep.data.source import Tensors, without_samples
 from lockstep.strategies.base import forward
+from support.loaders import BATCH, CPU, SEED, Position, loader
 
-SAMPLES, BATCH, SEED = 103, 25, 3  # the last batch of an epoch has 3 samples: fewer than ranks times micro-batches
-CPU = torch.device("cpu")
+SAMPLES = 103  # the last batch of an epoch has 3 samples: fewer than ranks times micro-batches
 
 
 @pytest.fixture(autouse=True)
@@ -35,12 +33,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@dataclass
-class Position:
-    epoch: int = 0
-    samples: int = 0
 
 
 class Drawing(Dataset[Any]):
@@ -72,24 +64,6 @@ def images(count: int = SAMPLES) -> Tensors:
     draw = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (count, 3, 8, 8), dtype=torch.uint8, generator=draw)
     return Tensors(pixels, torch.randint(0, 10, (count,), generator=draw))
-
-
-def loader(data: Any, rank: int = 0, size: int = 1, micro: int = 1, batch: int = BATCH, **options: Any) -> Loader:
-    order = {name: options.pop(name) for name in ("draws", "weights", "shards", "window", "shuffle") if name in options}
-    converter = InputConverter(torch.float64, mean=options.pop("mean", [0.4] * 3), std=[0.2])
-    reader, plan = SampleReader(data, "data", SEED), partial(parts, micro_batches=micro, rank=rank, size=size)
-    share = (rank, size)
-    return Loader(
-        reader,
-        Order(len(data), SEED, **order),
-        converter,
-        CPU,
-        SEED,
-        batch,
-        lambda _, count: plan(count),
-        share,
-        **options,
-    )
 
 
 def train(data: Any, size: int = 1, start: tuple[int, int] = (0, 0), batches: int = 7, **options: Any) -> list[Any]:

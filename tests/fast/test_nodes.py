@@ -45,7 +45,7 @@ WRONG = {
     "+optimizer.learning_rate=1": "torch.optim.SGD takes no learning_rate, but ",
     "scheduler._target_=torch.optim.lr_scheduler.StepLR": "StepLR needs step_size; type +scheduler.step_size=<value>",
     "loader.transforms=[{_target_:torchvision.transforms.v2.Nope}]": "loader.transforms[0]._target_=",
-    "+dataset.train.nois=3": "lockstep.data.builtin.digits takes no nois; type ~dataset.train.nois",
+    "+dataset.nois=3": "lockstep.data.vision.Digits takes no nois; type ~dataset.nois",
     "task.loss={_target_:torch.nn.HuberLoss,dleta:3}": "takes no dleta, but ",
 }
 

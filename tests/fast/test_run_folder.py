@@ -17,9 +17,10 @@ from lockstep.modes.train import Train
 from lockstep.snapshots.resume import write_hydra_files
 from support.commands import wait_for
 from support.configs import composed, parts_of, record_of
+from support.digits import FEW
 from support.worlds import in_world
 
-SMALL = ["model=mlp", "logger=[]", "model.width=16", "dataset.train.train=false", "trainer.max_steps=1"]
+SMALL = ["model=mlp", "logger=[]", "model.width=16", FEW, "trainer.max_steps=1"]
 
 
 def _train_with_records(cfg: Any, jobs: list[tuple[dict[str, Any], dict[str, str]]]) -> list[str]:

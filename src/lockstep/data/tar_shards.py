@@ -91,7 +91,7 @@ class TarShards(DataSource):
                 tars = _tars(urls)
                 with one_at_a_time(place.parent):
                     # Not without need: another machine may have the file mapped, and NFS would end its ranks.
-                    if place.exists() and torch.load(place, mmap=True)["tars"] == tars:
+                    if place.exists() and torch.load(place, mmap=True, weights_only=True)["tars"] == tars:
                         continue
                     pool = ProcessPoolExecutor(cpu_count(), get_context("fork"), end_with_parent, (signal.SIGKILL,))
                     with pool:
@@ -106,7 +106,7 @@ class TarShards(DataSource):
                 raise ConfigError(f"{what}; type dataset.urls=<whole tars>, or dataset.index_dir=<folder>") from error
 
     def splits(self) -> Splits:
-        found = [torch.load(place, mmap=True) for _, place in self._indexes()]
+        found = [torch.load(place, mmap=True, weights_only=True) for _, place in self._indexes()]
         names = [tar[0] for index in found for tar in index["tars"]]
         if len(names) != len({*names}):
             raise ConfigError("a tar is in two splits; type dataset.urls and test_urls that have no file in common")

@@ -1,0 +1,39 @@
+"""Loaders without a run: of any rank of any number of ranks, in this process."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lockstep.data.loader import InputConverter, Loader
+from lockstep.data.partition import Order, parts
+from lockstep.data.reader import SampleReader
+
+BATCH, SEED = 25, 3
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Position:
+    epoch: int = 0
+    samples: int = 0
+
+
+def loader(data: Any, rank: int = 0, size: int = 1, micro: int = 1, batch: int = BATCH, **options: Any) -> Loader:
+    """Of float64 inputs, by default images, normalised. options: of `Order` and of `Loader`."""
+    order = {name: options.pop(name) for name in ("draws", "weights", "shards", "window", "shuffle") if name in options}
+    converter = InputConverter(torch.float64, mean=options.pop("mean", [0.4] * 3), std=[0.2])
+    reader, plan = SampleReader(data, "data", SEED), partial(parts, micro_batches=micro, rank=rank, size=size)
+    share = (rank, size)
+    return Loader(
+        reader,
+        Order(len(data), SEED, **order),
+        converter,
+        CPU,
+        SEED,
+        batch,
+        lambda _, count: plan(count),
+        share,
+        **options,
+    )
