@@ -4,14 +4,15 @@ python bench/epoch_gap.py
 """
 
 import time
-from functools import partial
+from itertools import islice
 
 import harness
 import torch
 from torch import Tensor
 
-from lockstep.data.loader import BatchLoader, Converter
-from lockstep.data.partition import micro_batch_parts
+from lockstep.data.loader import InputConverter, Loader
+from lockstep.data.partition import Order, Part
+from lockstep.data.reader import SampleReader
 
 SAMPLES, BATCH, SECONDS_A_SAMPLE = 640, 32, 0.002
 EPOCHS = 5
@@ -27,21 +28,31 @@ class Slow(torch.utils.data.Dataset[tuple[Tensor, int]]):
         return torch.zeros(3, 32, 32, dtype=torch.uint8), index % 10
 
 
+class Start:
+    """The position of a training that begins."""
+
+    epoch, samples = 0, 0
+
+
+def whole(number: int, count: int) -> list[Part]:
+    return [Part(0, 0, count)]
+
+
 def gaps(workers: int, step: float) -> list[float]:
     """From the end of each epoch's last step to the next one's first batch, in steps."""
-    converter = Converter(torch.device("cpu"), torch.float32, torch.contiguous_format, [0.5], [0.5])
-    loader = BatchLoader(Slow(), converter, workers=workers)
-    parts = partial(micro_batch_parts, accumulation_steps=1, rank=0, size=1)
-    found = []
-    for epoch in range(EPOCHS):
+    reader, converter = (
+        SampleReader(Slow(), "training data", seed=0),
+        InputConverter(torch.float32, mean=[0.5], std=[0.5]),
+    )
+    loader = Loader(reader, Order(SAMPLES, 0), converter, torch.device("cpu"), 0, BATCH, whole, workers=workers)
+    batches, found = loader.batches(Start()), []
+    for _ in range(EPOCHS):
         began = time.monotonic()
-        batches = loader.epoch(epoch, BATCH, parts, last_epoch=EPOCHS - 1)
         next(batches)
         found.append((time.monotonic() - began) / step)
         time.sleep(step)
-        for _ in batches:
+        for _ in islice(batches, SAMPLES // BATCH - 1):
             time.sleep(step)
-    loader.close()
     return found[1:]
 
 

@@ -1,4 +1,4 @@
-"""Reading shards: Lockstep, in turns with its folders of images, the webdataset package and mosaicml-streaming.
+"""Reading tars: Lockstep, in turns with its folders of images, the webdataset package and mosaicml-streaming.
 
 python bench/shards.py [--quick] [--rounds=3] [--only=speed,start]
 
@@ -20,29 +20,25 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import harness
-import numpy as np
 from images import make_images
 
 BATCH, SHARDS = 64, 16
 COUNTS = {32: 8192, 224: 1024}
 MANY, PER_SHARD = 10_000_000, 10_000  # samples of the made-up index
-WAYS = ["shards", "image_folder", "webdataset", "streaming"]
+WAYS = ["tar_shards", "image_folder", "webdataset", "streaming"]
 
 
 def make_shards(root: Path) -> None:
-    """The images of `root`/train in tar files, and in shards of mosaicml-streaming if it is installed."""
-    files = sorted((root / "train").glob("*/*.jpg"), key=lambda path: int(path.stem))
+    """The images of `root` in tars, and those of training in shards of mosaicml-streaming if it is installed."""
+    files = images_of(root, "train")
     for shard in range(SHARDS):
-        with tarfile.open(root / f"train-{shard:03}.tar", "w") as tar:
-            for path in files[shard::SHARDS]:
-                tar.add(path, f"{path.stem}.jpg")
-                label = root / "label"
-                label.write_text(path.parent.name.removeprefix("class"))
-                tar.add(label, f"{path.stem}.cls")
+        write_tar(root / f"train-{shard:03}.tar", files[shard::SHARDS])
+    write_tar(root / "test-000.tar", images_of(root, "test"))
     if find_spec("streaming"):
         from streaming import MDSWriter
 
@@ -52,66 +48,99 @@ def make_shards(root: Path) -> None:
                 out.write({"jpg": path.read_bytes(), "cls": int(path.parent.name.removeprefix("class"))})
 
 
-def epochs_of(way: str, root: Path, size: int, workers: int, rank: int, ranks: int) -> Callable[[int], Iterable[Any]]:
-    """epoch number -> its batches."""
+def images_of(root: Path, split: str) -> list[Path]:
+    return sorted((root / split).glob("*/*.jpg"), key=lambda path: int(path.stem))
+
+
+def write_tar(place: Path, files: list[Path]) -> None:
+    label = place.with_name("label")
+    with tarfile.open(place, "w") as tar:
+        for path in files:
+            tar.add(path, f"{path.stem}.jpg")
+            label.write_text(path.parent.name.removeprefix("class"))
+            tar.add(label, f"{path.stem}.cls")
+
+
+class Start:
+    """The position of a training that begins."""
+
+    epoch, samples = 0, 0
+
+
+def tar_source(root: Path, inputs: str, size: int | None) -> Any:
+    from lockstep.data.tar_shards import TarShards
+
+    urls = {"urls": f"{root}/train-*.tar", "test_urls": f"{root}/test-*.tar", "val_urls": None}
+    return TarShards(**urls, inputs=inputs, targets="cls", size=size, index_dir=str(root / "indexes"))
+
+
+def loader_of(data: Any, workers: int, rank: int, ranks: int) -> Any:
+    """A rank's loader of a training."""
     import torch
 
-    from lockstep.data.images import ImageReader
+    from lockstep.data.loader import InputConverter, Loader
+    from lockstep.data.partition import Order, parts
+    from lockstep.data.reader import SampleReader
+    from lockstep.data.source import of_each_sample
+
+    shards = of_each_sample(data, "shards")
+    order = Order(len(data), 0, shards=None if shards is None else torch.as_tensor(shards))
+    reader, converter = SampleReader(data, "training data", seed=0), InputConverter(torch.float32)
+
+    def own(number: int, count: int) -> Any:
+        return parts(count, 1, rank, ranks)
+
+    return Loader(reader, order, converter, torch.device("cpu"), 0, BATCH * ranks, own, (rank, ranks), workers=workers)
+
+
+def epochs_of(way: str, root: Path, size: int, workers: int, rank: int, ranks: int) -> Callable[[], Iterable[Any]]:
+    """What gives the batches of the next epoch."""
+    import torch
+
+    from lockstep.data.vision import read_image
 
     torch.set_num_threads(1)
-    read = ImageReader(size)
-    if way in ("shards", "image_folder"):
-        from lockstep.data.image_files import class_folders
-        from lockstep.data.images import UndecodedImages
-        from lockstep.data.loader import BatchLoader, Converter
-        from lockstep.data.partition import micro_batch_parts
-        from lockstep.data.samples import Samples
-        from lockstep.data.shards import ShardFiles, shards
+    decode = partial(read_image, size=size)
+    if way in ("tar_shards", "image_folder"):
+        from lockstep.data.images import ImageFolders
 
-        if way == "shards":
-            pattern = f"{root}/train-*.tar"
-            files = ShardFiles(pattern, pattern, True, "auto", "jpg", "cls", str(root / "indexes"))
-            files.index_once("fail")
-            data: Any = shards(files, size, 1_000_000)
-        else:
-            data = UndecodedImages(class_folders(str(root), True, "test", None, None), size)
-        loader = BatchLoader(Samples(data), Converter(torch.device("cpu")), rank, ranks, workers=workers)
-        parts = partial(micro_batch_parts, accumulation_steps=1, rank=rank, size=ranks)
-        return lambda epoch: loader.epoch(epoch, BATCH * ranks, parts)
+        source = tar_source(root, "jpg", size)
+        if way == "image_folder":
+            source = ImageFolders(root=str(root), size=size, cache=False, cache_dir=str(root / f"lists{rank}"))
+        source.prepare()
+        data = source.splits().train
+        endless = loader_of(data, workers, rank, ranks).batches(Start())
+        return lambda: islice(endless, -(-len(data) // (BATCH * ranks)))
     if way == "webdataset":
         import webdataset
 
         urls = sorted(map(str, root.glob("train-*.tar")))
         stream = webdataset.WebDataset(urls, shardshuffle=SHARDS, nodesplitter=webdataset.split_by_node)
-        stream = stream.shuffle(1000).to_tuple("jpg", "cls").map_tuple(partial(_decoded, read), int).batched(BATCH)
+        stream = stream.shuffle(1000).to_tuple("jpg", "cls").map_tuple(decode, int).batched(BATCH)
         batches = webdataset.WebLoader(stream, batch_size=None, num_workers=workers, persistent_workers=True)
-        return lambda epoch: batches
+        return lambda: batches
     from streaming import StreamingDataset
 
     class Images(StreamingDataset):  # type: ignore[misc, unused-ignore]
         def __getitem__(self, index: int) -> Any:
             sample = super().__getitem__(index)
-            return _decoded(read, sample["jpg"]), sample["cls"]
+            return decode(sample["jpg"]), sample["cls"]
 
     images = Images(local=str(root / "mds"), shuffle=True, batch_size=BATCH)
     loaded = torch.utils.data.DataLoader(images, batch_size=BATCH, num_workers=workers, persistent_workers=True)
-    return lambda epoch: loaded
-
-
-def _decoded(read: Any, stored: bytes) -> Any:
-    return read(Path("a.jpg"), stored)
+    return lambda: loaded
 
 
 def measure_rank(way: str, root: str, size: str, workers: str, rank: str, ranks: str) -> None:
     """Print {"samples", "seconds"} of the second epoch."""
     import torch
 
-    batches = epochs_of(way, Path(root), int(size), int(workers), int(rank), int(ranks))
-    for epoch in range(2):
+    epoch = epochs_of(way, Path(root), int(size), int(workers), int(rank), int(ranks))
+    for _ in range(2):
         begun, samples = time.monotonic(), 0
-        for batch in batches(epoch):
+        for batch in epoch():
             if hasattr(batch, "parts"):
-                samples += len(batch.parts[0].indices)
+                samples += len(batch.parts[0].numbers)
             else:  # what Lockstep's loader gives: floats from 0 to 1
                 samples += len(torch.as_tensor(batch[0]).float().mul_(1 / 255))
     print(json.dumps({"samples": samples, "seconds": time.monotonic() - begun}), flush=True)
@@ -134,48 +163,41 @@ def speed(way: str, root: Path, size: int, ranks: int) -> float:
     return sum(one["samples"] for one in found) / max(one["seconds"] for one in found)
 
 
-def make_large_index(folder: Path) -> Path:
-    """A tar of 10 MB, and an index which says that a thousand others like it lie beside it. Returns its pattern."""
-    from lockstep.data.shards import ShardFiles
+def make_large_index(root: Path) -> None:
+    """Two tars of 10 MB, and an index of the first which says that it lies there a thousand times."""
+    import torch
 
-    with tarfile.open(folder / "train-0.tar", "w") as tar:
-        (folder / "1").write_text("1")
-        for number in range(PER_SHARD):
-            tar.add(folder / "1", f"{number}.cls")
-    pattern = folder / "train-0.tar"
-    files = ShardFiles(str(pattern), str(pattern), True, "auto", "cls", "cls", str(folder / "indexes"))
-    files.index_once("fail")
-    times = MANY // PER_SHARD
-    for column in ("begin", "length", "target"):
-        values = np.fromfile(files.folder / column, np.int64)
-        with open(files.folder / column, "wb") as file:
-            for _ in range(times):
-                values.tofile(file)
-    (np.arange(times + 1, dtype=np.int64) * PER_SHARD).tofile(files.folder / "starts")
-    about = files.about() or {}
-    about |= {"shards": about["shards"] * times, "samples": MANY}
-    (files.folder / "index.json").write_text(json.dumps(about))
-    return pattern
+    (root / "1").write_text("1")
+    for split in ("train", "test"):
+        with tarfile.open(root / f"{split}-0.tar", "w") as tar:
+            for number in range(PER_SHARD):
+                tar.add(root / "1", f"{number}.cls")
+    source = tar_source(root, "cls", None)
+    source.prepare()
+    _, place = next(source._indexes())
+    index, times = torch.load(place), MANY // PER_SHARD
+    columns = index["columns"].repeat(1, times)
+    columns[0] = torch.arange(times).repeat_interleave(PER_SHARD)
+    name, *about = index["tars"][0]
+    tars = [(f"{name}.{shard}", *about) for shard in range(times)]
+    for other, *_ in tars:
+        os.link(name, other)
+    torch.save({"tars": tars, "columns": columns}, place)
 
 
-def measure_start(pattern: str, held_out: str) -> None:
+def measure_start(root: str, held_out: str) -> None:
     """Print {"seconds", "MB"} of the first batch, of a process that has imported all it needs."""
     import torch
 
-    from lockstep.data.loader import BatchLoader, Converter
-    from lockstep.data.partition import micro_batch_parts
-    from lockstep.data.samples import Samples
-    from lockstep.data.shards import ShardFiles, shards
-    from lockstep.data.split import Split, hold_out
+    from lockstep.data.split import hold_out
 
     torch.set_num_threads(1)
+    source = tar_source(Path(root), "cls", None)
     before, begun = _memory(), time.monotonic()
-    folder = str(Path(pattern).parent / "indexes")
-    data: Any = shards(ShardFiles(pattern, pattern, True, "auto", "cls", "cls", folder), None, 1_000_000)
+    data = source.splits().train
     if held_out == "0.1":
-        data = hold_out(data, Split(0.1, None, 0, "auto")).train
-    loader = BatchLoader(Samples(data), Converter(torch.device("cpu")), 1, 2)
-    next(loader.epoch(0, BATCH, partial(micro_batch_parts, accumulation_steps=1, rank=1, size=2)))
+        data, _ = hold_out(data, 0.1, None, 0, "auto")
+    next(loader_of(data, 0, 1, 2).batches(Start()))
     print(json.dumps({"seconds": time.monotonic() - begun, "MB": (_memory() - before) / 1e6}), flush=True)
 
 
@@ -201,7 +223,7 @@ def main() -> None:
 
 
 def speeds(folder: Path, args: Any) -> str:
-    ways = [way for way in WAYS if way in ("shards", "image_folder") or find_spec(way)]
+    ours, *others = [way for way in WAYS if way in ("tar_shards", "image_folder") or find_spec(way)]
     rows = []
     for size, count in COUNTS.items():
         count //= 8 if args.quick else 1
@@ -209,18 +231,18 @@ def speeds(folder: Path, args: Any) -> str:
         make_images(root, size, count)
         make_shards(root)
         for ranks in (1, 2):
-            found = harness.interleave({way: partial(speed, way, root, size, ranks) for way in ways}, args.rounds)
-            ratio = [[ours / theirs for ours, theirs in zip(found["shards"], found[way], strict=True)] for way in ways]
-            row = [f"{size}x{size}, {count}", ranks, harness.spread(found["shards"])]
-            rows.append([*row, *map(harness.spread, ratio[1:])])
-    return harness.table(["images", "ranks", "samples/s", *(f"against {way}" for way in ways[1:])], rows)
+            ways = {way: partial(speed, way, root, size, ranks) for way in (ours, *others)}
+            found = harness.interleave(ways, args.rounds)
+            ratios = [[one / other for one, other in zip(found[ours], found[way], strict=True)] for way in others]
+            rows.append([f"{size}x{size}, {count}", ranks, *map(harness.spread, [found[ours], *ratios])])
+    return harness.table(["images", "ranks", "samples/s", *(f"against {way}" for way in others)], rows)
 
 
 def starts(folder: Path, args: Any) -> str:
-    pattern = make_large_index(folder)
+    make_large_index(folder)
 
     def start(held_out: str) -> dict[str, float]:
-        command = [sys.executable, __file__, "start", str(pattern), held_out]
+        command = [sys.executable, __file__, "start", str(folder), held_out]
         env = os.environ | {"PYTHONPATH": str(harness.ROOT / "src")}
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
         found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
