@@ -230,7 +230,7 @@ def _prepare_worker(_: int) -> None:
     """A worker leaves signals to its rank, which ends it, and ends with it."""
     for number in (*STOP_SIGNALS, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
+    end_with_parent(signal.SIGKILL)
     _open_again()
 
 
