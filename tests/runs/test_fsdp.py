@@ -152,7 +152,7 @@ def test_nothing_keeps_the_whole_model_after_setup(strategy: str) -> None:
 
 
 GPT = [
-    "model=linear", "model._target_=support.models.TinyGPT", "~model.shape", "~model.classes", "+model.vocabulary=11",
+    "model=linear", "model._target_=support.models.TinyGPT", "+model.vocabulary=11",
     "+model.width=16", "+model.depth=2", "+model.length=6",
     *own_data("support.models.tokens"), "+dataset.train={samples:64,vocabulary:11,length:6}",
     "+dataset.test={samples:21,vocabulary:11,length:6}", "dataset.classes=11", "trainer.precision=fp64",

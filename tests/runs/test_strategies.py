@@ -15,14 +15,21 @@ from support.digits import PAIRS_ON_TEST
 from support.worlds import distance, in_world, train, train_all, weights
 
 # 61 test samples by 20: with three ranks one of them evaluates one more batch than the others.
-SMALL = ["dataset=random", "dataset.samples=61", "model=mlp", "trainer.batch_size=16", "evaluation.batch_size=20"]
-DOUBLE = [PAIRS_ON_TEST, "trainer.precision=fp64", "trainer.epochs=2", "optimizer.fused=false", "logger=[]"]
+SMALL = [
+    PAIRS_ON_TEST,
+    "dataset=random",
+    "dataset.samples=61",
+    "model=mlp",
+    "trainer.batch_size=16",
+    "evaluation.batch_size=20",
+]
+DOUBLE = ["trainer.precision=fp64", "trainer.epochs=2", "optimizer.fused=false", "logger=[]"]
 AVERAGED = [*SMALL, *DOUBLE, "optimizer=adamw", "trainer.max_grad_norm=0.3", "trainer.ema=0.8", "monitor=val/loss"]
 IMAGES = [
-    *DOUBLE, "model=convnet", "sync_bn=on", "trainer.batch_size=200", "trainer.gradient_accumulation_steps=2",
+    ON_TEST, *DOUBLE, "model=convnet", "sync_bn=on", "trainer.batch_size=200", "trainer.gradient_accumulation_steps=2",
     "loader.augment={_target_:lockstep.data.augment.ShiftFlip,pad:1}", "trainer.max_grad_norm=1.0", "trainer.ema=0.8",
 ]  # fmt: skip
-HALVES = [*DOUBLE, "model=toy_parallel", "trainer.batch_size=200"]
+HALVES = [ON_TEST, *DOUBLE, "model=toy_parallel", "trainer.batch_size=200"]
 
 
 def trained(size: int, folder: Path, *runs: list[str]) -> list[tuple[float, torch.Tensor]]:
