@@ -40,9 +40,7 @@ def test_cifar10_speed_learns_and_is_the_same_on_two_ranks_and_after_a_resume(tm
     losses = [loss for _, loss in scalars(tmp_path / "alone")["train/loss"]]
     assert losses[-1] < losses[0] - 0.1
 
-    mean, std = (
-        torch.tensor(getattr(cfg.dataset, name), dtype=torch.float64)[:, None, None] for name in ("mean", "std")
-    )
+    mean, std = (torch.tensor(cfg.dataset[name], dtype=torch.float64)[:, None, None] for name in ("mean", "std"))
     expected = Whitening(3).double()
     expected.set_weights_from((images(train=True).inputs / 255 - mean) / std)
     saved = torch.load(tmp_path / "two" / "model.pt", weights_only=True)

@@ -90,15 +90,10 @@ def test_mlflow_has_the_config_the_curves_and_the_images_and_a_resumed_run_goes_
     assert objective[-1].value == pytest.approx(record["objective"]["last"])
     assert [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")]
     assert client.list_artifacts(run.info.run_id, "images")
+    train("-m", *words, "trainer.epochs=1", "seed=1,2", "hydra.sweep.dir=sweep").finish()
+    assert [job.data.tags["group"] for job in server.runs() if job.info.run_id != run.info.run_id] == ["sweep", "sweep"]
     texts = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert not [text for text in texts if SECRET.encode() in text]
-
-
-def test_jobs_of_a_sweep_are_a_group(train: Callable[..., Command], server: Server) -> None:
-    train(
-        "-m", *SHORT, "trainer.epochs=1", f"logger.mlflow.uri={server.uri}", "seed=1,2", "hydra.sweep.dir=sweep"
-    ).finish()
-    assert [run.data.tags["group"] for run in server.runs()] == ["sweep", "sweep"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["gone", "hangs"])
