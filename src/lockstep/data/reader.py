@@ -6,7 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lockstep.data.partition import fold_in, random_states_kept, seed_all
-from lockstep.data.source import tensors_in, unwrapped
+from lockstep.data.source import TARGET_KEYS, tensors_in, unwrapped
 from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.signals import STOP_SIGNALS
 from lockstep.errors import ConfigError
@@ -101,8 +101,7 @@ class SampleReader(Dataset[Any]):
         samples = [self._readable(request.epoch, *pair) for pair in zip(numbers, draws, strict=True)]
         seed_all(fold_in(self.seed, request.epoch, request.start, COLLATE))
         try:
-            batch = self.collate_fn(samples)
-            inputs, targets = batch
+            inputs, targets = pair_of(self.collate_fn(samples))
         except Exception as error:
             if "shared memory" in str(error):  # of a worker: no fault of the samples
                 raise
@@ -150,6 +149,17 @@ class SampleReader(Dataset[Any]):
         for transform in self.transforms:
             sample = transform(sample)
         return sample
+
+
+def pair_of(batch: Any) -> tuple[Any, Any]:
+    """(inputs, targets) of a collated batch: a pair, or a dict with one of TARGET_KEYS, whose other values, or other
+    one, are the inputs. Raises ValueError or TypeError for anything else."""
+    if not isinstance(batch, Mapping):
+        inputs, targets = batch
+        return inputs, targets
+    (key,) = [key for key in TARGET_KEYS if key in batch]
+    others = {name: value for name, value in batch.items() if name != key}
+    return next(iter(others.values())) if len(others) == 1 else others, batch[key]
 
 
 class Stream:

@@ -16,6 +16,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from lockstep.config.schema import Count, Positive, Shape
 from lockstep.errors import ConfigError
 
+TARGET_KEYS = ("target", "targets", "label", "labels")  # of samples that are dicts
+
 
 class Splits(NamedTuple):
     """The data of a run. val: None where `loader.validation` holds a part of the training data out."""

@@ -11,12 +11,11 @@ import torch
 from torch.utils.data import Dataset
 
 from lockstep.data.partition import random_states_kept
-from lockstep.data.source import Tensors, of_each_sample, tensors_in, unwrapped
+from lockstep.data.source import TARGET_KEYS, Tensors, of_each_sample, tensors_in, unwrapped
 from lockstep.training.weight_check import digest
 
 LARGEST_TENSOR = 2**30  # bytes; a larger one may be a file that is mapped into memory, and is sampled
 TENSOR_ROWS = 64  # sampled of such a tensor
-TARGET_KEYS = ("target", "targets", "label", "labels")  # of samples that are dicts
 ITEMS = 16  # sampled of any other data set, where loading an item may take a while
 
 _known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
