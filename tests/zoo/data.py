@@ -331,15 +331,15 @@ whole(
     lambda train: TensorDataset(values(train), masks(train)),
     with_targets("segmentation", masks, *SEGMENTED),
 )
-FLIP = "loader.{}=[{{_target_:torchvision.transforms.v2.RandomHorizontalFlip,p:1.0}}]"
+FLIP = "loader.transforms=[{_target_:torchvision.transforms.v2.RandomHorizontalFlip,p:1.0}]"
 whole(
     "flipped_masks",
     lambda train: TensorDataset(values(train), masks(train)),
     lambda train: Truth(
-        values(train).double().flip(-1),
-        masks(train).flip(-1),
+        values(train).double().flip(-1) if train else values(train).double(),
+        masks(train).flip(-1) if train else masks(train),
         "segmentation",
-        words=(*SEGMENTED, FLIP.format("transforms"), FLIP.format("test_transforms")),
+        words=(*SEGMENTED, FLIP),
     ),
 )
 
