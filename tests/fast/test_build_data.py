@@ -11,7 +11,7 @@ from torchvision.io import write_jpeg
 
 from lockstep.config.nodes import instantiate
 from lockstep.data import DataSource, Splits, Tensors
-from lockstep.data.build import build_data, check_channels, completed, prepare_first, source_of
+from lockstep.data.build import build_data, check_channels, completed, prepare_first
 from lockstep.data.partition import seed_all
 from lockstep.data.source import class_count, of_each_sample, require_same_classes
 from lockstep.errors import ConfigError
@@ -189,8 +189,6 @@ def test_a_source_of_ones_own_is_prepared(tmp_path: Path) -> None:
     missing = composed(*WAVES, f"+dataset.folder={tmp_path / 'none'}", "+dataset.count=7")
     with pytest.raises(ConfigError, match="the data of test_build_data.Waves cannot be prepared .*; correct that, or"):
         prepare_first(missing)
-    with pytest.raises(ConfigError):
-        source_of(composed("dataset=digits", "dataset._target_=support.own_data.Points"))
 
 
 class Drawn(Dataset[Any]):

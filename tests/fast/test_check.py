@@ -427,12 +427,7 @@ KINDS: list[tuple[type, type, list[str], tuple[str, str, str]]] = [
     (Simple, Points, [f"task._target_={__name__}.DrawnLoss"], YES),
     (Simple, Points, OUTSIDE, ("", "is updated otherwise by the same gradients: the optimizer keeps", "")),
     (Simple, Points, ["gradient_sync=powersgd"], ("gradient_sync=powersgd is not the exact mean; type gra", "", "")),
-    (
-        Simple,
-        Points,
-        MIXED,
-        ("loader.collate_fn draws from torch and numpy.random for single samples, or mixes", "", ""),
-    ),
+    (Simple, Points, MIXED, ("a sample is another one on another rank", "", "")),
     (Moving, Points, [], ("", f"after a resume the outputs of layer (Linear) are others: {COUNTED}", "")),
     (Simple, Points, RECENT, ("", "Recent keeps a deque in state_dict()", "")),
     (Dropping, Points, ["trainer.compile=true"], ("compiled, dropout and noise are drawn for a rank", "", "")),

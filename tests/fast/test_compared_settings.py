@@ -100,7 +100,7 @@ def test_a_lower_loss_is_better_and_is_no_share(tmp_path: Path) -> None:
 def test_folds_are_pairs_too_and_their_interval_is_wider(tmp_path: Path) -> None:
     for rate, values in ((0.1, A), (0.2, B)):
         for fold, value in enumerate(values):
-            make_run(tmp_path / f"{rate}-{fold}", value, optimizer__lr=rate, dataset__fold=fold, dataset__folds=5)
+            make_run(tmp_path / f"{rate}-{fold}", value, optimizer__lr=rate, loader__fold=fold, loader__folds=5)
     lines = lines_of(tmp_path, ".", "optimizer.lr=0.1", "optimizer.lr=0.2")
     assert lines[3].startswith("paired by loader.fold; ")
     found = paired(A, B, overlap=1 / 4)

@@ -117,7 +117,7 @@ def test_runs_that_differ_only_in_seed_are_one_line(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines[1:]].count("other") == 1  # another folder
     assert "test" not in runs(tmp_path, "table", "other")[0][0].split()
     for fold, best in enumerate((0.5, 0.6, 0.7)):
-        make_run(tmp_path / "folds" / str(fold), best, dataset__folds=3, dataset__fold=fold)
+        make_run(tmp_path / "folds" / str(fold), best, loader__folds=3, loader__fold=fold)
     assert "0.6000 ± 0.39" in runs(tmp_path, "table", "folds")[0][1]  # wider than 0.25: folds share samples
 
 

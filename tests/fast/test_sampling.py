@@ -1,12 +1,11 @@
 """loader.sampling: what an epoch draws, and which weights it draws by."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from scipy.stats import chisquare
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Subset
 
 from lockstep.data.build import sampling_weights
 from lockstep.data.partition import Order, drawn, generator
@@ -75,21 +74,12 @@ def test_weights_are_those_of_the_samples_of_a_part() -> None:
     assert (found.tolist(), found.dtype) == ([0.5, 2], torch.float64)
 
 
-class Items(IterableDataset[Any]):
-    def __len__(self) -> int:
-        return 9
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from ()
-
-
 REFUSED = {
     "no classes": (own(), "balanced", "says no class of each sample; give it .*, or type loader.sampling=null"),
     "numbers": (own(targets=[0.5, 1.0, 2.0, 3.0]), "balanced", "says no class"),
     "too few": (own(targets=[0, 1]), "balanced", "Noisy has 4 samples, and its attribute targets 2 values"),
     "left out": (own(targets=[0, 1, -100, 1]), "balanced", "says no class"),
     "several": (own(targets=torch.zeros(4, 2)), "balanced", "says no class"),
-    "stream": (Items(), "balanced", "says no class of each sample; .* type loader.sampling=null"),
     "no weights": (own(), "weights", "needs an attribute `weights` .*, or type loader.sampling=balanced"),
     "negative": (own(weights=[1, 2, -1, 0]), "weights", "0 or more for each sample"),
     "not finite": (own(weights=[1, 2, float("nan"), 0]), "weights", "0 or more for each sample"),

@@ -97,22 +97,18 @@ def test_samples_of_one_group_stay_together(size: float | None, fold: tuple[int,
     assert train & val
 
 
-def test_a_part_of_a_data_set_has_the_groups_and_classes_of_its_samples() -> None:
-    data = Patients()
-    part = Subset(data, range(0, 240, 2))
-    assert of_each_sample(part, "groups").tolist() == data.groups[::2]
-    train, val = ({data.groups[2 * number] for number in side} for side in sides_of_part(part))
+def test_a_part_of_a_data_set_has_the_groups_of_its_samples() -> None:
+    part = Subset(Patients(), range(0, 240, 2))
+    assert of_each_sample(part, "groups").tolist() == Patients().groups[::2]
+    rows = [unwrapped(one)[1] for one in hold_out(part, 0.2, None, 0, "on")]
+    train, val = ({Patients().groups[number] for number in side} for side in rows)  # type: ignore[union-attr]
     assert not train & val
 
 
-def sides_of_part(part: Any) -> list[Any]:
-    found = [unwrapped(one)[1] for one in hold_out(part, 0.2, None, 0, "on")]
-    return [(rows // 2).tolist() for rows in found if rows is not None]
-
-
-def test_a_torch_data_set_without_targets_is_held_out_at_random() -> None:
-    data = TensorDataset(torch.rand(100, 3), torch.arange(100) % 4)
-    assert len(sides(data, 0.2)[1]) == 20
+def test_a_torch_data_set_is_held_out_by_the_classes_of_its_tensors() -> None:
+    classes = torch.arange(100) % 4
+    _, val = sides(TensorDataset(torch.rand(100, 3), classes), 0.2)
+    assert torch.bincount(classes[val]).tolist() == [5, 5, 5, 5]
 
 
 class Stream(IterableDataset[int]):
