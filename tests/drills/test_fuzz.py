@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.drill, pytest.mark.timeout(0)]
 
 EXAMPLES = int(os.environ.get("LOCKSTEP_FUZZ_EXAMPLES", "0"))  # of each kind; 0: the number below, always the same ones
 FUZZED = settings(
-    max_examples=EXAMPLES or 40,
+    max_examples=EXAMPLES or 24,
     derandomize=not EXAMPLES,
     database=None,
     deadline=None,
