@@ -113,7 +113,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and targets (n, block) int64."""
-        numbers = indices.to(self.tokens.device)
+        numbers = indices.to(self.tokens.device, non_blocking=True)
         piece = torch.searchsorted(self.firsts, numbers, right=True) - 1
         starts, last = self.starts[piece] + (numbers - self.firsts[piece]) * self.stride, self.stops[piece] - 1
         if self.is_whole:  # rows are copied in a quarter of the time
