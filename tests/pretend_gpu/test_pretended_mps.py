@@ -18,7 +18,6 @@ from support.worlds import distance, in_world, train, weights
 BASE = [
     "trainer.max_steps=9",
     "trainer.epochs=9",
-    FEW,
     "logger=[tensorboard]",
     "logging.every=2",
 ]
@@ -31,14 +30,20 @@ RUNS = {
     "dropout": ["model=mlp", "model.dropout=0.3"],
     "class weights": ["model=mlp", "task.class_weights=balanced"],
     "mixup": ["model=mlp", MIX],
-    "regression": ["dataset=random", "dataset.samples=61", "model=mlp"],
+    "regression": [
+        "dataset=random",
+        "dataset._target_=lockstep.data.vision.RandomPairs",
+        "dataset.samples=61",
+        "model=mlp",
+    ],
     "bf16": ["trainer.precision=bf16"],
     "bf16-true": ["trainer.precision=bf16-true"],
 }
 
 
 def command(folder: Path, *words: str, backend: str = "auto") -> Any:
-    return composed(f"run_dir={folder}", *BASE, f"backend={backend}", *words)
+    data = [] if "dataset=random" in words else [FEW]
+    return composed(f"run_dir={folder}", *BASE, *data, f"backend={backend}", *words)
 
 
 @pytest.mark.parametrize("name", RUNS)

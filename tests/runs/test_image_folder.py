@@ -57,7 +57,7 @@ def test_the_preset_for_image_folders_learns_two_colours_on_two_ranks(train: Any
         "experiment=image_folder_resnet", f"dataset.root={tmp_path / 'colours'}", "model.name=resnet18",
         "loader.transforms.0.size=[16,16]", "loader.test_transforms.0.size=[18]", "trainer.batch_size=8",
         "loader.test_transforms.1.size=[16,16]", "trainer.ema=0.5", "dataset.cache_dir=decoded",
-        "trainer.epochs=6", "trainer.pause_after=2", "scheduler.warmup_epochs=1", "optimizer.lr=0.02",
+        "trainer.epochs=6", "scheduler.warmup_epochs=1", "optimizer.lr=0.02",
         "loader.num_workers=0", "dataset.shape=[3,16,16]", *WHOLE,
     ]  # fmt: skip
     run = train(*options, "launch=fork", "launch.nproc_per_node=2")
@@ -87,7 +87,13 @@ def test_images_of_a_csv_file_give_the_numbers_of_a_folder_and_later_ones_need_n
     others = train("mode=evaluate", "resume=folder", f"dataset.root={tmp_path / 'others'}", code=2)
     assert "class 0 is dark in the training and black in this data; type dataset=" in others.sentence
 
-    train("mode=predict", "resume=folder", "dataset=image_list", f"dataset.root={pictures / 'test' / 'dark'}")
+    train(
+        "mode=predict",
+        "resume=folder",
+        "dataset=image_list",
+        "dataset.size=16",
+        f"dataset.root={pictures / 'test' / 'dark'}",
+    )
     header, first, *_ = (tmp_path / "folder" / "predictions.csv").read_text().splitlines()
     assert header == "index,file,prediction,probability_dark,probability_light,truth"
     assert first.startswith("0,0.jpg,")
