@@ -32,7 +32,6 @@ RUNS = {
     "mixup": ["model=mlp", MIX],
     "regression": [
         "dataset=random",
-        "dataset._target_=lockstep.data.vision.RandomPairs",
         "dataset.samples=61",
         "model=mlp",
     ],
