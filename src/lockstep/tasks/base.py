@@ -155,6 +155,7 @@ def check_class_numbers(targets: Any, numbers: Any, classes: int | None, ignored
     for row, *place in wrong.nonzero().tolist()[:1]:
         label, where = int(values[(row, *place)]), f" at {place}" if place else ""
         advice = f"dataset.classes={label + 1}" if label >= 0 else f"its target as 0 to {classes - 1}"
+        advice += f", or task.ignored_label={label} if it counts nowhere" if place else ""
         what = f"sample {numbers[row]} has the target {label}{where}, and the classes are 0 to {classes - 1}"
         raise ConfigError(f"{what}; type {advice}")
 
