@@ -65,7 +65,7 @@ def built(config: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
     parts, record = parts_of(config), record_of(config)
     with init_distributed(**vars(config.backend)) as world:
         config, loaders = build.model_and_data(config, world, parts)
-        state = build_state.train_state(config, parts.strategy, loaders.train)
+        state = build_state.train_state(config, parts.strategy, loaders)
         check = WeightCheck(state, config.watch.every, config.watch.weights)
         with build_state.snapshots(config, record, state, loaders, LoggerList([]), check) as snapshots:
             yield world, state, loaders, snapshots
