@@ -141,7 +141,7 @@ def training_flops(*overrides: str) -> float:
 
     config = composed(*overrides)
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        instantiate(config.model)(torch.empty(8, *config.dataset.shape)).sum().backward()
+        instantiate(config.model)(torch.empty(8, *config.dataset["shape"])).sum().backward()
     return counter.get_total_flops() / 8
 
 
