@@ -92,7 +92,7 @@ def tags(count: int, quick: bool, folder: Path) -> Costs:
     from lockstep.loggers.tensorboard import TensorBoardLogger
 
     place = Path(tempfile.mkdtemp(dir=folder))
-    logger = TensorBoardLogger(place, images=0, histograms=False, graph=False)
+    logger = TensorBoardLogger(place, images=0)
     values = {f"figures/number_{tag}": 0.5 for tag in range(count)}
     calls = max(1, (2_000 if quick else 20_000) // count)
     began = time.perf_counter()

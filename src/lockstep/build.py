@@ -20,18 +20,16 @@ from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import random_states_kept, seeded
 from lockstep.data.samples import Samples
 from lockstep.data.transforms import Augment
-from lockstep.distributed.sync_batch_norm import BatchNorm, convert_sync_batch_norm, refuse_batch_norms
+from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
 from lockstep.errors import ConfigError
 from lockstep.failures import reporter
 from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
 from lockstep.modes.base import Mode
 from lockstep.preflight import Parts
-from lockstep.preflight_rules import accumulates_more
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.strategies.base import refuse_changing_weights
-from lockstep.strategies.gradient_sync import AfterBackward
 from lockstep.text import first_line
 from lockstep.training.checkpointing import checkpoint_activations
 from lockstep.training.setup import model_dtype, model_memory_format, prepare_model
@@ -116,18 +114,14 @@ def build_model(config: RunConfig, world: World, parts: Parts, data: Data) -> Co
         set_weights_from_data(model, data.train, Converter(device, dtype, memory_format, mean, std))
     load_initial_weights(model, config.parameters.init, config.parameters.new_layers)
     freeze(model, config.parameters.freeze)
-    is_synced = strategy.syncs_batch_norm(config.sync_bn.mode, world.size)
-    is_after = accumulates_more(config) and world.size > 1
-    if is_after:
-        refuse_batch_norms(model, BatchNorm if is_synced else nn.SyncBatchNorm)
-    if is_synced:
+    if strategy.syncs_batch_norm(config.sync_bn.mode, world.size):
         model = convert_sync_batch_norm(model, world)
     elif world.size == 1 or strategy.supports_sync_bn:
         model = convert_sync_batch_norm(model, world, nn.SyncBatchNorm)  # torch's refuses tensors of a CPU
     refuse_changing_weights(model, world.size)
     strategy.validate_model(model, world.size)
     checkpoint_activations(model, trainer.checkpoint_activations)
-    strategy.setup(model, world, AfterBackward() if is_after else parts.gradient_sync, trainer.precision)
+    strategy.setup(model, world, parts.gradient_sync, trainer.precision)
     return Converter(world.device, dtype, memory_format, mean, std)
 
 

@@ -20,7 +20,7 @@ from lockstep.distributed.world import World, require_same_data
 from lockstep.errors import ConfigError
 from lockstep.loggers.base import Logger, LoggerList, RunInfo, hyperparameters
 from lockstep.loggers.run_json import RunJson, run_facts
-from lockstep.preflight_rules import accumulates_more, check_batch_size
+from lockstep.preflight_rules import check_batch_size
 from lockstep.runs.record import read_run
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import file_of_weights
@@ -28,11 +28,11 @@ from lockstep.snapshots.manager import SnapshotManager
 from lockstep.snapshots.resume import compared
 from lockstep.strategies.base import Strategy, warn_of_gradient_hooks
 from lockstep.tasks.base import Task, modules_of
-from lockstep.training.evaluation import Evaluations, Evaluator, Wanted, wanted_by
+from lockstep.training.evaluation import Evaluations, Evaluator, images_wanted
 from lockstep.training.parameter_groups import ParameterRules, can_fuse
 from lockstep.training.setup import cast
 from lockstep.training.state import TrainSettings, TrainState, time_limit
-from lockstep.training.timing import StepTimer, StragglerWatch
+from lockstep.training.timing import StepTimer
 from lockstep.training.watchers import RunningMetrics
 from lockstep.training.weight_check import WeightCheck
 
@@ -61,7 +61,7 @@ def train_state(config: RunConfig, strategy: Strategy, loader: BatchLoader, take
         total_steps=settings.total_steps,
         objective_mode="min" if config.objective is None else task.mode(config.objective),
     )
-    cuts_batches = world.size * settings.gradient_accumulation_steps > 1 or settings.accumulates_more
+    cuts_batches = world.size * settings.gradient_accumulation_steps > 1
     if takes_steps and cuts_batches and strategy.batch_norm_sees():  # else they are cut alike on any number of ranks
         warn_of_gradient_hooks(strategy.model)
     return TrainState(
@@ -74,7 +74,6 @@ def train_state(config: RunConfig, strategy: Strategy, loader: BatchLoader, take
         nan=config.watch.nan,
         read=loader.read,
         objective=config.objective,
-        keeps_gradients=wanted_by(config.logger.values()).histograms,
         buffers=trainer.buffers,
     )
 
@@ -101,8 +100,7 @@ def train_settings(config: RunConfig, loader: BatchLoader, shares: int, takes_st
         max_seconds=time_limit(trainer.max_time),
         pause_after=trainer.pause_after,
         batch_size=check_batch_size(config, shares) if takes_steps else trainer.batch_size,
-        gradient_accumulation_steps=1 if accumulates_more(config) else int(trainer.gradient_accumulation_steps),
-        accumulates_more=accumulates_more(config),
+        gradient_accumulation_steps=trainer.gradient_accumulation_steps,
         max_grad_norm=trainer.max_grad_norm,
         precision=trainer.precision,
         eval_batch_size=config.evaluation.batch_size,
@@ -153,33 +151,27 @@ def model_config(record: ConfigRecord) -> dict[str, Any]:
 
 def running_metrics(config: RunConfig, state: TrainState, loggers: LoggerList) -> tuple[RunningMetrics, StepTimer]:
     """What is logged while the run trains, and what measures its steps."""
-    world, strategy, timer = state.strategy.world, state.strategy, StepTimer()
+    timer = StepTimer()
     if config.profiler.enabled:
-        from lockstep.training.step_records import StepProfiler
+        from lockstep.training.step_profiler import StepProfiler
 
         every, after, steps = config.profiler.every, config.profiler.trace_after, config.profiler.trace_steps
         timer = StepProfiler(state, loggers, config.run_dir, every, after, steps)
-    if config.watch.straggler is None or world.size == 1 or strategy.communicates_in_forward:
-        return RunningMetrics(state, loggers), timer
-    parameters = list(strategy.model.parameters())
-    stragglers = StragglerWatch(world, parameters, config.watch.straggler, state.settings.log_every, timer)
-    return RunningMetrics(state, loggers, stragglers), stragglers
+    return RunningMetrics(state, loggers), timer
 
 
 def evaluators(config: RunConfig, state: TrainState, loaders: Loaders, loggers: LoggerList) -> Evaluations:
     """The evaluations. All ranks prepare what the keys of rank 0's loggers ask for."""
-    wanted = wanted_by(config.logger.values())
+    images = images_wanted(config.logger.values())
     decides = None if config.objective is None else "val"
     at_each = {"val"} if loaders.val is not None else set()
     at_each |= {"test"} if config.evaluation.test == "every" else set()
-    shown = decides or ("val" if "val" in at_each else "test")
-    of_shown = {name: wanted if name == shown else Wanted(wanted.images) for name in ("val", "test")}
     evaluators = {
-        name: Evaluator(state, loader, loggers, of_shown[name], name)
+        name: Evaluator(state, loader, loggers, images, name)
         for name, loader in (("val", loaders.val), ("test", loaders.test))
         if name in at_each and loader is not None
     }
-    test = Evaluator(state, loaders.test, LoggerList(loggers.loggers), of_shown["test"], "test")
+    test = Evaluator(state, loaders.test, loggers, images, "test")
     return Evaluations(decides, evaluators, None if config.evaluation.test == "never" else test)
 
 
@@ -188,10 +180,6 @@ def loggers(config: RunConfig, state: TrainState, before_writing: Callable[[], N
     members: list[Logger] = []
     if state.strategy.world.is_rank_zero:
         members = [instantiate_as(Logger, node, f"logger.{name}") for name, node in config.logger.items()]
-        if config.trainer.digest != "off":
-            from lockstep.training.step_records import EVERY, StepDigests
-
-            members.append(StepDigests(state, EVERY if config.trainer.digest == "on" else config.trainer.digest))
         is_paused = lambda: state.reached_limit == "trainer.pause_after"  # noqa: E731
         name = config.objective or f"test/{state.task.monitor}"
         members.append(RunJson(name, state.task.mode(name), is_paused))

@@ -40,7 +40,7 @@ MULTIRUN_FLAGS = {"--multirun", "-m"}
 VALUED_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--package", "-p", "--cfg", "-c"}
 STARTERS = ("torchrun", "srun", "mpirun")  # programs that live as long as the ranks that they start
 OWN_CONFIG = (None, "train", "find_lr", "check")  # the modes whose config is that of the command alone
-NOT_TAKEN = (*NOT_COMPUTED, "trainer.compile", "trainer.digest")  # of a run that a mode uses
+NOT_TAKEN = (*NOT_COMPUTED, "trainer.compile")  # of a run that a mode uses
 VALUES_OF_RUN = ("dataset", "model", "task", "trainer")  # the parts of a config that say what a net computes
 INPUTS_OF_NET = ("dataset.mean", "dataset.std", "dataset.class_names")  # of its own training, on other data, too
 

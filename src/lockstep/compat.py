@@ -247,17 +247,6 @@ BACKWARD = "_engine_run_backward"  # torch.autograd.graph: a backward pass, in w
 GROUP_MAKERS = ("_store_based_barrier", "_create_gloo_process_group")  # a new process group: ranks meet at the store
 
 
-def tensorboard_graph(model: Any, inputs: "Tensor") -> bytes:
-    """The graph of a model, as an event of TensorBoard has it. Torch's SummaryWriter would write a file of its own, and
-    TensorBoard reads one file of a run at a time. Missing: ImportError, and the run has no graph.
-    """
-    from torch.utils.tensorboard._pytorch_graph import graph
-
-    definition, _ = graph(model, inputs)
-    text: bytes = definition.SerializeToString()
-    return text
-
-
 def flight_records() -> list[bytes]:
     """torch's records of the last collectives of this process, each as JSON: gloo's, and NCCL's in one of its own.
 

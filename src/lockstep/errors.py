@@ -47,12 +47,11 @@ class TrainingDiverged(Exception):
     """A loss, a gradient or a weight is not finite, so training cannot continue.
 
     what: the first words, with the step. advice: what to type; empty if `what` says it.
-    step: the step whose batch broke it, if that is known.
     """
 
-    def __init__(self, what: str, advice: str = "", step: int | None = None) -> None:
+    def __init__(self, what: str, advice: str = "") -> None:
         super().__init__(f"{what}; no snapshot was saved before; {advice}" if advice else what)
-        self.what, self.advice, self.step = what, advice, step
+        self.what, self.advice = what, advice
 
     def name_snapshot(self, path: Path) -> None:
         """Say in the message that `path` is the last good snapshot."""

@@ -18,7 +18,7 @@ from lockstep.snapshots.manager import SaveInterval, validate_format
 from lockstep.snapshots.mirror import validate_mirror
 from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
-from lockstep.strategies.gradient_sync import Auto, GradientSync
+from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.tasks.base import Task
 from lockstep.training.state import time_limit
 
@@ -44,18 +44,11 @@ def check_options(
     validate_training(job)
     strategy.validate(job)
     strategy.validate_gradient_sync(gradient_sync, job)
-    validate_accumulation(config, strategy, gradient_sync, job)
-    ranks_agree = strategy.ranks_agree and gradient_sync.ranks_agree
-    validate_nan_policy(job, ranks_agree)
+    validate_nan_policy(job, strategy.ranks_agree and gradient_sync.ranks_agree)
     validate_format(config.snapshot.format, strategy)
     if mode.trains:
         snapshot = config.snapshot
         validate_mirror(snapshot.mirror, snapshot.format, strategy, config.resume, Path(config.run_dir))
-    if config.trainer.digest != "off" and job.world_size > 1 and not ranks_agree:  # rank 0 does not hold all weights
-        raise ConfigError(
-            f"trainer.digest={config.trainer.digest} needs the same weights and gradients on all ranks, which this "
-            f"strategy or gradient_sync does not give; type trainer.digest=off, or strategy=ddp gradient_sync=auto"
-        )
     if not mode.needs_run:
         check_batch_size(config, strategy.data_parallel_size(job.world_size))
 
@@ -88,8 +81,7 @@ def job_spec(config: RunConfig, launcher: Launcher) -> JobSpec:
         device_type="cuda" if backend == "nccl" else "mps" if uses_mps(config.backend.name, world_size) else "cpu",
         precision=trainer.precision,
         sync_bn=config.sync_bn.mode,
-        # What refuses two refuses a number that may grow.
-        gradient_accumulation_steps=2 if accumulates_more(config) else int(trainer.gradient_accumulation_steps),
+        gradient_accumulation_steps=trainer.gradient_accumulation_steps,
         compile=trainer.compile,
         deterministic=trainer.deterministic,
         profile=config.profiler.enabled,
@@ -103,31 +95,8 @@ def job_spec(config: RunConfig, launcher: Launcher) -> JobSpec:
 def check_batch_size(config: RunConfig, shares: int) -> int:
     """Samples of a global batch. Raises ConfigError if a rank would get none."""
     trainer = config.trainer
-    steps = 1 if accumulates_more(config) else int(trainer.gradient_accumulation_steps)
+    steps = trainer.gradient_accumulation_steps
     return global_batch_size(shares, trainer.batch_size, trainer.batch_size_per_rank, steps)
-
-
-def accumulates_more(config: RunConfig) -> bool:
-    """Whether a batch is cut into more micro-batches when a step runs out of memory."""
-    return config.trainer.gradient_accumulation_steps == "auto"
-
-
-def validate_accumulation(config: RunConfig, strategy: Strategy, gradient_sync: GradientSync, job: JobSpec) -> None:
-    """Raise ConfigError where one rank that runs out of memory would leave the others waiting in its pass."""
-    if not accumulates_more(config):
-        return
-    auto = "trainer.gradient_accumulation_steps=auto"
-    advice = "type strategy=ddp gradient_sync=auto, or trainer.gradient_accumulation_steps=2"
-    if strategy.own_epoch() is not None:
-        raise ConfigError(f"{auto} needs steps that all ranks take together; {advice}")
-    if job.world_size == 1:
-        return
-    if strategy.communicates_in_forward or not strategy.ranks_agree:
-        why = "does a step again that ran out of memory on one rank, while with this strategy the others would wait"
-        raise ConfigError(f"{auto} {why}; {advice}")
-    if type(gradient_sync) not in (Auto, GradientSync):
-        why = f"averages gradients after the backward pass, and gradient_sync={gradient_sync.name} in it"
-        raise ConfigError(f"{auto} {why}; {advice}")
 
 
 def validate_training(job: JobSpec) -> None:
@@ -151,7 +120,7 @@ def validate_nan_policy(job: JobSpec, ranks_agree: bool) -> None:
     if not ranks_agree and job.world_size > 1:
         raise ConfigError(
             "watch.nan=skip needs the same gradient on all ranks, which this strategy or gradient_sync does not give; "
-            "type watch.nan=stop or watch.nan=rollback, or strategy=ddp gradient_sync=auto"
+            "type watch.nan=stop, or strategy=ddp gradient_sync=auto"
         )
     if job.precision == "fp16":
         raise ConfigError(

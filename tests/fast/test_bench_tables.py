@@ -14,7 +14,6 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import compare  # noqa: E402
 import growth  # noqa: E402
-import halving  # noqa: E402
 import harness  # noqa: E402
 import race  # noqa: E402
 import race_tables  # noqa: E402
@@ -90,15 +89,6 @@ def test_rounds_take_turns_in_being_first():
     found = harness.interleave(measure, 3)
     assert "".join(order) == "abcbcacab"
     assert found == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
-
-
-def test_a_search_is_replayed_on_the_curves_of_a_grid():
-    """Job 4 is the best in the end, and the worst at first. A longer first rung finds it."""
-    curves = {0: [5, 4, 3, 2], 1: [6, 4, 4, 4], 2: [6, 6, 5, 5], 3: [7, 6, 5, 6], 4: [9, 1, 1, 1]}
-    early = halving.replay(curves, eta=2, first=1, mode="min")
-    assert (early.share, early.place, early.regret) == (pytest.approx((5 + 2 * 1 + 1 * 2) / 20), 2, 1)
-    later = halving.replay(curves, eta=2, first=2, mode="min")
-    assert (later.share, later.place, later.regret) == (pytest.approx((5 * 2 + 2 * 2) / 20), 1, 0)
 
 
 def test_a_command_at_its_limit_ends_with_its_processes_of_other_sessions(tmp_path, monkeypatch):

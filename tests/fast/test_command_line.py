@@ -84,7 +84,7 @@ def run_of(folder: Path, overrides: list[str], config: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("mode", ["evaluate", "predict", "export", "sample"])
 def test_a_mode_takes_the_words_of_the_run_but_not_how_it_was_spread_and_saved(tmp_path: Path, mode: str) -> None:
     taken = ["dataset=text", "model=gpt", "model.width=8", "trainer.precision=fp64"]
-    words = ["strategy=fsdp", "snapshot.format=sharded", "backend=nccl", "trainer.digest=on", "watch.nan=skip"]
+    words = ["strategy=fsdp", "snapshot.format=sharded", "backend=nccl", "watch.nan=skip"]
     words += ["launch=fork", "launch.nproc_per_node=2", "logger=[csv]", "trainer.compile=true", "+experiment=x"]
     run = run_of(tmp_path / "run", taken + words, {})
     where = f"hydra.run.dir={run / mode}"

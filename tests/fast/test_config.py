@@ -37,8 +37,7 @@ WRONG = """
  | snapshot.every=9 | a valid string | snapshot.every=1epochs
  | snapshot.every=0steps | epochs, steps or minutes, such as 50steps | snapshot.every=1epochs
  | snapshot.format=whole | 'auto', 'full' or 'sharded' | snapshot.format=auto
- | watch.nan=ignore | 'stop', 'skip' or 'rollback' | watch.nan=stop
- | watch.straggler=1 | greater than 1 | watch.straggler=1.5
+ | watch.nan=ignore | 'stop' or 'skip' | watch.nan=stop
  | backend.timeout=0.5 | greater than or equal to 1 | backend.timeout=300
  | backend.name=tcp | 'auto', 'gloo', 'nccl' or 'mpi' | backend.name=auto
  | sync_bn.mode=always | 'auto', 'on' or 'off' | sync_bn.mode=auto
@@ -80,7 +79,7 @@ dataset.validation=null monitor=val/loss -> dataset.validation=0.1
 monitor=val/loss trainer.final=train+val -> trainer.final=null
 dataset.validation=null evaluation.patience=3 -> evaluation.patience=null
 monitor=null scheduler=plateau -> scheduler=cosine
-dataset.validation=null sweep.search=race -> sweep.search=list
+dataset.validation=null sweep.search=tpe -> sweep.search=list
 """
 
 

@@ -77,7 +77,7 @@ def rows(folder):
 
 def log_run(folder, epochs, start_step=0, closes=True):
     """What a run of `epochs` epochs of two steps sends to TensorBoard and CSV."""
-    loggers = LoggerList([TensorBoardLogger(folder, images=0, histograms=False, graph=False), CSVLogger(folder)])
+    loggers = LoggerList([TensorBoardLogger(folder, images=0), CSVLogger(folder)])
     loggers.on_fit_start(run_info(folder, start_step))
     for number in epochs:
         loggers.log_metrics({"train/running_loss": 3 / number, "train/lr": 0.1 * number}, 2 * number - 1)
@@ -137,7 +137,7 @@ def test_a_table_cut_off_by_a_kill_is_read_as_far_as_it_is_whole(tmp_path):
 
 
 def test_tensorboard_goes_on_when_a_full_disk_has_room_again(tmp_path):
-    logger = TensorBoardLogger(tmp_path, images=0, histograms=False, graph=False)
+    logger = TensorBoardLogger(tmp_path, images=0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     lost = []
     for step, room in enumerate((20, before[0], 200, before[0]), start=1):

@@ -1,13 +1,11 @@
-"""The parts of a sweep that need no job: the table, the numbers and folders of jobs, slots, and the plot."""
+"""The parts of a sweep that need no job: the table, the numbers and folders of jobs, slots, and the summary."""
 
 import re
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from lockstep.errors import ConfigError
 from lockstep.runs.repeats import estimate, wilson
@@ -15,12 +13,10 @@ from lockstep.source_code import is_project
 from lockstep.sweeps import process
 from lockstep.sweeps.process import divide_machine
 from lockstep.sweeps.search import Job, JobList, add_jobs, folder_name, to_run
-from lockstep.sweeps.summary import cost_of_choosing, plot_sweep, print_summary, settings_of, sorted_rows
+from lockstep.sweeps.summary import cost_of_choosing, print_summary, settings_of, sorted_rows
 from lockstep.sweeps.table import Row, SweepTable, read_table, state_after_kill
 from support.commands import ROOT
 from support.made_runs import make_run
-
-DOT, BEST = (0x3B, 0x75, 0xAF), (0xD1, 0x49, 0x5B)
 
 
 def named(number: int, changed: str, overrides: object) -> str:
@@ -36,7 +32,7 @@ def test_a_table_is_read_back_with_the_same_bits(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.csv"]
     older = [line.rpartition(",")[0] for line in (tmp_path / "sweep.csv").read_text().splitlines()]
     (tmp_path / "sweep.csv").write_text("\n".join(older))
-    assert older[0].endswith("rungs")  # a sweep that was begun before there was a column for the test set goes on
+    assert older[0].endswith("cause")  # a sweep that was begun before there was a column for the test set goes on
     assert read_table(tmp_path) == list(table)
     (tmp_path / "sweep.csv").write_text("number,state\n0,finished\n")
     with pytest.raises(ConfigError, match="is not the table of a sweep"):
@@ -189,13 +185,6 @@ def test_a_job_that_is_listed_twice_tells_nothing_new() -> None:
     assert [[row.number for row in setting.rows] for setting in settings_of(rows, "max")] == [[0, 2], [1]]
 
 
-def test_what_halving_leaves_of_a_setting_is_no_mean() -> None:
-    rows = repeated({"a=1": [0.5, 0.7], "a=2": [0.6, 0.4]})
-    for row in rows:
-        row.rungs = f"1:{row.objective}"
-    assert [setting.overrides for setting in settings_of(rows, "max")][:2] == ["a=1 seed=2", "a=2 seed=1"]
-
-
 def printed(folder: Path, rows: list[Row], capsys: pytest.CaptureFixture[str], objective: str = "val/accuracy") -> str:
     table = SweepTable(folder)
     table.add(rows)
@@ -314,87 +303,3 @@ def test_there_is_no_best_job_across_different_metrics(tmp_path: Path, capsys: p
     assert [line.split()[2:4] for line in shown.splitlines()[3:5]] == [["test/loss", "0.5"], ["test/f1", "1.5"]]
     assert "best:       none, as the objectives are different metrics: test/f1, test/loss\n" in shown
     assert "run it again" not in shown
-    assert not (tmp_path / "sweep.png").exists()
-
-
-def test_the_plot_has_a_panel_for_each_parameter_and_marks_the_best(tmp_path: Path) -> None:
-    rows = [
-        Row(2 * i + j, f"optimizer.lr={rate} model={model} seed=3", "", "finished", i + j / 2)
-        for i, rate in enumerate((0.001, 0.01, 0.1))
-        for j, model in enumerate(("mlp", "convnet"))
-    ]
-    assert plot_sweep(tmp_path, rows, "test/accuracy", "max", best=rows[5:])
-    image = Image.open(tmp_path / "sweep.png")
-    assert image.size == (840, 300)  # seed has one value, and so no panel
-    colours = {colour for _, colour in image.convert("RGB").getcolors(100_000)}
-    assert {(0x3B, 0x75, 0xAF), (0xD1, 0x49, 0x5B)} < colours
-    assert not plot_sweep(tmp_path, rows[:1], "test/accuracy", "max", best=rows[:1])
-
-
-def test_the_plot_shows_jobs_that_a_search_has_pruned_or_paused_paler(tmp_path: Path) -> None:
-    """Below the finished ones, at their last objective and the place of their parameter."""
-    states = ["finished", "finished", "pruned", "waiting"]
-    rows = [
-        Row(number, f"optimizer.lr={rate}", "", state, objective)
-        for number, (rate, objective, state) in enumerate(zip((1, 2, 3, 5), (1.0, 0.8, 0.0, 0.5), states, strict=True))
-    ]
-    rows.append(Row(4, "optimizer.lr=4", "", "waiting"))  # has not run yet
-    assert plot_sweep(tmp_path, rows, "test/accuracy", "max", best=rows[:1])
-    image = Image.open(tmp_path / "sweep.png").convert("RGB")
-    ((best, top),) = dots(image, (0xD1, 0x49, 0x5B))
-    ((second, _),) = dots(image, (0x3B, 0x75, 0xAF))
-    (pruned, floor), (paused, middle) = dots(image, (0xB3, 0xCB, 0xE2))
-    assert best < second < pruned < paused
-    assert paused - pruned == pytest.approx(2 * (pruned - second), abs=2)  # 3 to 5, and 2 to 3
-    assert middle == pytest.approx((top + floor) / 2, abs=2)
-
-
-def test_the_plot_has_a_line_with_its_interval_for_each_setting(tmp_path: Path) -> None:
-    """The best one first, in red; seed has no panel."""
-    rows = repeated({"optimizer.lr=0.1": [0.1, 0.3], "optimizer.lr=0.2": [0.8, 0.9], "optimizer.lr=0.3": [0.5, 0.6]})
-    settings = settings_of(rows, "max")
-    assert plot_sweep(tmp_path, rows, "val/accuracy", "max", settings[0].rows, settings)
-    image = Image.open(tmp_path / "sweep.png").convert("RGB")
-    assert image.size == (840, 300 + 30 + 46 + 3 * 22)
-    colours = [{image.getpixel((x, y)) for x in range(420, 820)} for y in (41, 63, 85)]
-    assert [(BEST in line, DOT in line) for line in colours] == [(True, False), (False, True), (False, True)]
-
-
-@pytest.mark.parametrize("bad", [1e6, float("inf"), float("nan")])
-def test_a_setting_that_has_diverged_leaves_the_others_their_room(tmp_path: Path, bad: float) -> None:
-    """Where the others stand is the same without it. Its dots are beyond the scale, at the end of what is worse."""
-    lines, heights = [], []
-    for more in ([], [bad, bad]):
-        words = {"optimizer.lr=0.1": [0.5, 0.6], "optimizer.lr=0.2": [0.8, 0.9], "optimizer.lr=0.3": more}
-        rows = repeated(words, [0.55, 0.56, 0.85, 0.86, bad, bad])
-        settings = settings_of(rows, "min")
-        assert plot_sweep(tmp_path, sorted_rows(rows, "min"), "val/loss", "min", settings[0].rows, settings)
-        image = Image.open(tmp_path / "sweep.png").convert("RGB")
-        lines.append([[image.getpixel((x, y)) for x in range(420, 820)] for y in (41, 63)])
-        panel = image.crop((60, 30 + 46 + 22 * len(settings) + 30, 420, image.height))
-        heights.append([y for _, y in dots(panel, BEST)])
-        beyond = {panel.getpixel((x, y)) for x in range(300, 360) for y in range(5)}
-        assert (beyond != {(255, 255, 255)}) == bool(more)
-    assert lines[0] == lines[1]
-    assert heights[0] == heights[1]
-
-
-def test_jobs_with_the_same_result_stand_beside_each_other(tmp_path: Path) -> None:
-    rows = [Row(n, f"optimizer.lr={rate}", "", "finished", 0.5) for n, rate in enumerate((1, 1, 1, 2, 2))]
-    rows.append(Row(5, "optimizer.lr=3", "", "finished", 1.0))
-    assert plot_sweep(tmp_path, rows, "test/accuracy", "max", best=rows[5:])
-    places = dots(Image.open(tmp_path / "sweep.png").convert("RGB"), (0x3B, 0x75, 0xAF))
-    assert len(places) == 5
-    assert len({round(y) for _, y in places}) == 1
-
-
-def dots(image: Image.Image, colour: tuple[int, int, int]) -> list[tuple[float, float]]:
-    """The centres of the dots with this colour, from left to right. No two may overlap in x."""
-    found = [(x, y) for x in range(image.width) for y in range(image.height) if image.getpixel((x, y)) == colour]
-    columns = sorted({x for x, _ in found})
-    starts = [x for x in columns if x - 1 not in columns]
-    centres = []
-    for start, following in zip(starts, [*starts[1:], image.width], strict=True):
-        dot = [(x, y) for x, y in found if start <= x < following]
-        centres.append((statistics.mean(x for x, _ in dot), statistics.mean(y for _, y in dot)))
-    return centres

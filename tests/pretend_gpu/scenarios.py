@@ -44,7 +44,6 @@ SCENARIOS: dict[str, tuple[int, list[str], dict[str, float]]] = {
         ],
         COMPARED,
     ),
-    "accumulation that may grow": (2, ["trainer.gradient_accumulation_steps=auto", "sync_bn=off"], COMPARED),
     "checkpointed blocks": (2, ["trainer.checkpoint_activations=['layer*']", "sync_bn=on"], COMPARED),
     "sync_bn": (2, ["sync_bn=on"], COMPARED),
     "sync_bn, bf16, a share without samples": (2, [*EMPTY, "trainer.precision=bf16"], ALONE),

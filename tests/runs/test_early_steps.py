@@ -374,9 +374,9 @@ def trained(configs: list[Any]) -> list[tuple[dict[str, Any], str, str]]:
                 cfg, loaders = build.model_and_data(cfg, world, parts)
                 state = build_state.train_state(cfg, strategy, loaders.train)
                 train_epoch(state, loaders.train)
-                from lockstep.training.evaluation import Evaluator, Wanted
+                from lockstep.training.evaluation import Evaluator
 
-                Evaluator(state, loaders.test, None, Wanted(), "test").means(lambda: None)  # type: ignore[arg-type,return-value]
+                Evaluator(state, loaders.test, None, 0, "test").means(lambda: None)  # type: ignore[arg-type,return-value]
             except ConfigError as error:
                 sentence = str(error)
             logging.getLogger("lockstep").removeHandler(handler)

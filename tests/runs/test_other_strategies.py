@@ -90,9 +90,9 @@ def steps_between_synchronisations(cfg: Any) -> list[int]:
 
     serve, found = AsyncParameterServer._serve, []
 
-    def noted(strategy: AsyncParameterServer, state: Any, steps: int, is_last: bool) -> None:
+    def noted(strategy: AsyncParameterServer, state: Any, steps: int) -> None:
         found.append(steps)
-        serve(strategy, state, steps, is_last)
+        serve(strategy, state, steps)
 
     AsyncParameterServer._serve = noted  # type: ignore[method-assign]
     train(cfg)

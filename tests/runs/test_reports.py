@@ -19,7 +19,7 @@ from lockstep.tasks.reports import (
     draw_tiles,
 )
 from support.configs import composed, with_values
-from support.event_files import images, read
+from support.event_files import images
 from support.worlds import in_world, train_all
 
 pytestmark = pytest.mark.whole
@@ -127,36 +127,6 @@ def test_a_run_draws_its_last_evaluation_and_the_option_says_how_much(tmp_path: 
     step, matrix = images(tmp_path / "25")["test/confusion_matrix"]
     assert step == 42
     assert isinstance(matrix, Image.Image)
-
-
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("ddp", 2), ("fsdp", 2), ("pipeline", 2)])
-def test_histograms_have_all_weights_and_gradients_whichever_rank_holds_them(
-    tmp_path: Path, strategy: str, ranks: int
-) -> None:
-    options = ["model=mlp", "model.width=16", "trainer.epochs=2", "logger=[tensorboard]", f"strategy={strategy}"]
-    asked = ["logger.tensorboard.histograms=true", "logger.tensorboard.graph=true", "logger.tensorboard.images=0"]
-    cfg = composed(*options, *asked, f"run_dir={tmp_path}")
-    in_world(ranks, train_all, [cfg, cfg])  # the second one starts a finished run again
-    shown = read(tmp_path)
-    saved = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert set(shown.Tags()["histograms"]) == {f"{kind}/{name}" for kind in ("weights", "gradients") for name in saved}
-    for name, weights in saved.items():
-        assert [entry.step for entry in shown.Histograms(f"weights/{name}")] == [23, 46]
-        newest, gradient = (shown.Histograms(f"{kind}/{name}")[-1] for kind in ("weights", "gradients"))
-        assert (newest.step, newest.histogram_value.num) == (46, weights.numel())
-        assert newest.histogram_value.sum == pytest.approx(weights.double().sum().item(), abs=1e-3)
-        assert gradient.histogram_value.num == weights.numel()
-        assert gradient.histogram_value.sum_squares > 0
-    assert shown.Tags()["graph"] is (ranks == 1)
-
-
-def test_a_parameter_without_numbers_has_no_histogram_and_ends_no_run(tmp_path: Path) -> None:
-    model = ["model=linear", "model._target_=support.models.OddTensors", "optimizer.fused=false"]
-    options = ["trainer.max_steps=1", "logger=[tensorboard]", "logger.tensorboard.histograms=true"]
-    in_world(1, train_all, [composed(*model, *options, f"run_dir={tmp_path}")])
-    shown = read(tmp_path).Tags()["histograms"]
-    assert "weights/layer.weight" in shown
-    assert "weights/empty" not in shown
 
 
 def test_a_regression_shows_its_values(tmp_path: Path) -> None:

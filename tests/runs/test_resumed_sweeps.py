@@ -51,16 +51,6 @@ def test_a_refused_command_does_not_change_what_the_sweep_is(start):
     start(*command, "seed=1,2", "optimizer.lr=0.1", "hydra.sweep.dir=t").finish()
 
 
-def test_a_plot_that_cannot_be_written_does_not_fail_the_sweep(start, tmp_path):
-    (tmp_path / "s" / "sweep.png").mkdir(parents=True)
-    run = start(*PYTHON_TRAIN, *SHORT, "-m", "hydra.sweep.dir=s", "optimizer.lr=0.1,0.2").finish()
-    (again,) = re.findall(r"sweep.png cannot be written \(Is a directory\); to draw it, type (-m .*)\n", run.output)
-    (tmp_path / "s" / "sweep.png").rmdir()
-    start(*PYTHON_TRAIN, *shlex.split(again)).finish()
-    assert (tmp_path / "s" / "sweep.png").is_file()
-    assert "curves: " in run.output
-
-
 @pytest.mark.parametrize("state", ["running", "stopped"])
 def test_a_job_that_slurm_has_is_not_submitted_again(start, tmp_path, state):
     """The sweep ended when sbatch had taken the job and the row did not say so yet."""

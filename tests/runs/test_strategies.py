@@ -55,8 +55,8 @@ def stop_after_two_steps(cfg: Any) -> str:
     StopVote.__init__.__defaults__ = (0.0,)  # type: ignore[attr-defined]  # no pause: a vote in every step
     update, steps = loop.update, []
 
-    def update_and_ask(state: Any, step: int, is_last: bool) -> None:
-        update(state, step, is_last)
+    def update_and_ask(state: Any, step: int) -> None:
+        update(state, step)
         steps.append(state.progress.step)
         if len(steps) == 2:
             os.kill(os.getpid(), signal.SIGTERM)

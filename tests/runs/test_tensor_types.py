@@ -56,7 +56,7 @@ def test_each_type_and_layout_is_trained_averaged_saved_and_resumed(tmp_path: Pa
     trains_all = strategy == "ddp"
     words = [*MODEL, f"+model.trains_all={trains_all}", f"strategy={strategy}", "trainer.ema=0.5"]
     words += ["trainer.batch_size=500", "trainer.epochs=2"]
-    base = composed(*words, *(["trainer.digest=1"] if trains_all else []))
+    base = composed(*words)
     whole, parts = (with_values(base, f"run_dir={tmp_path / name}") for name in ("whole", "parts"))
     in_world(2, train_all, [whole, with_values(parts, "trainer.pause_after=1"), parts])
     runs = [torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "parts")]

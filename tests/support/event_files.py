@@ -13,7 +13,7 @@ def read(folder: Path) -> Any:
     """TensorBoard's reader of a run folder, with all that is in it."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    reader = EventAccumulator(str(folder), size_guidance=dict.fromkeys(("scalars", "images", "histograms"), 0))
+    reader = EventAccumulator(str(folder), size_guidance=dict.fromkeys(("scalars", "images"), 0))
     reader.Reload()
     return reader
 

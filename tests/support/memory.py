@@ -1,13 +1,11 @@
-"""Models of a user that run out of memory, on purpose or for real, or that draw and count in their forward pass."""
+"""Models of a user that run out of memory, or that draw and count in their forward pass."""
 
 import re
 import resource
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -35,36 +33,6 @@ class _Noisy(nn.Module):
         scale = 1 + 0.1 * float(np.random.rand()) * torch.cos(self.passes)
         dropped: Tensor = nn.functional.dropout(self.norm(self.linear(x)).tanh() * scale, 0.2, self.training)
         return dropped
-
-
-class RunsOut(nn.Module):
-    """Raises CUDA's error of lacking memory in a training pass. Counts its samples in a buffer. (N, ...) -> (N, 10).
-
-    fails: rows of a rank, the number of its pass, and whether the backward pass fails in place of the forward pass.
-    """
-
-    def __init__(self, fails: list[tuple[int, int, bool]]) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(64, 32), nn.Linear(32, 10)
-        self.register_buffer("samples", torch.zeros((), dtype=torch.int64))
-        self.fails, self.passes = [tuple(fail) for fail in fails], 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.passes += 1
-            self.samples += len(x)
-        rank = dist.get_rank()
-        hidden = self.first(x.flatten(1)).tanh()
-        if self.training and (rank, self.passes, False) in self.fails:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        if self.training and (rank, self.passes, True) in self.fails:
-            hidden.register_hook(_fail)
-        outputs: Tensor = self.second(nn.functional.dropout(hidden, 0.2, self.training))
-        return outputs
-
-
-def _fail(gradient: Tensor) -> Any:
-    raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 class Wide(nn.Module):

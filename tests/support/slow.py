@@ -1,4 +1,4 @@
-"""Parts of a training that take a known time, for tests of the profiler and of `watch.straggler`."""
+"""Parts of a training that take a known time, for tests of the profiler."""
 
 import os
 import time
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lockstep.data.builtin import digits
-from lockstep.loggers.tensorboard import TensorBoardLogger
 from lockstep.models import mlp as models
 
 
@@ -69,41 +68,6 @@ def compiled_mlp(shape: list[int], classes: int, **options: Any) -> torch.nn.Mod
     model = mlp(shape, classes, **options)
     model.compile(backend="eager")
     return model
-
-
-class SlowOnOneRank(torch.nn.Module):
-    """A backward pass that takes 90 ms longer on rank 1."""
-
-    def __init__(self, shape: list[int], classes: int, **options: Any) -> None:
-        super().__init__()
-        self.net = mlp(shape, classes, **options)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = SlowBackward.apply(self.net(inputs))
-        return outputs
-
-
-class SlowDataOnOneRank(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Digits that take 2 ms each on rank 1."""
-
-    def __init__(self, train: bool) -> None:
-        self.data = digits(train)
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if os.environ["RANK"] == "1":
-            time.sleep(0.002)
-        return self.data[index]
-
-
-class SlowLogger(TensorBoardLogger):
-    """Takes 50 ms in every step, on rank 0."""
-
-    def on_step(self, step: int, samples: int) -> None:
-        time.sleep(0.05)
-        super().on_step(step, samples)
 
 
 class SlowAtFirst(torch.nn.Module):

@@ -1,13 +1,7 @@
-"""The table of a sweep, as a test reads it, and its settings."""
+"""The table of a sweep, as a test reads it."""
 
 import csv
 from pathlib import Path
-from typing import Any
-
-import yaml
-
-from lockstep.sweeps.search import SweepSettings
-from support.commands import ROOT
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
@@ -23,9 +17,3 @@ def column(folder: Path, name: str) -> list[str]:
 
 def states(folder: Path) -> list[str]:
     return column(folder, "state")
-
-
-def settings(**changes: Any) -> SweepSettings:
-    """Those of conf/config.yaml, for an objective of one epoch."""
-    section = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["sweep"]
-    return SweepSettings(**({"objective": "test/loss", "mode": "min", "epochs": 1} | section | changes))

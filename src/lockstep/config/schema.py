@@ -55,7 +55,7 @@ class Trainer(Section):
     pause_after: Count | None
     batch_size: Count
     batch_size_per_rank: Count | None
-    gradient_accumulation_steps: Count | Literal["auto"]
+    gradient_accumulation_steps: Count
     checkpoint_activations: Names
     max_grad_norm: Positive | None
     precision: Literal["fp32", "bf16", "fp16", "fp64", "bf16-true"]
@@ -63,7 +63,6 @@ class Trainer(Section):
     channels_last: bool | Literal["auto"]
     compile: bool | Literal["reduce-overhead", "max-autotune"]
     deterministic: bool
-    digest: Count | Literal["off", "on"]
     buffers: Literal["auto", "mean", "own"]
     ema: Annotated[float, Gt(0), Lt(1)] | None
     final: Literal["train+val"] | None
@@ -102,11 +101,10 @@ class Logging(Section):
 @dataclass(frozen=True)
 class Watch(Section):
     every: Count
-    weights: Literal["stop", "majority", "off"]
-    nan: Literal["stop", "skip", "rollback"]
+    weights: Literal["stop", "off"]
+    nan: Literal["stop", "skip"]
     timeout: Positive | None
     on_hang: Literal["stop", "report"]
-    straggler: Annotated[float, Gt(1)] | None
 
 
 # until issue 42
@@ -125,13 +123,9 @@ class Sweep(Section):
     changes: Literal["refuse", "accept"]
     max_failures: Count | None
     slots: Count | Literal["auto"]
-    search: Literal["list", "halving", "random", "tpe", "race"]
+    search: Literal["list", "random", "tpe"]
     trials: Count | None
     seed: Seed
-    constraints: list[str]
-    eta: Annotated[int, Ge(2)]
-    first_rung: Count
-    confidence: Annotated[float, Ge(0.5), Lt(1)]
 
 
 @dataclass(frozen=True)
@@ -262,7 +256,7 @@ class RunConfig(Section):
             (metric and not self.holds_out, f"monitor={monitor} needs a validation set", hold_out),
             (self.evaluation.patience and not chooses, f"evaluation.patience {compares}", "evaluation.patience=null"),
             (plateau and not chooses, f"scheduler=plateau {compares}", "scheduler=cosine"),
-            (search not in ("list", "random") and not chooses, f"sweep.search {compares}", "sweep.search=list"),
+            (search == "tpe" and not chooses, f"sweep.search {compares}", "sweep.search=list"),
         ]
         for wrong, what, advice in rules:
             if wrong:

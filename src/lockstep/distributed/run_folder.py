@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SWEEP_RESUME = "LOCKSTEP_SWEEP_RESUME"  # the environment variable that tells the ranks of a job what resumes its sweep
-BAR_COLUMNS = "LOCKSTEP_BAR_COLUMNS"  # the one that tells a job whose output is captured how long a bar it shall draw
 LIMITS = ("trainer.epochs", "trainer.max_steps", "trainer.max_time", "trainer.pause_after", "evaluation.patience")
 LEAST_BYTES = 2**16  # free on the disk of a run folder at the start: for the first lines of its logs
 

@@ -121,14 +121,13 @@ class SharedMemorySum:
                 os.write(pipe, b".")
             except BrokenPipeError:
                 raise ConnectionError(f"rank {peer} is gone: closed by peer") from None
-        with self.world.waiting:
-            for pipe, peer in self.readers.items():
-                arrival = select.poll()
-                arrival.register(pipe, select.POLLIN)
-                if not arrival.poll(min(1000 * self.world.timeout, LONGEST_WAIT)):
-                    raise TimeoutError(f"Timed out waiting {self.world.timeout:g} s for rank {peer}")
-                if not os.read(pipe, 1):
-                    raise ConnectionError(f"rank {peer} is gone: closed by peer")
+        for pipe, peer in self.readers.items():
+            arrival = select.poll()
+            arrival.register(pipe, select.POLLIN)
+            if not arrival.poll(min(1000 * self.world.timeout, LONGEST_WAIT)):
+                raise TimeoutError(f"Timed out waiting {self.world.timeout:g} s for rank {peer}")
+            if not os.read(pipe, 1):
+                raise ConnectionError(f"rank {peer} is gone: closed by peer")
 
 
 def tree_sum(vectors: list[torch.Tensor]) -> torch.Tensor:

@@ -37,17 +37,6 @@ def validate_batch_norms(module: nn.Module, kind: type[Any] = BatchNorm) -> None
             )
 
 
-def refuse_batch_norms(module: nn.Module, kind: type[Any] = BatchNorm) -> None:
-    """Raise ConfigError for a batch norm of `kind`, which waits for the other ranks in its forward pass."""
-    for name, norm in module.named_modules():
-        if isinstance(norm, kind):
-            raise ConfigError(
-                f"trainer.gradient_accumulation_steps=auto does a step again that ran out of memory on one rank, while "
-                f"{name or 'the model'}, a batch norm over all ranks, would wait for it; type sync_bn=off, or "
-                f"trainer.gradient_accumulation_steps=2"
-            )
-
-
 def is_activated(norm: nn.Module) -> bool:
     """Whether `norm` is timm's batch norm with an activation in it, which most of timm's convolutional nets have."""
     forward = type(norm).forward

@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import secrets
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -43,29 +42,13 @@ DISK_TIMEOUT = timedelta(hours=1)  # for a slow disk
 PLAIN = (bool, int, float, str, type(None))
 
 
-class Waiting:
-    """Adds up how long this process has waited for other ranks, in sums of tensors: votes and JSON values do not count.
-
-    A context manager: the time in the block counts. seconds: since the world was formed.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = self.start = 0.0
-
-    def __enter__(self) -> None:
-        self.start = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        self.seconds += time.perf_counter() - self.start
-
-
 @dataclass(frozen=True)
 class World:
     """This rank's place among the ranks that train together, and the collectives they use.
 
     local_rank, local_size: among the ranks of this machine. timeout: seconds that a collective waits for a rank.
     control: a gloo group beside the backend's own, for votes and JSON values, which never makes a GPU wait.
-    resources: what is closed when this rank leaves the world, such as pipes to other ranks. waiting: see Waiting.
+    resources: what is closed when this rank leaves the world, such as pipes to other ranks.
     """
 
     rank: int
@@ -76,7 +59,6 @@ class World:
     control: dist.ProcessGroup
     timeout: float
     resources: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
-    waiting: Waiting = field(default_factory=Waiting, repr=False, compare=False)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -86,17 +68,12 @@ class World:
         """Sum `tensor` over all ranks, in place. Returns it. On a GPU the host does not wait."""
         if self.device.type == "mps":  # of one rank; gloo takes no tensor of it
             return tensor
-        with self.waiting:
-            dist.all_reduce(tensor)
+        dist.all_reduce(tensor)
         return tensor
 
-    def all_reduce_sums(
-        self, tensors: Sequence[Tensor], sum_in_place: Callable[[Tensor], object] | None = None
-    ) -> list[Tensor]:
+    def all_reduce_sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sum of each over all ranks, in its shape and on its device. One collective for each of this rank's
         devices, in the type that holds all tensors there; tensors of the CPU travel with those of `device`.
-
-        sum_in_place: which sums a vector; None: `all_reduce_sum`.
         """
         devices = [self.device if tensor.device.type == "cpu" else tensor.device for tensor in tensors]
         sums: dict[int, Tensor] = {}
@@ -104,7 +81,7 @@ class World:
             numbers = [number for number, one in enumerate(devices) if one == device]
             real = {n: torch.view_as_real(tensors[n]) if tensors[n].is_complex() else tensors[n] for n in numbers}
             summed = torch.cat([tensor.reshape(-1).to(device) for tensor in real.values()])
-            (sum_in_place or self.all_reduce_sum)(summed)
+            self.all_reduce_sum(summed)
             parts = summed.split([tensor.numel() for tensor in real.values()])
             for n, part in zip(numbers, parts, strict=True):
                 shaped = part.view_as(real[n]).to(tensors[n].device)

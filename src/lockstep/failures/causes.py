@@ -24,7 +24,7 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
     (
         f"{OUT_OF_MEMORY}|MemoryError",
         "this rank has no memory left",
-        "type trainer.gradient_accumulation_steps=auto, trainer.checkpoint_activations=[<blocks>], or "
+        "type trainer.gradient_accumulation_steps=<more>, trainer.checkpoint_activations=[<blocks>], or "
         "trainer.batch_size=<half>",
     ),
     (

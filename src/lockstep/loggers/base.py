@@ -22,8 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torch import Tensor, nn
-
 from lockstep.config.record import ConfigRecord, sets
 from lockstep.tasks.base import ReadSample, Report
 from lockstep.text import show
@@ -144,9 +142,6 @@ class Logger:
         trained on before the run resumed, else 0.
         """
 
-    def on_gradients_ready(self) -> None:
-        """The gradients of a step are there, and not clipped yet. Called in almost every step, so it must be cheap."""
-
     def on_step(self, step: int, samples: int) -> None:
         """An optimizer step has ended. samples: of its global batch. Called at every step, so it must be cheap."""
 
@@ -162,12 +157,6 @@ class Logger:
 
         Called if the config of a logger has the key `images`: the number of samples to show.
         """
-
-    def log_histogram(self, tag: str, values: Tensor, step: int) -> None:
-        """The values of a parameter or of its gradient. Called if the config of a logger has `histograms: true`."""
-
-    def log_graph(self, model: nn.Module, inputs: Tensor) -> None:
-        """The model, in evaluation mode, and inputs for it. Called if the config of a logger has `graph: true`."""
 
     def on_epoch_end(self, summary: EpochSummary) -> None:
         """An epoch has ended, and its evaluation if there was one."""
@@ -199,15 +188,12 @@ class LoggerList(Logger):
 
     Calls that mark a start or a step go through the list in its order. Calls that mark an end go through it in reverse
     order: with `logger=[tensorboard,console,progress_bar]` the bar is gone before the console writes its line.
-
-    A rollback may go back behind an epoch's end. The same steps come again with the same numbers: no logger gets them.
     """
 
     def __init__(self, loggers: Sequence[Logger], before_writing: Callable[[], None] = lambda: None) -> None:
         """before_writing: called before loggers may write, every few steps. It makes a deleted run folder again."""
         self.loggers, self.before_writing = list(loggers), before_writing
         self._last_warning: dict[int, float] = {}  # index of a logger -> time.monotonic()
-        self._ended_step = 0  # the last step of the last epoch that has ended
 
     def __enter__(self) -> Self:
         return self
@@ -227,33 +213,20 @@ class LoggerList(Logger):
     def on_epoch_start(self, epoch: int, epochs: int, samples: int, samples_done: int) -> None:
         self._call_each(lambda logger: logger.on_epoch_start(epoch, epochs, samples, samples_done))
 
-    def on_gradients_ready(self) -> None:
-        self._call_each(lambda logger: logger.on_gradients_ready())
-
     def on_step(self, step: int, samples: int) -> None:
         self._call_each(lambda logger: logger.on_step(step, samples))
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         self.before_writing()
-        if metrics and step > self._ended_step:
+        if metrics:
             self._call_each(lambda logger: logger.log_metrics(metrics, step))
 
     def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int, split: str) -> None:
-        if step > self._ended_step:
-            self._call_each(lambda logger: logger.log_report(report, sample, classes, step, split))
-
-    def log_histogram(self, tag: str, values: Tensor, step: int) -> None:
-        if step > self._ended_step:
-            self._call_each(lambda logger: logger.log_histogram(tag, values, step))
-
-    def log_graph(self, model: nn.Module, inputs: Tensor) -> None:
-        self._call_each(lambda logger: logger.log_graph(model, inputs))
+        self._call_each(lambda logger: logger.log_report(report, sample, classes, step, split))
 
     def on_epoch_end(self, summary: EpochSummary) -> None:
         self.before_writing()
-        if summary.step > self._ended_step:
-            self._call_each(lambda logger: logger.on_epoch_end(summary), reverse=True)
-            self._ended_step = summary.step
+        self._call_each(lambda logger: logger.on_epoch_end(summary), reverse=True)
 
     def on_test(self, metrics: dict[str, float], step: int, is_logged: bool) -> None:
         self._call_each(lambda logger: logger.on_test(metrics, step, is_logged))

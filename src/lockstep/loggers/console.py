@@ -1,7 +1,6 @@
 """What a run shows on the console: a line for each epoch, also in train.log, and a progress bar on a terminal."""
 
 import logging
-import os
 import shlex
 import sys
 import threading
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.data.partition import shares_in_words
-from lockstep.distributed.run_folder import BAR_COLUMNS
 from lockstep.errors import path_value
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
 
@@ -88,8 +86,6 @@ class ProgressBarLogger(Logger):
     """A tqdm bar on stderr over the samples of an epoch, with the running loss. It disappears when the training of the
     epoch ends.
 
-    Jobs of a sweep that run at once draw it for the sweep's process, which shows the bars of all.
-
     A log line takes the bar's place, and the bar comes back below it with the next step.
     """
 
@@ -105,7 +101,6 @@ class ProgressBarLogger(Logger):
         self._samples_left = samples - samples_done
         from tqdm import tqdm
 
-        columns = os.environ.get(BAR_COLUMNS)
         self._bar = tqdm(
             total=samples,
             initial=samples_done,
@@ -114,8 +109,7 @@ class ProgressBarLogger(Logger):
             leave=False,
             # The loss is to be seen on 50 columns, too.
             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}, {rate_fmt}]",
-            ncols=None if columns is None else int(columns),
-            disable=None if columns is None else False,  # None: on if stderr is a terminal
+            disable=None,  # on if stderr is a terminal
         )
         for handler in _console_handlers():
             handler.addFilter(self._clear_line)

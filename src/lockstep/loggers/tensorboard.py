@@ -11,36 +11,29 @@ import shlex
 import socket
 import struct
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.plugins.hparams.metadata import PLUGIN_DATA_VERSION, PLUGIN_NAME, SESSION_START_INFO_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch import Tensor, nn
-from torch.utils.tensorboard.summary import custom_scalars, histogram, hparams
+from torch.utils.tensorboard.summary import custom_scalars, hparams
 from torch.utils.tensorboard.summary import image as image_summary
 from torch.utils.tensorboard.summary import text as text_summary
 
-from lockstep.compat import tensorboard_graph
 from lockstep.config.schema import Whole
 from lockstep.loggers.base import EpochSummary, Hyperparameter, Logger, RunInfo
 from lockstep.runs.repeats import is_repeat, setting_of
 from lockstep.tasks.base import ReadSample, Report
-from lockstep.text import first_line
 
 log = logging.getLogger(__name__)
 
 HEADER = "events.out.tfevents.0.header"
 VERSION = "brain.Event:2"  # in the first event of a file
-BINS = 1e-12 * 1.1 ** np.arange(774)  # of a histogram, as torch's SummaryWriter has them, to 1e20
 DRAWING_SHARE = 0.01  # of the time: images of an evaluation are drawn after training for 100 times as long
 FIRST_DRAWING = 0.1  # seconds
 LENGTH = struct.Struct("<Q")  # of an event in its file
@@ -61,12 +54,10 @@ class TensorBoardLogger(Logger):
 
     run_dir: folder of this run.
     images: images that an evaluation shows; 0: no images of it.
-    histograms: histograms of weights and gradients, at each evaluation.
-    graph: the graph of the model.
     """
 
-    def __init__(self, run_dir: str | Path, images: Whole, histograms: bool, graph: bool) -> None:
-        self.run_dir, self.images, self.histograms, self.graph = Path(run_dir), images, histograms, graph
+    def __init__(self, run_dir: str | Path, images: Whole) -> None:
+        self.run_dir, self.images = Path(run_dir), images
         self._drawings: dict[str, Callable[[], None]] = {}  # {split: draws its newest report}, if that is not done yet
         self._drawn_at, self._drawing_seconds = time.monotonic(), FIRST_DRAWING
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
@@ -108,27 +99,6 @@ class TensorBoardLogger(Logger):
             draw()
         self._drawn_at = time.monotonic()
         self._drawing_seconds = self._drawn_at - start
-
-    def log_histogram(self, tag: str, values: Tensor, step: int) -> None:
-        if self.histograms:
-            dense = values.to_dense()
-            numbers = (torch.view_as_real(dense) if dense.is_complex() else dense).float()
-            finite = numbers[numbers.isfinite()]
-            if finite.numel():
-                self._append(step, summary=histogram(tag, finite, [*-BINS[::-1], 0.0, *BINS]))
-
-    def log_graph(self, model: nn.Module, inputs: Tensor) -> None:
-        """A model that torch cannot trace costs a warning."""
-        if not self.graph:
-            return
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # torch.jit is deprecated; there is no other way
-                graph = tensorboard_graph(model, inputs)
-        except (ImportError, RuntimeError, TypeError, ValueError) as error:
-            log.warning("no graph is written: torch cannot trace this model (%s)", first_line(error))
-        else:
-            self._append(0, graph_def=graph)
 
     def on_epoch_end(self, summary: EpochSummary) -> None:
         self.log_metrics(summary.tagged_metrics(), summary.step)
@@ -236,11 +206,8 @@ def layout(run: RunInfo) -> dict[str, dict[str, Chart]]:
         "step time (ms)": _lines("speed/step_ms"),
     }
     ranks = {"memory of the largest and the smallest rank (MiB)": _lines("world/.*_rank_mib")}
-    if run.world_size > 1 or run.hyperparameters.get("profiler.enabled"):
-        speed["parts of a step (ms)"] = _lines("time/.*_ms", "profile/.*_ms")
-    if run.world_size > 1:
-        own_time = "own time of the slowest and the fastest rank in a step (ms)"
-        ranks = {own_time: _lines("world/(slowest|fastest)_rank_ms")} | ranks
+    if run.hyperparameters.get("profiler.enabled"):
+        speed["parts of a step (ms)"] = _lines("profile/.*_ms")
     return {"results": results, "training": training, "speed": speed, "ranks": ranks}
 
 

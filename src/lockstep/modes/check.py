@@ -123,14 +123,12 @@ class Check(Mode):
 
         from lockstep.data.build import prepare_first
         from lockstep.preflight import build_parts
-        from lockstep.preflight_rules import accumulates_more, check_batch_size
+        from lockstep.preflight_rules import check_batch_size
 
         ranks, _ = parts.launcher.num_ranks()
         changes: dict[str, Any] = {"backend.name": "gloo", "profiler.enabled": False}
         batch_size = check_batch_size(config, parts.strategy.data_parallel_size(ranks))
         changes |= {"trainer.batch_size": batch_size, "trainer.batch_size_per_rank": None}
-        if accumulates_more(config):  # as long as the memory suffices
-            changes["trainer.gradient_accumulation_steps"] = 1
         notes = []
         replicas = config.strategy.get("replicas", 1)
         if replicas > 1:  # each has two ranks or more
@@ -143,7 +141,7 @@ class Check(Mode):
             raise ConfigError(f"mode=check runs on 1 and on {RANKS} ranks: {error}") from None
         prepare_first(here)
         shares = of_ranks[RANKS].strategy.data_parallel_size(RANKS)
-        few = FEW_SAMPLES * max(RANKS, shares) * int(here.trainer.gradient_accumulation_steps)
+        few = FEW_SAMPLES * max(RANKS, shares) * here.trainer.gradient_accumulation_steps
         # A folder that goes with this process, also at Ctrl-C.
         rows, found = checked(here, Path(get_temp_dir()), few, known_before(config, parts), of_ranks)
         notes += found

@@ -4,7 +4,7 @@ import logging
 import math
 import shlex
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ from lockstep.modes.base import Mode, begin, join
 from lockstep.text import show
 
 if TYPE_CHECKING:
+    from PIL import ImageDraw
+
     from lockstep.config.record import ConfigRecord
     from lockstep.preflight import Parts
     from lockstep.strategies.base import JobSpec
@@ -27,6 +29,12 @@ log = logging.getLogger(__name__)
 
 PICTURE = "find_lr.png"
 LEAST_STEPS = 40
+FINER = 3  # pixels drawn for one of the picture, so that dots and letters are smooth
+# In pixels as drawn: the picture and its margins, from the margins to the outermost dots, a dot, and letters.
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT, INSET, RADIUS, LETTERS = (
+    FINER * n for n in (420, 300, 70, 46, 30, 20, 12, 4, 12)
+)
+INK, GRID, DOT, PALE, BEST = "#222222", "#dddddd", "#3b75af", "#b3cbe2", "#d1495b"
 RISING = "lockstep.training.rate_finder.rising"
 
 
@@ -137,7 +145,6 @@ def draw(path: Path, rates: Sequence[float], losses: Sequence[float], found: flo
     """
     from PIL import Image, ImageDraw, ImageFont
 
-    from lockstep.sweeps import summary as panel
     from lockstep.training.rate_finder import START, smoothed
 
     curve, begin = smoothed(losses), max(losses[:START])
@@ -149,20 +156,45 @@ def draw(path: Path, rates: Sequence[float], losses: Sequence[float], found: flo
 
     def pixel(rate: float, loss: float) -> tuple[float, float]:
         height = (min(loss, high) - low) / (high - low or 1.0)
-        return panel.pixel_of(panel.LEFT, panel.TOP, (math.log10(rate) - first) / (last - first), height)
+        return pixel_of((math.log10(rate) - first) / (last - first), height)
 
-    image = Image.new("RGB", (panel.WIDTH, panel.HEIGHT), "white")
+    image = Image.new("RGB", (WIDTH, HEIGHT), "white")
     canvas = ImageDraw.Draw(image)
-    canvas.font = ImageFont.load_default(panel.LETTERS)
+    canvas.font = ImageFont.load_default(LETTERS)
     decades = range(math.ceil(first - 1e-9), math.floor(last + 1e-9) + 1)
     labels = {f"{10.0**power:g}": (power - first) / (last - first) for power in decades}
     title = "loss by optimizer.lr" + ("" if found is None else f"; red: {found:.2g}, the suggestion")
-    panel.draw_axes(canvas, panel.LEFT, panel.TOP, title, labels, low, high)
-    radius = panel.RADIUS / 2
+    draw_axes(canvas, title, labels, low, high)
+    radius = RADIUS / 2
     for x, y in map(pixel, rates, losses):
-        canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=panel.PALE)
-    canvas.line(list(map(pixel, rates, curve)), fill=panel.DOT, width=panel.FINER)
+        canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=PALE)
+    canvas.line(list(map(pixel, rates, curve)), fill=DOT, width=FINER)
     if found is not None:
-        (x, y), radius = pixel(found, curve[bisect_right(rates, found) - 1]), panel.RADIUS
-        canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=panel.BEST)
-    write_whole(path, lambda file: image.reduce(panel.FINER).save(file, format="png"), sync=False)
+        (x, y), radius = pixel(found, curve[bisect_right(rates, found) - 1]), RADIUS
+        canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=BEST)
+    write_whole(path, lambda file: image.reduce(FINER).save(file, format="png"), sync=False)
+
+
+def draw_axes(canvas: "ImageDraw.ImageDraw", title: str, places: Mapping[str, float], low: float, high: float) -> None:
+    """The axes with their labels: the loss upwards, from `low` to `high`, and the rates at their places from 0 to 1."""
+    right, floor = WIDTH - RIGHT, HEIGHT - BOTTOM
+    canvas.text((LEFT, TOP - INSET), title, fill=INK, anchor="ld")
+    for share in (0.0, 0.5, 1.0):
+        _, height = pixel_of(0.0, share)
+        canvas.line((LEFT, height, right, height), fill=GRID, width=FINER)
+        value = low + share * (high - low)
+        canvas.text((LEFT - INSET, height), f"{value:.4g}", fill=INK, anchor="rm")
+    canvas.line((LEFT, floor, right, floor), fill=INK, width=FINER)
+    taken = float("-inf")
+    for label, place in places.items():
+        half = canvas.textlength(label) / 2
+        across = min(pixel_of(place, 0.0)[0], WIDTH - half)
+        if across - half > taken:  # else it would lie over the label before it
+            canvas.text((across, floor + INSET / 2), label, fill=INK, anchor="ma")
+            taken = across + half + INSET / 2
+
+
+def pixel_of(place: float, height: float) -> tuple[float, float]:
+    """The pixel of a point inside the axes. Its coordinates are from 0 to 1."""
+    wide, tall = WIDTH - LEFT - RIGHT - 2 * INSET, HEIGHT - BOTTOM - TOP - 2 * INSET
+    return LEFT + INSET + place * wide, TOP + INSET + (1 - height) * tall

@@ -62,7 +62,6 @@ from lockstep.snapshots.state import (
     restore_state,
     restore_weights,
     trained_weights,
-    without_parameters,
 )
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.tensor_bytes import as_saved, map_only
@@ -76,7 +75,6 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING = 2  # snapshots in memory that are not on the disk yet
 SHARDED_ABOVE = 2**30  # bytes of weights, optimizer state and average, from which snapshot.format=auto saves parts
-ROLLBACKS_IN_A_ROW = 3  # at steps that follow each other; more of them mean that the weights are bad, not a batch
 LAST, BEST = "model.pt", "model_best.pt"  # the weights that a run leaves at its end; BEST if the best are others
 
 
@@ -119,12 +117,10 @@ class SnapshotManager(Watcher):
         self.mirror = Mirror(mirror, self.folder) if mirror is not None and self.world.is_rank_zero else None
         self.saver = Saver(state, self.folder, self.writer, keep_last, form, self.mirror)
         self.fresh_schedule = copy.deepcopy(state.scheduler.state_dict())
-        self.fresh_groups = copy.deepcopy([without_parameters(group) for group in state.optimizer.param_groups])
         self.has_looked = False  # at what optimizer and scheduler keep
         self.resumed_from: Path | None = None
         self.start_step = 0
         self.is_due = False
-        self.last_bad_step, self.rollbacks_in_a_row = -1, 0
 
     def __enter__(self) -> Self:
         if self.world.is_rank_zero:  # what a killed process left
@@ -144,7 +140,7 @@ class SnapshotManager(Watcher):
         if error is None:
             self.vote.close()
 
-    # To begin, and to begin again.
+    # To begin.
 
     def resume(self, where: str | Path | None) -> Path | None:
         """Restore the run's own newest snapshot, else the one that `where` names. Returns its path, None without one.
@@ -154,7 +150,6 @@ class SnapshotManager(Watcher):
         """
 
         def find() -> Found | None:
-            self.writer.drain()  # at a rollback the newest one may not be written yet
             if is_url(where) and not list_snapshots(self.folder):
                 fetch(str(where), self.folder)
             paths = find_snapshots(where, self.run_dir)
@@ -170,9 +165,6 @@ class SnapshotManager(Watcher):
         if found is None:
             return None
         saved, path = found
-        self.state.scheduler.load_state_dict(copy.deepcopy(self.fresh_schedule))  # a rollback has moved on from it
-        for group, fresh in zip(self.state.optimizer.param_groups, copy.deepcopy(self.fresh_groups), strict=True):
-            group.update(fresh)
         with self.world.disk_access():  # parts are read from their files now
             restore_state(self.state, saved)
         self.state.set_clock(saved.get("seconds", 0.0))
@@ -187,28 +179,6 @@ class SnapshotManager(Watcher):
             message = "nothing to train: the run is at step %d already; type %s=<more> to go on"
             log.info(message, self.start_step, self.state.reached_limit)
         return path
-
-    def roll_back(self, error: TrainingDiverged) -> None:
-        """`watch.nan=rollback`: go back to the newest snapshot, in place, and leave out the batch that gave a NaN.
-
-        Raises `error` itself if `watch.nan` is another, without a snapshot, and after a few rollbacks in a row.
-        """
-        nan = self.state.nan
-        if nan.action != "rollback" or error.step is None:
-            raise error
-        self.rollbacks_in_a_row = self.rollbacks_in_a_row + 1 if error.step <= self.last_bad_step + 1 else 1
-        self.last_bad_step = error.step
-        if self.rollbacks_in_a_row > ROLLBACKS_IN_A_ROW:
-            raise error
-        self.state.average_replicas()  # gradient_sync=local_sgd counts its steps from here, as after a resume
-        seconds = self.state.seconds
-        if self.resume(self.resumed_from) is None:
-            raise error
-        self.state.set_clock(seconds)  # what was trained in vain has taken its time
-        self.state.optimizer.zero_grad(set_to_none=True)  # the next backward pass would add to the broken gradient
-        nan.leave_out(error.step)
-        step = self.state.progress.step
-        log.warning("%s; back to step %d, and step %d will leave out its batch", error.what, step, error.step)
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:

@@ -86,7 +86,7 @@ def restore_state(state: TrainState, saved: dict[str, Any]) -> None:
     Raises ConfigError if the optimizer has another number of parameter groups.
     """
     restore_weights(state, saved)
-    for name, value in saved["progress"].items():  # in place: a rollback happens while others hold it
+    for name, value in saved["progress"].items():  # in place: others hold it
         setattr(state.progress, name, value)
     _restore_optimizer_and_schedule(state, saved)
     if saved["scaler"]:  # empty after a run without loss scaling

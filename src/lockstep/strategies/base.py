@@ -60,7 +60,7 @@ class JobSpec:
     compile: bool | str
     deterministic: bool
     profile: bool
-    nan: str  # "stop", "skip" or "rollback"
+    nan: str  # "stop" or "skip"
     save_unit: str  # "epoch", "step" or "min"
     optimizer: Any  # the class, or whatever `optimizer._target_` names
     fused_optimizer: bool

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.compat import versions
 from lockstep.config.schema import Positive
-from lockstep.distributed.shared_memory import SumInPlace, sum_of_vectors
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.base import sparse_parameters
@@ -67,15 +66,6 @@ class DDP(Strategy):
         self.ranks_agree = gradient_sync.ranks_agree
         self.waited_for = dict[str, nn.Parameter]()  # those without whose gradient no rank gets on
         self.sparse = sparse_parameters(model)
-        self.sum_apart: SumInPlace = world.all_reduce_sum
-        if world.size > 1 and not gradient_sync.in_backward:
-            dense = [p for p in model.parameters() if p.requires_grad and all(p is not other for other in self.sparse)]
-            self.apart = [*self.sparse, *dense]
-            types = {parameter.dtype.to_real() for parameter in self.apart}
-            if len(types) == 1:
-                self.sum_apart = sum_of_vectors(world, sum(p.numel() for p in self.apart), types.pop())
-            broadcast([*model.parameters(), *model.buffers()])
-            return
         # torch's reducer divides the dense gradients twice that come after a sparse one (2.14.1).
         for parameter in self.sparse:
             parameter.requires_grad_(False)
@@ -155,7 +145,7 @@ class DDP(Strategy):
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in self.apart]
         are_used = self.world.any_of([p.grad is not None for p in self.apart])
-        for number, total in enumerate(self.world.all_reduce_sums(gradients, self.sum_apart)):
+        for number, total in enumerate(self.world.all_reduce_sums(gradients)):
             # In the layout of the weight: torch's fused optimizers take another one for the same.
             mean = gradients[number].copy_(total / self.gradient_divide_factor())
             self.apart[number].grad = mean.to_sparse(1) if number < len(self.sparse) else mean

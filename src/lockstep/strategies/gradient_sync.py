@@ -32,7 +32,6 @@ class GradientSync:
     replicas_bitwise_equal: whether it has the same bits, too, so that the ranks' weights can be compared.
     is_exact: whether that gradient is the mean of the ranks' own, up to rounding.
     needs_hooks: whether it works only in a strategy that runs DistributedDataParallel.
-    in_backward: whether DistributedDataParallel averages while the backward pass runs.
     """
 
     name = "all_reduce"
@@ -40,7 +39,6 @@ class GradientSync:
     replicas_bitwise_equal = True
     is_exact = True
     needs_hooks = False
-    in_backward = True
 
     def validate(self, job: JobSpec) -> None:
         """Raise ConfigError for what does not go together. Called before any process starts."""
@@ -61,12 +59,6 @@ class Auto(GradientSync):
     def attach(self, module: DistributedDataParallel, world: World) -> None:
         with suppress(ConfigError):  # raised on all ranks alike, so all of them stay with DDP's all-reduce
             SharedMemory().attach(module, world)
-
-
-class AfterBackward(GradientSync):
-    """One all-reduce of all gradients after the last backward pass, which may fail on one rank alone."""
-
-    in_backward = False
 
 
 class SharedMemory(GradientSync):
@@ -163,7 +155,7 @@ class PowerSGD(GradientSync):
         if job.nan == "skip":
             raise ConfigError(
                 "gradient_sync=powersgd adds the error of each step to the next, a NaN too; "
-                "type watch.nan=rollback, or gradient_sync=auto"
+                "type watch.nan=stop, or gradient_sync=auto"
             )
         if job.device_type == "cpu" and torch.cuda.device_count():
             raise ConfigError(

@@ -10,9 +10,9 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,9 +47,7 @@ from lockstep.sweeps.process import Outcome, Slot, divide_machine
 from lockstep.sweeps.runner import JobFailed, OpenSweep, SweepRunner, at_end, end_sweep, sweeper_goes_on
 from lockstep.sweeps.search import (
     LIST,
-    RACE,
     Choices,
-    Constraint,
     Job,
     JobList,
     Numbers,
@@ -66,12 +64,10 @@ from lockstep.sweeps.search import (
     make_plan,
     to_run,
 )
-from lockstep.sweeps.summary import say
 from lockstep.sweeps.table import FINISHED, OF_ONE_COMMAND, Row, read_table
 
 OWN_SUBDIR = "${hydra.job.num}"  # of conf/config.yaml: the folders may be named by this file
 KEPT_CONFIGS = 200  # of jobs, in memory
-MISSING = object()
 
 Checked = Sequence[tuple[Sequence[str], RunConfig]]
 """(overrides, config) of jobs."""
@@ -103,9 +99,6 @@ class HydraJobs:
             **section,
             objective=objective,
             mode=mode,
-            epochs=base.trainer.epochs,
-            pause_after=base.trainer.pause_after,
-            first_seed=master.seed,
         )
 
     def compose(self, overrides: Sequence[str], number: int, folder: str | None = None) -> DictConfig:
@@ -156,21 +149,6 @@ class HydraJobs:
             code, error = tell(failed), as_config_error(failed) or failed
         is_refused = isinstance(error, ConfigError) and not isinstance(error, CannotStartNow)
         return Outcome(code, objective, _in_words(error), is_refused, isinstance(error, RankMissing))
-
-    def allowed(self) -> Callable[[Sequence[str]], bool]:
-        """Whether the config of a job with these overrides satisfies `sweep.constraints`. Raises ConfigError."""
-        constraints = [Constraint(text) for text in self.settings.constraints]
-        keys = {key for constraint in constraints for key in constraint.keys}
-
-        def allows(overrides: Sequence[str]) -> bool:
-            if not constraints:
-                return True
-            config = self.compose(overrides, 0)
-            values = {key: OmegaConf.select(config, key, default=MISSING) for key in keys}
-            known = {key: value for key, value in values.items() if value is not MISSING}
-            return all(constraint.holds(known) for constraint in constraints)
-
-        return allows
 
     def check(self, lists: Sequence[Sequence[str]]) -> Checked:
         """Raise ConfigError for the first job whose values alone are wrong. Writes nothing. Without torch."""
@@ -330,31 +308,23 @@ def run_sweep(context: HydraContext, master: DictConfig, task: TaskFunction, wor
     overrides = parser.parse_overrides(list(words))
     rows = read_table(Path(str(master.hydra.sweep.dir)))
     varied = {key for row in rows for key in row.values}  # also if this command has one value of a key
-    if master.sweep.search == RACE:
-        varied.add("seed")
     plain = [override for override in overrides if not override.is_sweep_override()]
     fixed = [word for word in _product(plain)[0] if word.partition("=")[0] not in varied]
     jobs = HydraJobs(context, master, task, fixed)
     settings = jobs.settings
-    plan = make_plan(settings, fixed, lambda: _product(overrides), lambda: read_space(overrides, fixed), jobs.allowed())
+    plan = make_plan(settings, fixed, lambda: _product(overrides), lambda: read_space(overrides, fixed))
     checked = jobs.check(plan.lists)
     node: Any = OmegaConf.to_container(jobs.base.launch, resolve=True)
     check_nodes("launch", node)
     launcher = instantiate_as(Launcher, node, "launch")
     objectives = [config.objective for _, config in checked if config.objective is not None]
-    check_search(settings, plan, objectives, launcher.runs_elsewhere)
+    check_search(settings, objectives, launcher.runs_elsewhere)
     modules = preflight_jobs(checked, plan)
 
-    def open_search(slots: int = 1) -> tuple[OpenSweep, Search]:
-        sweep = jobs.open(modules)
-        if plan.left_out:
-            say(f"sweep: {plan.left_out} of {plan.left_out + len(plan.lists)} jobs are left out by sweep.constraints")
-        search = build_search(sweep.table, settings, plan, jobs.name, slots)
-        at_end(lambda: sweep.finish(search))
-        return sweep, search
-
     slots = jobs.slots(plan.lists)  # before the sweep is opened: a refused command leaves the folder as it is
-    sweep, search = open_search(len(slots))
+    sweep = jobs.open(modules)
+    search = build_search(sweep.table, settings, plan, jobs.name, len(slots))
+    at_end(sweep.finish)
     jobs.run_here(sweep, search, slots)
 
 
@@ -412,14 +382,12 @@ def launch_jobs(
     jobs = HydraJobs(context, master, task, fixed)
     slots = jobs.slots(lists)
     if sweep is None:
-        if jobs.settings.constraints:
-            raise ConfigError("sweep.constraints are for this project's own sweeper; leave hydra/sweeper= out")
         if jobs.settings.search != LIST:
             raise ConfigError(
                 f"sweep.search={jobs.settings.search} and hydra/sweeper= both choose the jobs; leave out one"
             )
         sweep = jobs.open({})
-        at_end(partial(sweep.finish, Search()))
+        at_end(sweep.finish)
     numbered = add_jobs(sweep.table, lists, set(fixed), jobs.name)
     if jobs.run_here(sweep, JobList(to_run(sweep.table, numbered, sweep.settings.retries_failed)), slots):
         sweep.note_stop()  # the sweeper has more jobs

@@ -1,7 +1,6 @@
 """Runs the jobs of a sweep, in processes of their own or in ranks that are there, and keeps its table meanwhile."""
 
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,11 +8,11 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.distributed import signals
 from lockstep.distributed.environment import SLURM_JOB_FILE, read_rank_info
-from lockstep.distributed.run_folder import BAR_COLUMNS, SWEEP_RESUME
+from lockstep.distributed.run_folder import SWEEP_RESUME
 from lockstep.errors import EXIT_FINISHED, EXIT_RESUMABLE
 from lockstep.failures.start import whole_command
 from lockstep.runs.record import is_locked
@@ -34,11 +33,6 @@ from lockstep.sweeps.table import (
     write_sweep_record,
 )
 
-if TYPE_CHECKING:
-    pass
-
-UP_AND_ERASE = "\x1b[{}F\x1b[J"  # to the begin of the line so many lines above, then everything below
-ROOM = len("[1000] ")  # columns before a job's bar
 TELL_SECONDS = 0.02  # between two looks at what rank 0 has announced
 LOCK_SECONDS = 20.0  # for the ranks of a sweep that was killed to end
 SECONDS_AFTER_SIGNAL = 10.0  # for rank 0 to announce the end
@@ -48,16 +42,10 @@ MEETING = timedelta(seconds=300)
 
 
 class Screen:
-    """Shows the output of jobs that run at once: whole lines with a job's number before each.
-
-    On a terminal the progress bars stay below the lines, each in a line of its own.
-    """
+    """Shows the output of jobs that run at once: whole lines with a job's number before each."""
 
     def __init__(self) -> None:
-        self.columns = shutil.get_terminal_size().columns - ROOM if sys.stdout.isatty() else 0
         self.rests: dict[int, bytes] = {}  # job -> the begin of a line that it has printed
-        self.bars: dict[int, str] = {}  # job -> its bar
-        self.drawn: list[str] = []
 
     def forward(self, process: JobProcess, to_end: bool = False) -> None:
         """Show what the job has printed since the last call. to_end: it has ended."""
@@ -71,27 +59,11 @@ class Screen:
         *lines, rest = text.split(b"\n")
         if to_end:
             process.close_output()  # a process of the job's may still hold the other end
-            self.bars.pop(number, None)
-            lines, rest = [*lines, *filter(None, [_after_bar(rest).encode()])], b""
-        elif b"\r" in rest:  # a bar is drawn in one line again and again
-            self.bars[number] = _after_bar(rest)[: self.columns]
-            rest = rest[rest.rindex(b"\r") :]
+            lines, rest = [*lines, *filter(None, [rest])], b""
         self.rests[number] = rest
-        self.print([f"[{number}] {_after_bar(line)}" for line in lines])
-
-    def print(self, lines: Sequence[str] = ()) -> None:
-        """Print lines, and draw the bars below them."""
-        bars = [f"[{number}] {bar}" for number, bar in sorted(self.bars.items()) if bar.strip()]
-        if not lines and bars == self.drawn:
-            return
-        erased = UP_AND_ERASE.format(len(self.drawn)) if self.drawn else ""
-        say(erased + "".join(f"{line}\n" for line in [*lines, *bars]), end="")
-        self.drawn = bars
-
-
-def _after_bar(line: bytes) -> str:
-    """What stands in a line at last: a carriage return goes back to its begin."""
-    return line.rpartition(b"\r")[2].decode(errors="replace")
+        for line in lines:
+            shown = line.rstrip(b"\r").rpartition(b"\r")[2]  # a carriage return goes back to the line's begin
+            say(f"[{number}] {shown.decode(errors='replace')}")
 
 
 class OpenSweep:
@@ -162,15 +134,13 @@ class OpenSweep:
             **self.table.read_results(number),
         )
 
-    def finish(self, search: Search) -> int:
-        """Print the summary, and what the search has found. Returns the exit code."""
+    def finish(self) -> int:
+        """Print the summary. Returns the exit code."""
         signals.stop_listening()  # the sweep is over, and nothing is left to save
         words = whole_command(read_rank_info().started_by)
         script = words[: 1 + next((index for index, word in enumerate(words) if word.endswith("train.py")), 1)]
         resume = [*script, "-m", *self.table.resume]
         print_summary(self.table, self.settings.objective, self.settings.mode, [*script, *self.fixed], resume)
-        if verdict := search.verdict():
-            say(verdict)
         return exit_code(list(self.table), self.stop_code)
 
 
@@ -230,9 +200,7 @@ class SweepRunner:
             environment = slot.environment | {SWEEP_RESUME: shlex.join(self.table.resume)}
             captured = len(self.slots) > 1
             if not captured:
-                say(f"sweep: {job.describe(row.overrides)}")
-            elif self.screen.columns > 0:  # the job draws a bar for this screen
-                environment[BAR_COLUMNS] = str(self.screen.columns)
+                say(f"sweep: job {job.number}, {row.overrides or 'no override'}")
             with signals.blocked():
                 work = partial(self.work, job, row)
                 self.running[number] = start_job(job, work, number, environment, set(slot.cores), captured)
@@ -251,9 +219,8 @@ class SweepRunner:
         row = self.sweep.record(job.number, outcome, state, time.time() - process.started)
         if row.state == STOPPED:
             self.sweep.note_stop(outcome.stop_code)
-        self.search.tell(job.number)
         if len(self.slots) > 1:
-            self.screen.print([f"sweep: job {job.number} {row.state}, {row.overrides}"])
+            say(f"sweep: job {job.number} {row.state}, {row.overrides}")
 
 
 class JobFailed(Exception):

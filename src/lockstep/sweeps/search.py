@@ -1,8 +1,5 @@
-"""Which jobs a sweep runs: the contract of a search, the list of jobs that was typed, the values that are drawn, and
-the constraints between them.
-"""
+"""Which jobs a sweep runs: the contract of a search, the list of jobs that was typed, and the values that are drawn."""
 
-import ast
 import importlib.util
 import math
 import random
@@ -13,18 +10,11 @@ from dataclasses import dataclass
 
 from lockstep.config.schema import Sweep
 from lockstep.errors import ConfigError
-from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, RUNNING, WAITING, Row, SweepTable
+from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, WAITING, Row, SweepTable
 
-LIST, HALVING, RANDOM, TPE, RACE = "list", "halving", "random", "tpe", "race"
-PAUSE = "trainer.pause_after"  # how a job is trained to a rung of a search by halving
-OF_RUNGS = ("trainer.epochs", PAUSE)
+LIST, RANDOM, TPE = "list", "random", "tpe"
 LONGEST_NAME = 120  # characters of a job's folder
-DRAWS = 200  # of the values of one job, until the constraints allow one
 DIGITS = 6  # of a drawn number, so that it is read and typed easily, and does not depend on the C library
-CONSTRAINTS = "sweep.constraints"
-EXAMPLE = f"{CONSTRAINTS}=['optimizer.lr * trainer.epochs <= 10']"
-ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div)
-COMPARISONS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
 
 Name = Callable[[int, str, Sequence[str]], str]
 """The folder of a job, from its number, what it changes, and all its overrides."""
@@ -36,16 +26,10 @@ class SweepSettings(Sweep):
 
     objective: "test/<metric>".
     mode: "min" or "max", the better direction of the objective.
-    epochs: of a whole job.
-    pause_after: `trainer.pause_after` of the config, which a search by halving sets itself.
-    first_seed: `seed` of the config, from which a race counts.
     """
 
     objective: str
     mode: str
-    epochs: int
-    pause_after: int | None = None
-    first_seed: int = 0
 
     @property
     def retries_failed(self) -> bool:
@@ -54,18 +38,10 @@ class SweepSettings(Sweep):
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep. overrides: all words of its command. number: its row in the table.
-
-    part: in words, which part of the run this is, empty for a whole run.
-    """
+    """One run of a sweep. overrides: all words of its command. number: its row in the table."""
 
     number: int
     overrides: tuple[str, ...]
-    part: str = ""
-
-    def describe(self, changed: str) -> str:
-        """ "job 3, optimizer.lr=0.1, to epoch 3 of 9". changed: what it changes."""
-        return ", ".join(filter(None, [f"job {self.number}", changed or "no override", self.part]))
 
 
 class Search:
@@ -74,21 +50,9 @@ class Search:
     def ask(self) -> Job | None:
         """The next job to start, which has a row in the table. None: none until the next `tell`.
 
-        The sweep ends when this returns None and no job runs. The same number may be asked for again, with other
-        overrides: the run then goes on from its snapshot in the same folder.
+        The sweep ends when this returns None and no job runs.
         """
         raise NotImplementedError
-
-    def tell(self, number: int) -> None:
-        """A job has ended, as its row of the table says."""
-
-    def outlook(self) -> str:
-        """One sentence: what this may run beyond the jobs that it asks for before the first result. Empty: nothing."""
-        return ""
-
-    def verdict(self) -> str:
-        """A line for the end of the summary: what this has found out. Empty: nothing beyond the table."""
-        return ""
 
 
 class JobList(Search):
@@ -134,7 +98,7 @@ def add_jobs(
 
 def over(retry_failed: bool) -> set[str]:
     """The states of jobs that do not run again."""
-    return {FINISHED, PRUNED} if retry_failed else {FINISHED, PRUNED, FAILED}
+    return {FINISHED} if retry_failed else {FINISHED, FAILED}
 
 
 def to_run(table: SweepTable, jobs: Sequence[Job], retry_failed: bool) -> list[Job]:
@@ -215,8 +179,6 @@ class Choices:
 
 Space = Mapping[str, Numbers | Choices]
 """{key: its values}"""
-Allows = Callable[[Mapping[str, str]], bool]
-"""Whether a job with these values, as typed, may be drawn."""
 
 
 def interval(key: str, low: float, high: float, tags: set[str]) -> Numbers:
@@ -236,22 +198,9 @@ def interval(key: str, low: float, high: float, tags: set[str]) -> Numbers:
     return Numbers(int(low), int(high), log, True) if whole else Numbers(low, high, log, False)
 
 
-def allow_all(values: Mapping[str, str]) -> bool:
-    """Without constraints."""
-    return True
-
-
-def draw(space: Space, seed: int, number: int, allows: Allows = allow_all) -> dict[str, str]:
-    """The values of the job with this number. They depend on nothing else, so a resumed sweep draws them again.
-
-    allows: values that it refuses are drawn again. Raises ConfigError if it refuses all of `DRAWS`.
-    """
-    chances = {key: random.Random(f"{seed} {number} {key}") for key in space}
-    for _ in range(DRAWS):
-        drawn = {key: values.draw(chances[key]) for key, values in space.items()}
-        if allows(drawn):
-            return drawn
-    raise ConfigError(f"sweep.constraints refuse {DRAWS} draws in a row; type other limits, or sweep.constraints=[]")
+def draw(space: Space, seed: int, number: int) -> dict[str, str]:
+    """The values of the job with this number. They depend on nothing else, so a resumed sweep draws them again."""
+    return {key: values.draw(random.Random(f"{seed} {number} {key}")) for key, values in space.items()}
 
 
 def words(values: Mapping[str, str]) -> list[str]:
@@ -266,63 +215,6 @@ def limits_of(space: Space) -> list[dict[str, str]]:
     return [{key: column[index % len(column)] for key, column in columns.items()} for index in range(count)]
 
 
-class Constraint:
-    """One comparison, or a chain of them, of keys, numbers, + - * / and parentheses. keys: those that it names.
-
-    Raises ConfigError for anything else. So Python itself may compute it.
-    """
-
-    def __init__(self, text: str) -> None:
-        self.text, self.keys = text, dict[str, None]()
-        try:
-            tree = ast.parse(text.strip(), mode="eval")
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise self._unreadable() from None
-        compared = tree.body
-        if not isinstance(compared, ast.Compare):
-            raise ConfigError(f"{CONSTRAINTS}: {text} compares nothing; type {EXAMPLE}")
-        if not all(isinstance(comparison, COMPARISONS) for comparison in compared.ops):
-            raise self._unreadable()
-        first, *others = map(self._checked, [compared.left, *compared.comparators])
-        checked = ast.Expression(ast.Compare(first, compared.ops, others))
-        self.code = compile(ast.fix_missing_locations(checked), CONSTRAINTS, "eval")
-
-    def holds(self, values: Mapping[str, object]) -> bool:
-        """values: of the keys that it names, which a job has. Raises ConfigError for a value that is no number."""
-        for key in self.keys:
-            if key not in values:
-                raise ConfigError(f"{CONSTRAINTS}: {self.text} names {key}, which is no key of a job; type {EXAMPLE}")
-            value = values[key]
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ConfigError(
-                    f"{CONSTRAINTS}: {self.text} needs a number, and {key} is {value}; type {key}=<a number>"
-                )
-        try:
-            return bool(eval(self.code, {"__builtins__": {}}, dict(values)))
-        except ArithmeticError as error:
-            raise ConfigError(f"{CONSTRAINTS}: {self.text} cannot be computed ({error}); type {EXAMPLE}") from None
-
-    def _checked(self, node: ast.expr) -> ast.expr:
-        """An expression in which each key, such as optimizer.lr, is one name. Raises ConfigError for another."""
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ARITHMETIC):
-            return ast.BinOp(self._checked(node.left), node.op, self._checked(node.right))
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return ast.UnaryOp(node.op, self._checked(node.operand))
-        if not (isinstance(node, ast.Constant) and type(node.value) in (int, float)):
-            key = ast.unparse(node)
-            if not isinstance(node, ast.Name | ast.Attribute) or not re.fullmatch(r"\w+(\.\w+)*", key):
-                raise self._unreadable(f": {key}")
-            self.keys[key] = None
-            return ast.Name(key, ast.Load())
-        return node
-
-    def _unreadable(self, part: str = "") -> ConfigError:
-        return ConfigError(
-            f"{CONSTRAINTS}: {self.text} cannot be read{part}; "
-            f"type keys, numbers, + - * / and a comparison, such as {EXAMPLE}"
-        )
-
-
 @dataclass(frozen=True)
 class Plan:
     """What a sweep shall run.
@@ -330,16 +222,12 @@ class Plan:
     lists: the overrides of each job; of a space from which jobs are drawn later, those of jobs at its limits.
     fixed: the overrides that all jobs have.
     space: None if all jobs are known.
-    allows: what may be drawn from it.
-    left_out: how many listed jobs the constraints refuse.
     are_drawn: whether the jobs of `lists` are drawn at random.
     """
 
     lists: Sequence[Sequence[str]]
     fixed: Sequence[str]
     space: Space | None = None
-    allows: Allows = allow_all
-    left_out: int = 0
     are_drawn: bool = False
 
 
@@ -348,88 +236,46 @@ def make_plan(
     fixed: Sequence[str],
     list_all: Callable[[], Sequence[Sequence[str]]],
     read_space: Callable[[], Space],
-    allows: Callable[[Sequence[str]], bool],
 ) -> Plan:
     """What to run.
 
     list_all: the overrides of each job of the product of all lists; it raises ConfigError for an interval.
     read_space: what the typed lists and intervals allow; it raises ConfigError if nothing varies.
-    allows: whether the constraints allow a job with these overrides.
-    Raises ConfigError for values that do not fit the search, and if no job is left.
+    Raises ConfigError for values that do not fit the search.
     """
     search, trials = settings.search, settings.trials
-    if search in (RANDOM, TPE) and trials is None:
-        raise ConfigError(f"sweep.search={search} needs the number of its jobs; type sweep.trials=20")
     if search == LIST and trials is not None:
         raise ConfigError("sweep.trials belongs to a search that draws its jobs; type sweep.search=random")
-    if search == RACE and trials is None:
-        raise ConfigError("sweep.search=race needs the most jobs that it may take; type sweep.trials=60")
-    if trials is None or search == RACE:
-        lists = list_all()
-        if search == RACE:
-            from lockstep.sweeps.race import first_round
-
-            lists = first_round(lists, settings.first_seed)
-        allowed = [overrides for overrides in lists if allows(overrides)]
-        if not allowed:
-            raise ConfigError(f"{CONSTRAINTS} refuse all {len(lists)} jobs; type other values, or {CONSTRAINTS}=[]")
-        return Plan(allowed, fixed, left_out=len(lists) - len(allowed))
+    if search == LIST:
+        return Plan(list_all(), fixed)
+    if trials is None:
+        raise ConfigError(f"sweep.search={search} needs the number of its jobs; type sweep.trials=20")
     space = read_space()
-
-    def allows_values(values: Mapping[str, str]) -> bool:
-        return allows([*fixed, *words(values)])
-
     if search == TPE:
         if importlib.util.find_spec("optuna") is None:
             raise ConfigError("sweep.search=tpe needs Optuna; type pip install optuna, or sweep.search=random")
-        draw(space, settings.seed, 0, allows_values)  # raises an error if nothing can be drawn
-        corners = [[*fixed, *words(values)] for values in limits_of(space) if allows_values(values)]
-        return Plan(corners, fixed, space, allows_values)
-    drawn = [[*fixed, *words(draw(space, settings.seed, number, allows_values))] for number in range(trials)]
+        corners = [[*fixed, *words(values)] for values in limits_of(space)]
+        return Plan(corners, fixed, space)
+    drawn = [[*fixed, *words(draw(space, settings.seed, number))] for number in range(trials)]
     return Plan(drawn, fixed, are_drawn=True)
 
 
-def check_search(settings: SweepSettings, plan: Plan, objectives: Sequence[str], submits: bool) -> None:
-    """Raise ConfigError for a search that cannot run these jobs.
+def check_search(settings: SweepSettings, objectives: Sequence[str], submits: bool) -> None:
+    """Raise ConfigError for a search that cannot run its jobs.
 
     objectives: of the jobs.
     submits: whether the jobs go to Slurm, and nobody waits for them.
     """
-    search = settings.search
-    if search not in (HALVING, TPE, RACE):
+    if settings.search != TPE:
         return
     if submits:
         raise ConfigError(
-            f"sweep.search={search} waits for the result of each job, and launch=slurm does not; type launch=env"
+            "sweep.search=tpe waits for the result of each job, and launch=slurm does not; type launch=env"
         )
     if len(set(objectives)) > 1:
         raise ConfigError(
-            f"sweep.search={search} compares the objectives of its jobs, and these are different metrics: "
+            f"sweep.search=tpe compares the objectives of its jobs, and these are different metrics: "
             f"{', '.join(sorted(set(objectives)))}; type monitor={objectives[0]}"
-        )
-    if search == RACE:
-        from lockstep.sweeps.race import fewest_rounds
-
-        count = len(plan.lists)
-        if count < 2:
-            raise ConfigError("sweep.search=race compares settings, and there is one; type optimizer.lr=0.1,0.05")
-        fewest = count * fewest_rounds(count, settings.confidence)
-        if settings.trials is not None and settings.trials < fewest:
-            raise ConfigError(
-                f"sweep.trials={settings.trials} is too few for a race of {count} settings, of which none can win "
-                f"before {fewest} jobs; type sweep.trials={3 * fewest}"
-            )
-        return
-    if search == TPE:
-        return
-    varied = {word.partition("=")[0] for overrides in plan.lists for word in overrides if word not in plan.fixed}
-    typed = sorted(varied & set(OF_RUNGS)) or [PAUSE] * (settings.pause_after is not None)
-    if typed:
-        raise ConfigError(f"sweep.search=halving sets the epochs of each job; leave {typed[0]}= out of what varies")
-    if settings.first_rung >= settings.epochs:
-        raise ConfigError(
-            f"sweep.first_rung={settings.first_rung} must be less than trainer.epochs={settings.epochs}; "
-            f"type trainer.epochs={settings.first_rung * settings.eta}"
         )
 
 
@@ -439,14 +285,5 @@ def build_search(table: SweepTable, settings: SweepSettings, plan: Plan, name: N
         from lockstep.sweeps.tpe import Tpe
 
         return Tpe(table, plan, name, settings, slots)
-    if settings.search == RACE:
-        from lockstep.sweeps.race import Race
-
-        return Race(table, plan, name, settings)
     jobs = add_jobs(table, plan.lists, set(plan.fixed), name)
-    chosen = to_run(table, jobs, settings.retries_failed)
-    if settings.search != HALVING:
-        return JobList(chosen)
-    from lockstep.sweeps.halving import Halving
-
-    return Halving(table, jobs, settings)
+    return JobList(to_run(table, jobs, settings.retries_failed))

@@ -1,4 +1,4 @@
-"""What a sweep shows at its end: the table sorted by objective, causes of failures, a plot, and what to type next."""
+"""What a sweep shows at its end: the table sorted by objective, causes of failures, and what to type next."""
 
 import math
 import os
@@ -9,12 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING
 
 from lockstep.errors import EXIT_FINISHED, EXIT_JOBS_FAILED, EXIT_RESUMABLE, ConfigError
-from lockstep.files import write_whole
 from lockstep.runs.record import Run, read_run
 from lockstep.runs.repeats import (
     Estimate,
@@ -26,31 +22,17 @@ from lockstep.runs.repeats import (
     split_overlap,
     wilson,
 )
-from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, REFUSED, STATES, SUBMITTED, TABLE, Row, SweepTable
+from lockstep.sweeps.table import FAILED, FINISHED, REFUSED, STATES, SUBMITTED, TABLE, Row, SweepTable
 from lockstep.text import aligned
-
-if TYPE_CHECKING:
-    from PIL import ImageDraw
 
 SHOWN = 40  # rows on the console
 CAUSE = 100  # characters of a cause on the console
-PLOT = "sweep.png"
-FINER = 3  # pixels drawn for one of the picture, so that dots and letters are smooth
-# In pixels as drawn: a panel and its margins, from the margins to the outermost dots, a dot, and letters.
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT, INSET, RADIUS, LETTERS = (
-    FINER * n for n in (420, 300, 70, 46, 30, 20, 12, 4, 12)
-)
-BESIDE, MOST_SHIFTED = 2 * RADIUS + FINER, 8 * RADIUS  # of dots that would hide each other
-PANELS_IN_A_ROW = 3
-LINE, MOST_LINES = 22 * FINER, 40  # the height of a setting's line, and how many the picture has
-FAR = 10  # times as far from the best one as half of the numbers: it gets no place on a scale
-INK, GRID, DOT, PALE, BEST = "#222222", "#dddddd", "#3b75af", "#b3cbe2", "#d1495b"
 
 
-def say(text: str, end: str = "\n") -> None:
+def say(text: str) -> None:
     """Print text. After the first write that fails, as with `| head -1`, this process and its jobs print nothing."""
     try:
-        print(text, end=end, flush=True)
+        print(text, flush=True)
     except OSError:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())
@@ -81,12 +63,11 @@ def settings_of(rows: Iterable[Row], mode: str, runs: Mapping[int, Run] = {}) ->
 
     mode: "min" or "max".
     runs: {job: its run.json}, which tell the folds of a job, if it has any.
-    Each job of a search by halving is a setting of its own: only the lucky seeds of one are trained to the end.
     """
     jobs: dict[object, list[Row]] = {}
     seen: Counter[str] = Counter()  # a job that is listed twice is trained twice, and tells nothing new
     for row in sorted(rows, key=lambda row: row.number):
-        key = row.number if row.rungs else (setting_of(shlex.split(row.overrides)), seen[row.overrides])
+        key = setting_of(shlex.split(row.overrides)), seen[row.overrides]
         seen[row.overrides] += 1
         jobs.setdefault(key, []).append(row)
     settings = []
@@ -145,8 +126,7 @@ def print_summary(table: SweepTable, objective: str, mode: str, command: Sequenc
     counts = [f"{count} {state}" for state in STATES if (count := sum(row.state == state for row in rows))]
     say(f"\nsweep: {', '.join(counts)}; {TABLE} in {table.folder.absolute()}")
     settings = settings_of(rows, mode, runs) if len(names) <= 1 else []
-    are_repeated = any(len(setting.rows) > 1 for setting in settings)
-    if are_repeated:
+    if any(len(setting.rows) > 1 for setting in settings):
         _print_settings(settings, objective)
     else:
         _print_rows(rows, objective, runs if len(names) > 1 else {})
@@ -162,14 +142,8 @@ def print_summary(table: SweepTable, objective: str, mode: str, command: Sequenc
         if candidates > 1:
             records = [runs[row.number] for row in best.rows if row.number in runs]
             say(f"choosing:   {cost_of_choosing(best, candidates, objective, records)}")
-        try:
-            if plot_sweep(table.folder, rows, objective, mode, best.rows, settings if are_repeated else []):
-                say(f"plot:       {table.folder / PLOT}")
-        except OSError as error:
-            reason, again = error.strerror, shlex.join(table.resume)
-            say(f"plot:       {PLOT} cannot be written ({reason}); to draw it, type -m {again}")
         say(f"run it again: {shlex.join([*command, *_words_of(best)])}")
-    if any(row.state not in (FINISHED, PRUNED, FAILED) for row in rows):
+    if any(row.state not in (FINISHED, FAILED) for row in rows):
         say(f"go on with: {shlex.join(resume)}")
     if any(row.state == FAILED and not row.cause.startswith(REFUSED) for row in rows):
         say(f"run what failed again: {shlex.join([*resume, 'sweep.retry=failed'])}")
@@ -302,184 +276,4 @@ def exit_code(rows: Sequence[Row], stop_code: int | None) -> int:
     states = {row.state for row in rows if row.cause != SUBMITTED}
     if FAILED in states:
         return EXIT_JOBS_FAILED
-    return EXIT_FINISHED if states <= {FINISHED, PRUNED} else EXIT_RESUMABLE
-
-
-def plot_sweep(
-    folder: Path, rows: Sequence[Row], objective: str, mode: str, best: Sequence[Row], settings: Sequence[Setting] = ()
-) -> bool:
-    """Write the plot of all jobs with an objective into the sweep's folder.
-
-    Jobs that are not trained to the end, such as those that a search has pruned, are pale, at their last objective.
-    Numbers that are far worse than most, or not finite, are not on the scale: they would leave the others no room.
-    mode: "min" or "max".
-    best: the best job, or those of the best setting.
-    settings: the best one first, each of which gets a line with its interval above the panels of the parameters.
-    Returns False where there is nothing to plot: no parameter with two values, or fewer than two such jobs.
-    Raises OSError if it cannot be written.
-    """
-    from PIL import Image, ImageDraw, ImageFont
-
-    points = [(row, row.values) for row in rows if row.objective is not None]
-    keys = dict.fromkeys(key for _, values in points for key in values if not (settings and is_repeat(key)))
-    typed = {key: list(dict.fromkeys(values[key] for _, values in points if key in values)) for key in keys}
-    # One panel for each parameter with two values or more: {value as typed: its place from 0 to 1}.
-    panels = {key: dict(zip(words, _places(words), strict=True)) for key, words in typed.items() if len(words) > 1}
-    known = [setting for setting in settings if setting.objective is not None][:MOST_LINES]
-    if not (panels or known) or len(points) < 2:
-        return False
-    columns = max(min(PANELS_IN_A_ROW, len(panels)), 2 if known else 1)
-    lines = -(-len(panels) // columns)
-    above = TOP + BOTTOM + LINE * len(known) if known else 0
-    image = Image.new("RGB", (WIDTH * columns, above + HEIGHT * lines), "white")
-    canvas = ImageDraw.Draw(image)
-    canvas.font = ImageFont.load_default(LETTERS)
-    if known:
-        _draw_settings(canvas, WIDTH * columns, known, objective)
-    objectives = [row.objective or 0.0 for row, _ in points]
-    low, high = shown_range([[value] for value in objectives], best[0].objective or 0.0)
-    margin = INSET / (HEIGHT - BOTTOM - TOP - 2 * INSET)  # beyond the scale; a number that is not finite is a bad one
-    bad = -margin if mode == "max" else 1 + margin
-    heights = [(value - low) / (high - low or 1.0) if math.isfinite(value) else bad for value in objectives]
-    is_beyond = any(not 0 <= height <= 1 for height in heights)
-    drawn = sorted(zip(points, heights, strict=True), key=lambda point: _layer(point[0][0], best))
-    for index, (key, places) in enumerate(panels.items()):
-        left, top = WIDTH * (index % columns) + LEFT, above + HEIGHT * (index // columns) + TOP
-        draw_axes(canvas, left, top, f"{objective} by {key.lstrip('+')}", places, low, high)
-        taken: list[tuple[float, float]] = []
-        for (row, values), height in drawn:
-            if key in values:
-                place = pixel_of(left, top, places[values[key]], min(max(height, -margin), 1 + margin))
-                across, up = _free_place(*place, taken)
-                box = (across - RADIUS, up - RADIUS, across + RADIUS, up + RADIUS)
-                colour = (PALE, DOT, BEST)[_layer(row, best)]
-                canvas.ellipse(box, fill=colour if 0 <= height <= 1 else "white", outline=colour, width=FINER)
-        legend = f"red: job {best[0].number}, the best" if len(best) == 1 else "red: jobs of the best setting"
-        if any(row.state != FINISHED for row, _ in points):
-            legend += "; pale: not trained to the end"
-        if is_beyond:
-            legend += "; hollow: beyond the scale"
-        canvas.text((left, top - TOP + HEIGHT - 6), legend, fill=INK, anchor="ld")
-    write_whole(folder / PLOT, lambda file: image.reduce(FINER).save(file, format="png"), sync=False)
-    return True
-
-
-def _draw_settings(canvas: "ImageDraw.ImageDraw", width: int, settings: Sequence[Setting], objective: str) -> None:
-    """A line for each setting: its mean as a dot, its interval, and the mean on the test set as a ring."""
-    lines: list[tuple[Setting, float, tuple[float, float], float]] = []
-    for setting in settings:
-        if setting.objective is not None:
-            mean = setting.objective.mean
-            test = mean if setting.test is None else setting.test.mean
-            lines.append((setting, mean, setting.objective.interval or (mean, mean), test))
-    low, high = shown_range([(mean, *ends, test) for _, mean, ends, test in lines], lines[0][1])
-    left, right, floor = WIDTH, width - RIGHT - INSET, TOP + LINE * len(lines)
-
-    def across(value: float) -> float:
-        return left + (min(max(value, low), high) - low) / (high - low or 1.0) * (right - left)
-
-    title = f"{objective}: mean, interval of 95 %"
-    with_test = any(setting.test is not None for setting in settings)
-    canvas.text((left, TOP - INSET), title + ", ring: on the test set" * with_test, fill=INK, anchor="ld")
-    for value in (low, (low + high) / 2, high):
-        canvas.line((across(value), TOP, across(value), floor), fill=GRID, width=FINER)
-        canvas.text((across(value), floor + INSET / 2), f"{value:.4g}", fill=INK, anchor="ma")
-    for index, (setting, mean, ends, test) in enumerate(lines):
-        height, colour = TOP + LINE * (index + 0.5), BEST if index == 0 else DOT
-        count = str(setting.finished)
-        if setting.finished < len(setting.rows):
-            count += f" of {len(setting.rows)}"
-        label = f"{setting.overrides or 'the one setting'} ({count})"
-        while canvas.textlength(label) > left - 3 * INSET and len(label) > 4:
-            label = f"{label[:-2]}…"
-        canvas.text((left - INSET, height), label, fill=INK, anchor="rm")
-        if not low <= mean <= high:  # far away, or not finite
-            words = f"{mean:.4g}, beyond the scale"
-            at, anchor = (right, "rm") if mean > high else (left + INSET, "lm")
-            canvas.text((at, height), words, fill=colour, anchor=anchor)
-            continue
-        canvas.line((across(ends[0]), height, across(ends[1]), height), fill=colour, width=FINER)
-        for end in ends:
-            if low <= end <= high:
-                canvas.line((across(end), height - RADIUS, across(end), height + RADIUS), fill=colour, width=FINER)
-        canvas.ellipse((across(mean) - RADIUS, height - RADIUS, across(mean) + RADIUS, height + RADIUS), fill=colour)
-        if setting.test is not None and low <= test <= high:
-            ring = (across(test) - RADIUS, height - RADIUS, across(test) + RADIUS, height + RADIUS)
-            canvas.ellipse(ring, outline=INK, width=FINER)
-
-
-def shown_range(groups: Iterable[Sequence[float]], best: float) -> tuple[float, float]:
-    """The least and the greatest number of a scale.
-
-    A number that is `FAR` times as far from the best one as half of the groups reach is left out: a setting that has
-    diverged would leave the others no room.
-    """
-    finite = [values for group in groups if (values := [value for value in group if math.isfinite(value)])]
-    reach = FAR * median([max(abs(value - best) for value in values) for values in finite] or [0.0])
-    shown = [value for values in finite for value in values if not reach or abs(value - best) <= reach]
-    return min(shown, default=0.0), max(shown, default=1.0)
-
-
-def _layer(row: Row, best: Sequence[Row]) -> int:
-    """Higher layers are drawn later: 0 for jobs not trained to the end, 1 for finished ones, 2 for the best."""
-    return 2 if row in best else int(row.state == FINISHED)
-
-
-def _places(values: Sequence[str]) -> list[float]:
-    """Numbers by their size, or by their logarithm if the largest is 20 times the smallest. Words are evenly spread.
-
-    What is not finite is at 0.
-    """
-    try:
-        numbers = [float(value) for value in values]
-    except ValueError:
-        return [index / (len(values) - 1) for index in range(len(values))]
-    if min(numbers) > 0 and max(numbers) / min(numbers) >= 20:
-        numbers = [math.log(number) for number in numbers]
-    finite = [number for number in numbers if math.isfinite(number)]
-    low, high = min(finite, default=0.0), max(finite, default=1.0)
-    return [(number - low) / (high - low or 1.0) if math.isfinite(number) else 0.0 for number in numbers]
-
-
-def pixel_of(left: int, top: int, place: float, height: float) -> tuple[float, float]:
-    """The pixel of a point in the panel whose axes begin at `left` and `top`. Its coordinates are from 0 to 1."""
-    wide, tall = WIDTH - LEFT - RIGHT - 2 * INSET, HEIGHT - BOTTOM - TOP - 2 * INSET
-    return left + INSET + place * wide, top + INSET + (1 - height) * tall
-
-
-def _free_place(across: float, up: float, taken: list[tuple[float, float]]) -> tuple[float, float]:
-    """Beside the dots that would hide this one: jobs may have the same result. The place is added to `taken`."""
-    shift = 0
-    while abs(shift) < MOST_SHIFTED and any(abs(across + shift - x) + abs(up - y) < RADIUS for x, y in taken):
-        shift = -shift if shift > 0 else BESIDE - shift
-    taken.append((across + shift, up))
-    return taken[-1]
-
-
-def draw_axes(
-    canvas: "ImageDraw.ImageDraw",
-    left: int,
-    top: int,
-    title: str,
-    places: Mapping[str, float],
-    low: float,
-    high: float,
-) -> None:
-    """The axes of a panel with their labels: the objective upwards, and the values of a parameter at their places."""
-    right, floor = left + WIDTH - LEFT - RIGHT, top + HEIGHT - BOTTOM - TOP
-    canvas.text((left, top - INSET), title, fill=INK, anchor="ld")
-    for share in (0.0, 0.5, 1.0):
-        _, height = pixel_of(left, top, 0.0, share)
-        canvas.line((left, height, right, height), fill=GRID, width=FINER)
-        value = low + share * (high - low)
-        canvas.text((left - INSET, height), f"{value:.4g}", fill=INK, anchor="rm")
-    canvas.line((left, floor, right, floor), fill=INK, width=FINER)
-    room, taken = (right - left) / len(places), float("-inf")
-    for label, place in sorted(places.items(), key=lambda item: item[1]):
-        while canvas.textlength(label) > room and len(label) > 4:
-            label = f"{label[:-2]}…"
-        half = canvas.textlength(label) / 2
-        across = min(pixel_of(left, top, place, 0.0)[0], right + RIGHT - half)
-        if across - half > taken:  # else it would lie over the label before it
-            canvas.text((across, floor + INSET / 2), label, fill=INK, anchor="ma")
-            taken = across + half + INSET / 2
+    return EXIT_FINISHED if states <= {FINISHED} else EXIT_RESUMABLE

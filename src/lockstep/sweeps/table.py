@@ -24,8 +24,8 @@ from lockstep.source_code import source_hashes
 from lockstep.text import differing
 
 TABLE = "sweep.csv"
-WAITING, RUNNING, FINISHED, FAILED, STOPPED, PRUNED = "waiting", "running", "finished", "failed", "stopped", "pruned"
-STATES = (FINISHED, PRUNED, RUNNING, STOPPED, WAITING, FAILED)  # in the order of a summary
+WAITING, RUNNING, FINISHED, FAILED, STOPPED = "waiting", "running", "finished", "failed", "stopped"
+STATES = (FINISHED, RUNNING, STOPPED, WAITING, FAILED)  # in the order of a summary
 SUBMITTED = "submitted, and runs elsewhere"  # the cause of a running row that this command does not wait for
 REFUSED = "refused: "  # the cause of a failed row begins with it if the job would fail again: its config is wrong
 OF_RUNS = {"finished": FINISHED, "paused": STOPPED, "stopped": STOPPED}  # by the state of a run; others are failures
@@ -35,7 +35,7 @@ SCHEMA = 2
 # Parts of the config that change no number of a job.
 NOT_COMPARED = ("launch.", "backend.", "sweep.", "profiler.", "logger", "logging.", "snapshot.", "data_dir", "run_dir")
 # All the same: another search does not fit the table.
-COMPARED = ("sweep.search", "sweep.eta", "sweep.first_rung", "sweep.seed", "sweep.constraints", "sweep.confidence")
+COMPARED = ("sweep.search", "sweep.seed")
 OF_ONE_COMMAND = ("sweep.retry=", "sweep.changes=", "hydra.sweep.dir=")  # not repeated by a resume
 SHOWN = 6  # differences that a message names
 
@@ -50,7 +50,6 @@ class Row:
     best, best_step: the best evaluation, and the step of it.
     seconds: of all its lives together.
     cause: why it is in this state, in one line.
-    rungs: of a search by halving: the objective at each rung, as epochs:objective.
     test: the objective's metric on the test set, as the run reports it at its end.
     """
 
@@ -63,7 +62,6 @@ class Row:
     best_step: int | None = None
     seconds: float = 0.0
     cause: str = ""
-    rungs: str = ""
     test: float | None = None
 
     @property
@@ -71,12 +69,6 @@ class Row:
         """{key as typed, such as +model.kind: value as typed} of what the job changes."""
         pairs = (word.partition("=") for word in shlex.split(self.overrides))
         return {key: value for key, _, value in pairs}
-
-    @property
-    def results(self) -> dict[int, float]:
-        """{epochs: objective} of the column `rungs`, such as "1:0.91 3:0.95"."""
-        pairs = (word.split(":") for word in self.rungs.split())
-        return {int(epochs): float(value) for epochs, value in pairs}
 
 
 COLUMNS = [field.name for field in fields(Row)]

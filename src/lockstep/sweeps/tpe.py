@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.sweeps.search import (
-    DRAWS,
-    Allows,
     Choices,
     Job,
     Name,
@@ -17,8 +15,6 @@ from lockstep.sweeps.search import (
     Search,
     Space,
     SweepSettings,
-    allow_all,
-    draw,
     words,
 )
 from lockstep.sweeps.table import FAILED, FINISHED, Row, SweepTable
@@ -37,7 +33,7 @@ class Tpe(Search):
     def __init__(self, table: SweepTable, plan: Plan, name: Name, settings: SweepSettings, slots: int) -> None:
         assert plan.space is not None
         assert settings.trials is not None
-        self.table, self.space, self.fixed, self.allows = table, plan.space, tuple(plan.fixed), plan.allows
+        self.table, self.space, self.fixed = table, plan.space, tuple(plan.fixed)
         self.name, self.trials, self.seed = name, settings.trials, settings.seed
         self.mode, self.slots = settings.mode, slots
         done = {FINISHED} if settings.retries_failed else {FINISHED, FAILED}
@@ -53,29 +49,19 @@ class Tpe(Search):
             return Job(number, (*self.fixed, *shlex.split(self.table.rows[number].overrides)))
         return None
 
-    def outlook(self) -> str:
-        return (
-            f"tpe runs {self.trials} jobs in all; the values of a later one are known when those before it have ended"
-        )
-
     def _draw(self, number: int) -> bool:
         """Add the row of a job. Returns False as long as a result is missing that it depends on."""
         before = [self.table.rows[earlier] for earlier in range(number - self.slots + 1)]
         if any(row.state not in (FINISHED, FAILED) for row in before):
             return False
-        chosen = words(suggest(self.space, before, self.seed, number, self.mode, self.allows))
+        chosen = words(suggest(self.space, before, self.seed, number, self.mode))
         changed = shlex.join(chosen)
         self.table.add([Row(number, changed, self.name(number, changed, [*self.fixed, *chosen]))])
         return True
 
 
-def suggest(
-    space: Space, rows: Sequence[Row], seed: int, number: int, mode: str, allows: Allows = allow_all
-) -> dict[str, str]:
-    """{key: value as typed} of the job with this number. rows: those whose results count. mode: "min" or "max".
-
-    allows: values that it refuses are drawn again; if it refuses too many, the job is drawn at random.
-    """
+def suggest(space: Space, rows: Sequence[Row], seed: int, number: int, mode: str) -> dict[str, str]:
+    """{key: value as typed} of the job with this number. rows: those whose results count. mode: "min" or "max"."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -90,12 +76,8 @@ def suggest(
             values = {key: space[key].value(word) for key, word in typed.items()}
             trial = optuna.trial.create_trial(params=values, distributions=distributions, value=row.objective)
             study.add_trial(trial)
-    for _ in range(DRAWS):
-        params = study.ask(distributions).params
-        drawn = {key: each.word(params[key]) for key, each in space.items()}
-        if allows(drawn):
-            return drawn
-    return draw(space, seed, number, allows)
+    params = study.ask(distributions).params
+    return {key: each.word(params[key]) for key, each in space.items()}
 
 
 def _distribution(values: Numbers | Choices) -> "BaseDistribution":

@@ -55,8 +55,6 @@ class AsyncParameterServer(Strategy):
             raise ConfigError(f"{name} would scale each worker's fp16 loss differently; type trainer.precision=bf16")
         if job.profile:
             raise ConfigError(f"{name} has no common step to measure; type profiler.enabled=false")
-        if job.nan == "rollback":
-            raise ConfigError(f"{name} cannot leave out the batch of one worker; type watch.nan=stop")
         if job.save_unit == "step":
             raise ConfigError(
                 f"{name} saves only when its ranks synchronise; type snapshot.every=1epochs or snapshot.every=10min"
@@ -86,7 +84,7 @@ class AsyncParameterServer(Strategy):
         begin_epoch(state, watchers)
         while steps := min(self.sync_every, state.steps_left):
             if self.world.is_rank_zero:
-                self._serve(state, steps, is_last=steps == state.steps_left)
+                self._serve(state, steps)
             else:
                 self._work(state, loader, steps)
             self._broadcast_weights(state)
@@ -95,11 +93,10 @@ class AsyncParameterServer(Strategy):
         state.end_epoch()
         return samples
 
-    def _serve(self, state: TrainState, steps: int, is_last: bool) -> None:
+    def _serve(self, state: TrainState, steps: int) -> None:
         """Rank 0: apply `steps` gradients as they arrive, and answer each with the new weights.
 
         A gradient's staleness is the number of steps taken since its worker received the weights.
-        is_last: whether the last of these steps is the epoch's.
         """
         parameters = list(self.model.parameters())
         has_gradient = torch.empty(len(parameters), dtype=torch.bool, device=self.world.device)
@@ -112,7 +109,7 @@ class AsyncParameterServer(Strategy):
             from_bytes(message, [*gradients, *self.model.buffers(), has_gradient])
             for parameter, gradient, has in zip(parameters, gradients, has_gradient.tolist(), strict=True):
                 parameter.grad = gradient if has else None
-            update(state, state.progress.step + step + 1, is_last and step == steps - 1)
+            update(state, state.progress.step + step + 1)
             self.staleness.append(step - last_sent[worker])
             last_sent[worker] = step + 1
             dist.send(to_bytes(model_tensors(self.model)).cpu(), worker, group=self.world.control)

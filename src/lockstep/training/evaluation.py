@@ -33,23 +33,9 @@ log = logging.getLogger(__name__)
 SCANNED = 128  # samples of an evaluation that are searched for a NaN together
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What loggers ask for. images: how many samples a report of the task shows; 0: there is no report."""
-
-    images: int = 0
-    histograms: bool = False
-    graph: bool = False
-
-
-def wanted_by(loggers: Iterable[Mapping[str, Any]]) -> Wanted:
-    """What the config of these loggers asks for, with the keys images, histograms and graph."""
-    nodes = list(loggers)
-    return Wanted(
-        images=max((node.get("images") or 0 for node in nodes), default=0),
-        histograms=any(node.get("histograms") for node in nodes),
-        graph=any(node.get("graph") for node in nodes),
-    )
+def images_wanted(loggers: Iterable[Mapping[str, Any]]) -> int:
+    """How many samples a report of the task shows, as the config of these loggers asks; 0: there is no report."""
+    return max((node.get("images") or 0 for node in loggers), default=0)
 
 
 class SampleCount(Report):
@@ -157,11 +143,10 @@ def draws_of_samples(state: TrainState, loader: BatchLoader) -> Iterator[Abstrac
 
 
 class Evaluator:
-    """Evaluates `state` on the set `name`, "val" or "test", and gives `logger` what is wanted beside the means."""
+    """Evaluates `state` on the set `name`, "val" or "test". A report for `logger` shows `images` samples; 0: none."""
 
-    def __init__(self, state: TrainState, loader: BatchLoader, logger: Logger, wanted: Wanted, name: str) -> None:
-        self.state, self.loader, self.logger, self.wanted, self.name = state, loader, logger, wanted, name
-        self.graph_is_due = wanted.graph
+    def __init__(self, state: TrainState, loader: BatchLoader, logger: Logger, images: int, name: str) -> None:
+        self.state, self.loader, self.logger, self.images, self.name = state, loader, logger, images, name
 
     def means(self, on_stop: Callable[[], NoReturn], report: Report | None = None) -> dict[str, float]:
         """As `evaluate`, which it calls. A collective. Raises TrainingDiverged if the loss is NaN or infinite."""
@@ -172,22 +157,17 @@ class Evaluator:
         return means
 
     def __call__(self, on_stop: Callable[[], NoReturn]) -> dict[str, float]:
-        """As `means`, and the logger gets what is wanted. A collective."""
+        """As `means`, and the logger gets the report. A collective."""
         loader, report = self.loader, None
         # A report counts samples to know their numbers, and shows some of them.
-        if self.wanted.images > 0 and not loader.leaves_out and not loader.is_stream:
+        if self.images > 0 and not loader.leaves_out and not loader.is_stream:
             share = Share(loader.rank, loader.size, len(loader.evaluated), self.name)
-            report = self.state.task.report(share, self.wanted.images)
+            report = self.state.task.report(share, self.images)
         means = self.means(on_stop, report)
         if report is not None:
             report.reduce(self.state.strategy.world)
             classes, step = class_names(loader.dataset), self.state.progress.step
             self.logger.log_report(report, loader.shown_sample, classes, step, self.name)
-        if self.wanted.histograms:
-            self._log_histograms()
-        if self.graph_is_due:
-            self.graph_is_due = False
-            self._log_graph()
         return means
 
     def _diverged(self, loss: float) -> TrainingDiverged:
@@ -198,26 +178,6 @@ class Evaluator:
         if not broken:
             return TrainingDiverged(what, SMALLER_STEPS)
         return TrainingDiverged(f"{what}; in the {name} data {sentence_about(broken)}", OTHER_DATA)
-
-    def _log_histograms(self) -> None:
-        """Of the whole model, whichever rank holds which part of it. A collective."""
-        strategy, gradients = self.state.strategy, self.state.gradients or {}
-        named = {
-            name: {"weights": parameter.detach()} | ({"gradients": gradients[name]} if name in gradients else {})
-            for name, parameter in strategy.model.named_parameters()
-        }
-        for name, values in strategy.full_state(named).items():
-            for kind, tensor in values.items():
-                self.logger.log_histogram(f"{kind}/{name}", tensor, self.state.progress.step)
-
-    def _log_graph(self) -> None:
-        """Of the model with one test sample, in a world of one rank."""
-        strategy, loader = self.state.strategy, self.loader
-        if strategy.world.size > 1:  # rank 0 alone would wait for ever in a model whose ranks talk to each other
-            log.warning("no graph is written by several ranks: one alone may not run a model; type launch=env")
-            return
-        inputs, _ = loader.first_sample()
-        self.logger.log_graph(strategy.model, inputs)
 
 
 @dataclass(frozen=True)

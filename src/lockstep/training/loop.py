@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lockstep.data.loader import BatchLoader
 from lockstep.data.partition import Batch, LoadedPart, Part, fold_in, seed_numpy_and_random
-from lockstep.errors import TrainingDiverged
 from lockstep.failures import reporter
 from lockstep.loggers.base import EpochSummary, Logger
 from lockstep.snapshots.manager import SnapshotManager
@@ -57,12 +56,8 @@ def fit(
             epoch, samples_before = progress.epoch + 1, progress.samples
             reporter.epoch_starts(epoch)
             loggers.on_epoch_start(epoch, settings.epochs, len(loader), samples_before)
-            try:
-                samples = train(state, loader, timer, [*watchers, speed])
-                means = state.nan.require_finite(state.meter.means(), progress.step)
-            except TrainingDiverged as error:
-                snapshots.roll_back(error)  # it raises the error, but with watch.nan=rollback
-                continue
+            samples = train(state, loader, timer, [*watchers, speed])
+            means = state.nan.require_finite(state.meter.means(), progress.step)
             count = state.meter.counted
             # All updates may have been left out, or a resumed run measures something else: then nothing was counted.
             metrics = {"train": means} if count else {}
@@ -125,30 +120,23 @@ def train_epoch(
         for batch in batches(state, loader):
             step = progress.step + 1
             reporter.current_batch(batch)
-            if step not in state.nan.left_out:
-                state.micro_batches.begin()
-                state.nan.begin(step, progress.epoch, batch)
-                loss = StepLoss(state, batch, step, timer)
-                for number, part in enumerate(batch.parts, start=1):
-                    timer.phase("forward")
-                    state.early_steps.check_inputs(part.inputs, batch.count // state.early_steps.parts)
-                    is_last = number == len(batch.parts)
-                    draws = draws_of(state, loader.seed, step, batch, part)
-                    with state.micro_batches.watched(), draws, state.early_steps.watching_draws():
-                        strategy.forward_backward(part.inputs, part.targets, loss, precision, is_last)
-                    if state.micro_batches.ran_out(step):
-                        break
-                    if is_last or state.micro_batches.count > 1:  # virtual ranks agree after the last
-                        state.buffers.after_pass(step, len(part.indices))
-                if state.micro_batches.redoes:
-                    state.meter.discard(step)
-                    continue
-                timer.phase("optimizer")
-                state.after_backward(step)
+            state.nan.begin(step, progress.epoch, batch)
+            loss = StepLoss(state, batch, step, timer)
+            for number, part in enumerate(batch.parts, start=1):
+                timer.phase("forward")
+                state.early_steps.check_inputs(part.inputs, batch.count // state.early_steps.parts)
+                is_last = number == len(batch.parts)
+                draws = draws_of(state, loader.seed, step, batch, part)
+                with draws, state.early_steps.watching_draws():
+                    strategy.forward_backward(part.inputs, part.targets, loss, precision, is_last)
+                if is_last or state.settings.gradient_accumulation_steps > 1:  # virtual ranks agree after the last
+                    state.buffers.after_pass(step, len(part.indices))
+            timer.phase("optimizer")
+            state.after_backward(step)
             for watcher in watchers:
                 watcher.on_gradients_ready()
             set_seed(fold_in(loader.seed, step - 1, UPDATE))  # of an optimizer that draws: the same on all ranks
-            update(state, step, is_last=state.steps_left == 1)
+            update(state, step)
             end_steps(state, batch.count, 1, timer, watchers)
             timer.step_end(state.whole_steps_left)
             if state.time_is_up:
@@ -185,20 +173,13 @@ def batches(state: TrainState, loader: BatchLoader, turns: slice = slice(None)) 
 
     turns: which of these batches, for ranks that take turns.
     """
-    settings, progress, micro_batches = state.settings, state.progress, state.micro_batches
+    settings, progress = state.settings, state.progress
 
     def parts(batch: Tensor) -> list[Part]:
-        return state.strategy.parts(batch, micro_batches.count)
+        return state.strategy.parts(batch, settings.gradient_accumulation_steps)
 
-    while True:
-        count, steps = micro_batches.count, len(range(state.steps_left)[turns])
-        epoch = loader.epoch(progress.epoch, settings.batch_size, parts, progress.samples, turns, settings.last_epoch)
-        for batch in islice(epoch, steps):
-            yield batch
-            if micro_batches.count != count:
-                break  # this one comes again, in smaller parts
-        else:
-            return
+    epoch = loader.epoch(progress.epoch, settings.batch_size, parts, progress.samples, turns, settings.last_epoch)
+    return islice(epoch, len(range(state.steps_left)[turns]))
 
 
 class StepLoss:
@@ -235,16 +216,16 @@ class StepLoss:
         return loss
 
 
-def update(state: TrainState, step: int, is_last: bool) -> None:
+def update(state: TrainState, step: int) -> None:
     """One optimizer step with the gradients in `.grad`: clipping, loss scaling, schedule and moving average.
 
-    step: its number, counted from 1. is_last: whether it is the last one before an evaluation.
+    step: its number, counted from 1.
     Raises TrainingDiverged as `NanPolicy.accepts` does.
     """
     optimizer, scaler = state.optimizer, state.scaler
     gradients = state.trained.gradients(step)
-    if step not in state.nan.left_out and state.nan.accepts(step, gradients):
-        state.keep_gradients(step, is_last)
+    if state.nan.accepts(step, gradients):
+        state.keep_grad_norm(step)
         if state.settings.max_grad_norm is not None:
             scaler.unscale_(optimizer)
             state.strategy.clip_grad_norm(state.settings.max_grad_norm)

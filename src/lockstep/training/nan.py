@@ -33,11 +33,9 @@ class NanPolicy:
     the norms are kept, and read with the next log: the host does not wait. `skip` needs them before the update, so
     there the host waits in each step.
 
-    action: stop raises TrainingDiverged; skip leaves out the update; rollback raises, too, and the run goes back to a
-    snapshot and leaves out the batch (see `SnapshotManager.roll_back`).
+    action: stop raises TrainingDiverged; skip leaves out the update.
     read: for messages; None: they name no broken samples.
     skipped: an attribute, updates left out so far.
-    left_out: an attribute, the steps whose batches are not used again.
     """
 
     def __init__(
@@ -48,7 +46,6 @@ class NanPolicy:
         self.reads_at_once = reads_at_once(strategy.world.device, action)
         self.read = read
         self.skipped = self.skipped_in_a_row = 0
-        self.left_out: set[int] = set()
         self.batches: deque[tuple[int, int, list[Tensor]]] = deque(maxlen=LOSSES_KEPT)  # (step, epoch, indices)
         self.norms: deque[tuple[int, Tensor]] = deque(maxlen=LOSSES_KEPT)  # (step, norm) on a GPU, not read yet
         self.buffers_before: dict[str, Tensor] = {}
@@ -76,7 +73,7 @@ class NanPolicy:
         what, advice = self._describe(step)
         self.skipped_in_a_row += 1
         if self.action != "skip":
-            raise TrainingDiverged(what, advice, step)
+            raise TrainingDiverged(what, advice)
         if self.skipped_in_a_row > SKIPS_IN_A_ROW:
             raise TrainingDiverged(f"{what}, as in the {SKIPS_IN_A_ROW} steps before", advice)
         self._skip(step, what)
@@ -95,13 +92,7 @@ class NanPolicy:
         step = min([*steps, *([] if found is None else [found])], default=None)
         if step is None:
             return TrainingDiverged(f"the loss is {loss} by step {last_step}", SMALLER_STEPS)
-        what, advice = self._describe(step)
-        return TrainingDiverged(what, advice, step)
-
-    def leave_out(self, step: int) -> None:
-        """After a return to an earlier step: the batch of `step` is not used again."""
-        self.left_out.add(step)
-        self.norms.clear()
+        return TrainingDiverged(*self._describe(step))
 
     def restore(self, skipped: int, in_a_row: int) -> None:
         """Go on from the numbers of updates that a snapshot's run had left out."""
@@ -136,9 +127,8 @@ class NanPolicy:
         advice = SMALLER_STEPS
         if any(found["broken"] for found in everyone):
             advice = OTHER_DATA
-            if self.action == "stop":
-                action = "skip" if self.strategy.ranks_agree else "rollback"
-                advice += f", or to leave out their batches type watch.nan={action}"
+            if self.action == "stop" and self.strategy.ranks_agree:
+                advice += ", or to leave out their batches type watch.nan=skip"
         return describe_batches(step, everyone), advice
 
 

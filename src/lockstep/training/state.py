@@ -20,7 +20,6 @@ from lockstep.training.buffers import Buffers
 from lockstep.training.early_steps import EarlySteps
 from lockstep.training.ema import average_of
 from lockstep.training.meter import Meter
-from lockstep.training.micro_batches import MicroBatches
 from lockstep.training.nan import NanPolicy, ReadSamples
 from lockstep.training.sample_noise import SampleNoise
 from lockstep.training.schedulers import FollowsObjective, constant, require_schedule
@@ -48,7 +47,6 @@ class TrainSettings:
     epoch_samples: of an epoch, over all ranks.
     batch_size: of a global batch, over all ranks. eval_batch_size: of one forward pass on one rank.
     max_seconds: as trainer.max_time.
-    accumulates_more: more micro-batches than `gradient_accumulation_steps` where memory runs out.
     draws_by_sample: dropout belongs to the samples. False: to a rank, which a compiled model needs.
     """
 
@@ -59,7 +57,6 @@ class TrainSettings:
     pause_after: int | None = None  # epochs
     batch_size: int = 64
     gradient_accumulation_steps: int = 1
-    accumulates_more: bool = False
     max_grad_norm: float | None = None
     precision: str = "fp32"
     eval_batch_size: int = 128
@@ -115,7 +112,6 @@ class TrainState:
     objective: (its name, "min" or "max"); None: nothing chooses.
     initial_hyperparameters: of each parameter group, before a scheduler changed any.
     grad_norm: (step, norm before clipping) of the newest step after which the loss is reported.
-    gradients: of the last step of an epoch, before clipping, by parameter names; None: they are not kept.
     """
 
     def __init__(
@@ -129,7 +125,6 @@ class TrainState:
         nan: str = "stop",
         read: ReadSamples | None = None,
         objective: str | None = None,
-        keeps_gradients: bool = False,
         buffers: str = "auto",
     ) -> None:
         """The state before the first step.
@@ -160,14 +155,11 @@ class TrainState:
         self.trained = TrainedParameters(strategy, optimizer)
         self.buffers = Buffers(strategy, buffers)
         shares = strategy.data_parallel_size(strategy.world.size)
-        steps = settings.gradient_accumulation_steps
-        self.micro_batches = MicroBatches(strategy, steps, settings.batch_size // shares, settings.accumulates_more)
         # Ranks that compute the same samples draw for their own parts of the model.
         shares_samples = shares < strategy.world.size
         self.noise = SampleNoise() if settings.draws_by_sample and not shares_samples else None
-        self.early_steps = EarlySteps(task, strategy, shares * steps, self.noise)
+        self.early_steps = EarlySteps(task, strategy, shares * settings.gradient_accumulation_steps, self.noise)
         self.grad_norm: tuple[int, Tensor] | None = None
-        self.gradients: dict[str, Tensor] | None = {} if keeps_gradients else None
 
     @property
     def finished(self) -> bool:
@@ -240,21 +232,13 @@ class TrainState:
             self.noise.begin_epoch(self.progress.draws, self.progress.samples > 0)
         if self.progress.samples == 0:
             self.meter.clear()
-        if self.gradients is not None:  # those of the epoch before are not shown if this one's last update is left out
-            self.gradients = {}
 
-    def keep_gradients(self, step: int, is_last: bool) -> None:
-        """Keep what is reported of the averaged gradients of `step`, the last one of an epoch if `is_last`."""
-        is_logged, is_shown = self.settings.is_logged(step), self.gradients is not None and is_last
-        if not (is_logged or is_shown):
-            return
-        # The loss scale of fp16, or 1, as a tensor: get_scale() would wait for the device.
-        scale = self.scaler.scale(torch.ones((), device=self.strategy.world.device))
-        if is_logged:
+    def keep_grad_norm(self, step: int) -> None:
+        """Keep the norm of the averaged gradients of `step` if it is reported."""
+        if self.settings.is_logged(step):
+            # The loss scale of fp16, or 1, as a tensor: get_scale() would wait for the device.
+            scale = self.scaler.scale(torch.ones((), device=self.strategy.world.device))
             self.grad_norm = step, self.strategy.grad_norm() / scale
-        if is_shown:
-            named = self.strategy.model.named_parameters()
-            self.gradients = {name: p.grad / scale for name, p in named if p.grad is not None}
 
     def after_backward(self, step: int) -> None:
         """The gradients of `step` are computed. A collective.

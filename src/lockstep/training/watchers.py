@@ -8,7 +8,7 @@ import torch
 from lockstep.data.dataset import float64_device
 from lockstep.loggers.base import Logger
 from lockstep.training.state import TrainState
-from lockstep.training.timing import StragglerWatch, used_memory
+from lockstep.training.timing import used_memory
 
 
 class Watcher:
@@ -18,10 +18,7 @@ class Watcher:
         """The first step of an epoch, or of the rest of one, is about to begin."""
 
     def on_gradients_ready(self) -> None:
-        """The gradients of a step are there, averaged if they are averaged in each step, and not clipped yet.
-
-        A step that is left out has none.
-        """
+        """The gradients of a step are there, averaged if they are averaged in each step, and not clipped yet."""
 
     def after_step(self, samples: int) -> None:
         """A step has ended. samples: of all ranks since the last call; a strategy may report several steps at once."""
@@ -30,22 +27,18 @@ class Watcher:
 class RunningMetrics(Watcher):
     """Tells the loggers of every step. Every `log_every` steps it reports the loss, the learning rate and more.
 
-    stragglers: its times are exchanged and logged with the loss.
-    What differs between ranks is exchanged in the same all-reduce as the loss.
+    The memory of each rank is exchanged in the same all-reduce as the loss.
     """
 
-    def __init__(self, state: TrainState, logger: Logger, stragglers: StragglerWatch | None = None) -> None:
-        self.state, self.logger, self.stragglers = state, logger, stragglers
-        self.last_step = self.logged_step = 0
+    def __init__(self, state: TrainState, logger: Logger) -> None:
+        self.state, self.logger = state, logger
+        self.last_step = 0
         self.interval = (0, time.perf_counter())  # when the first step after the last report began
 
     def on_epoch_start(self) -> None:
         """What came since the last step, such as an evaluation, is no part of a step."""
         self.last_step = self.state.progress.step
         self.interval = (self.last_step, time.perf_counter())
-
-    def on_gradients_ready(self) -> None:
-        self.logger.on_gradients_ready()
 
     def after_step(self, samples: int) -> None:
         """Raises TrainingDiverged, on all ranks, if the loss is not finite."""
@@ -55,26 +48,21 @@ class RunningMetrics(Watcher):
         self.logger.on_step(step, samples)
         if not is_logged:
             return
-        world, stragglers = self.state.strategy.world, self.stragglers
+        world = self.state.strategy.world
         memory = torch.zeros(world.size, dtype=torch.float64, device=float64_device(world.device))
         memory[world.rank] = used_memory(world.device)
-        beside = memory if stragglers is None else torch.cat([memory, stragglers.own_times()])
-        means = self.state.nan.require_finite(self.state.meter.means_since_last(beside), step)
+        means = self.state.nan.require_finite(self.state.meter.means_since_last(beside=memory), step)
         self.state.early_steps.watch_metrics(means)
         loss = means["loss"]
         learning_rate = float(self.state.scheduler.get_last_lr()[0])
         # Where all updates were left out, nothing is counted, and there is no loss.
         metrics = {"train/running_loss": loss} if self.state.meter.counted else {}
         metrics |= {"train/lr": learning_rate} | self._grad_norm(before, step) | self._step_time(step)
-        if stragglers is not None:
-            metrics |= stragglers.report(beside[world.size :])
-        used = beside[: world.size].tolist()
+        used = memory.tolist()
         metrics |= {"world/largest_rank_mib": max(used), "world/smallest_rank_mib": min(used)}
         if self.state.nan.action == "skip":
             metrics["watch/skipped_steps"] = self.state.nan.skipped
-        if step > self.logged_step:  # after a rollback the same steps come again, with the same numbers
-            self.logger.log_metrics(metrics, step)
-            self.logged_step = step
+        self.logger.log_metrics(metrics, step)
 
     def _grad_norm(self, before: int, step: int) -> dict[str, float]:
         """The newest one of the steps after `before` up to `step`."""

@@ -1,20 +1,15 @@
 """Compares the weights of all ranks now and then: a flipped bit on one rank is found and named."""
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.errors import RanksDiffer, first_of
-from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
 from lockstep.training.buffers import IN_A_BUFFER
 from lockstep.training.state import TrainState
 from lockstep.training.watchers import Watcher
-
-log = logging.getLogger(__name__)
 
 PIECE = 2**16  # words that are multiplied by the same weights
 ROWS = 64  # pieces at once on a GPU: 32 MB of products
@@ -26,13 +21,12 @@ class WeightCheck(Watcher):
 
     Only if these differ, they exchange a digest of each parameter.
 
-    action: stop raises RanksDiffer; majority takes the weights of most ranks; off compares nothing. Where ranks hold
-    parts, the copies of each part are compared, and majority is as stop. Strategies whose ranks all differ by design
-    have nothing to compare, see `Strategy.replicated_tensors`.
+    action: stop raises RanksDiffer; off compares nothing. Where ranks hold parts, the copies of each part are compared.
+    Strategies whose ranks all differ by design have nothing to compare, see `Strategy.replicated_tensors`.
     """
 
     def __init__(self, state: TrainState, every: int, action: str) -> None:
-        self.state, self.every, self.action = state, every, action
+        self.state, self.every = state, every
         self.world = state.strategy.world
         self.enabled = action != "off" and self.world.size > 1 and bool(state.strategy.replicated_tensors())
         self.last_step = 0
@@ -51,15 +45,14 @@ class WeightCheck(Watcher):
     def check_now(self) -> None:
         """Compare the weights as they are now. A collective.
 
-        Raises RanksDiffer, on all ranks, if they differ and there is no majority to take them from.
+        Raises RanksDiffer, on all ranks, if they differ.
         """
         if not self.enabled:
             return
         tensors = self.state.strategy.replicated_tensors()
         digests = torch.stack([digest(local_part(tensor)).to(self.world.device) for tensor in tensors.values()])
         mine = int(digest(digests))
-        with self.world.waiting:
-            totals = self.world.all_gather_json(mine)
+        totals = self.world.all_gather_json(mine)
         apart = self.state.strategy.ranks_per_model
         alike = [range(first, self.world.size, apart) for first in range(apart)]  # ranks that should hold the same
         differing = [ranks for ranks in alike if len({totals[rank] for rank in ranks}) > 1]
@@ -78,21 +71,8 @@ class WeightCheck(Watcher):
         if changed:
             what += f"; perhaps the forward pass changes {first_of(changed)}, which is not trained: {IN_A_BUFFER}"
         if not all(is_majority for _, is_majority in chosen):
-            raise RanksDiffer(f"{what}, and no majority shows which are right")
-        if self.action == "stop" or apart > 1:
-            raise RanksDiffer(what)
-        (reference, _), *_ = chosen
-        self._copy_from(reference)
-        log.warning("%s; all ranks go on with the weights of rank %d, which most ranks hold", what, reference)
-
-    @torch.no_grad()
-    def _copy_from(self, rank: int) -> None:
-        """Copy weights, optimizer state and moving average of `rank` to all ranks."""
-        tensors = [*self.state.strategy.replicated_tensors().values(), *self.state.averaged_tensors()]
-        for tensor in {id(tensor): tensor for tensor in tensors}.values():
-            packed = to_bytes([tensor.cpu()])
-            dist.broadcast(packed, rank, group=self.world.control)
-            from_bytes(packed, [tensor])
+            what += ", and no majority shows which are right"
+        raise RanksDiffer(what)
 
 
 def digest(tensor: Tensor) -> Tensor:

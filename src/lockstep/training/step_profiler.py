@@ -1,30 +1,18 @@
-"""What is recorded of single steps: how long their phases take, traces of torch's profiler, digests of numbers."""
+"""What is measured of single steps: how long their phases take, and traces of torch's profiler."""
 
-import json
 import logging
 import os
-from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from lockstep.loggers.base import Logger, RunInfo
-from lockstep.loggers.csv_logger import append
+from lockstep.loggers.base import Logger
 from lockstep.training.state import TrainState
 from lockstep.training.timing import StepTimer, StepTimes
-from lockstep.training.weight_check import digest
 
 log = logging.getLogger(__name__)
-
-# A line of JSON with the names, then rows of 64-bit numbers: the step, and a digest for each name.
-DIGESTS = "digests.bin"
-EVERY = 10  # steps between two digests, for trainer.digest=on
-PENDING = 20  # rows in memory at most: reading one from a GPU waits for its step
 
 
 class StepProfiler(StepTimer):
@@ -162,123 +150,3 @@ class StepTrace:
             log.info("trace: %s", self.path)
         except OSError as error:
             log.warning("the trace cannot be written (%s); training goes on", error)
-
-
-class StepDigests(Logger):
-    """`trainer.digest`: every few steps a digest of the loss, of each gradient and of each weight, in digests.bin.
-
-    On rank 0. The loss is that of its own samples. Gradients are averaged, and not clipped yet. Weights are those
-    after the update, with the model's buffers.
-
-    A resumed run goes on in the same file, behind the step that it resumed from. So does a run after a rollback.
-    """
-
-    def __init__(self, state: TrainState, every: int) -> None:
-        self.state, self.every = state, every
-        self.model = state.strategy.model
-        self.parameters = [name for name, _ in self.model.named_parameters()]
-        self.weights = [*self.parameters, *(name for name, _ in self.model.named_buffers())]
-        self.names = ["loss", *(f"gradient of {name}" for name in self.parameters), *self.weights]
-        self.header = f"{json.dumps({'names': self.names})}\n".encode()
-        self.before: list[Tensor] = []  # digests of the loss and the gradients of a step whose update is to come
-        self.rows: list[tuple[int, Tensor]] = []  # (step, digests), not in the file yet
-        self.last_step = 0  # in the file
-
-    def on_fit_start(self, run: RunInfo) -> None:
-        self.path = run.run_dir / DIGESTS
-        start = self.state.progress.step  # run.start_step may be earlier: other loggers get more
-        if start == 0 or not _starts_with(self.path, self.header):
-            self.path.write_bytes(self.header)
-        self._drop_after(start)
-
-    def on_gradients_ready(self) -> None:
-        step = self.state.progress.step + 1
-        self.before = []
-        if step % self.every == 0:
-            now = dict(self.model.named_parameters())
-            gradients = [now[name].grad if name in now else None for name in self.parameters]
-            losses = [loss for number, loss in self.state.meter.recent_losses if number == step]
-            self.before = [self._digest(torch.stack(losses) if losses else None), *map(self._digest, gradients)]
-
-    def on_step(self, step: int, samples: int) -> None:
-        if not self.before:
-            return
-        # By name: a module may have put another tensor in a buffer's place.
-        now: dict[str, Tensor] = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        row = torch.stack([*self.before, *(self._digest(now.get(name)) for name in self.weights)])
-        self.before = []
-        self.rows = [(number, digests) for number, digests in self.rows if number < step]  # after a rollback
-        self.rows.append((step, row))
-        if len(self.rows) >= PENDING:
-            self.flush()
-
-    def flush(self) -> None:
-        if not self.rows:
-            return
-        if not self.path.exists():  # the run folder was deleted or moved away
-            self.path.write_bytes(self.header)
-        if self.rows[0][0] <= self.last_step:  # after a rollback
-            self._drop_after(self.rows[0][0] - 1)
-        table = torch.stack([row for _, row in self.rows]).cpu()
-        steps = torch.tensor([[step] for step, _ in self.rows])
-        append(self.path, torch.cat([steps, table], dim=1).numpy().tobytes())
-        self.last_step, self.rows = self.rows[-1][0], []
-
-    def close(self) -> None:
-        self.flush()
-
-    def _digest(self, tensor: Tensor | None) -> Tensor:
-        device = self.state.strategy.world.device
-        if tensor is None:
-            return torch.zeros((), dtype=torch.int64, device=device)
-        return digest(in_memory_order(tensor)).to(device)
-
-    def _drop_after(self, step: int) -> None:
-        """Keep the whole rows of the file up to `step`."""
-        table = read_digests(self.path.parent)
-        kept = [number for number in table.rows if number <= step] if table is not None else []
-        with open(self.path, "r+b") as file:
-            header = file.readline()
-            file.truncate(len(header) + len(kept) * row_bytes(len(self.names)))
-        self.last_step = kept[-1] if kept else 0
-
-
-@dataclass(frozen=True)
-class StepTable:
-    """names: what a row has a digest of. rows: {step: digests}, in the order of steps."""
-
-    names: list[str]
-    rows: Mapping[int, Sequence[int]]
-
-
-def row_bytes(names: int) -> int:
-    """The length of a row."""
-    return 8 * (names + 1)
-
-
-def read_digests(folder: Path) -> StepTable | None:
-    """What trainer.digest has left in a run folder. None without the file."""
-    path = folder / DIGESTS
-    if not path.exists():
-        return None
-    with open(path, "rb") as file:
-        names = list(json.loads(file.readline())["names"])
-        content = file.read()
-    width = len(names) + 1
-    numbers = array("q", content[: len(content) // row_bytes(len(names)) * row_bytes(len(names))])  # a kill cuts a row
-    rows = {numbers[start]: numbers[start + 1 : start + width] for start in range(0, len(numbers), width)}
-    return StepTable(names, rows)
-
-
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """A contiguous view of a channels_last tensor (N, C, H, W): copying one takes twice as long as its digest."""
-    is_channels_last = tensor.dim() == 4 and not tensor.is_contiguous()
-    is_dense = is_channels_last and tensor.is_contiguous(memory_format=torch.channels_last)
-    return tensor.permute(0, 2, 3, 1) if is_dense else tensor
-
-
-def _starts_with(path: Path, header: bytes) -> bool:
-    if not path.exists():
-        return False
-    with open(path, "rb") as file:
-        return file.readline() == header
