@@ -11,7 +11,7 @@ import torch
 from hydra.utils import get_object
 from torch import Tensor, nn
 
-from lockstep.config.nodes import instantiate_as, nodes_in
+from lockstep.config.nodes import check_nodes, instantiate_as, nodes_in
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
 from lockstep.data.build import DataSets, batch_transforms, completed, datasets, prepare, samples
@@ -92,7 +92,9 @@ def build_data(config: RunConfig, world: World, mode: Mode) -> tuple[RunConfig, 
     if found.val is not None:
         split = data_fingerprint(found.val) if found.held_out is None else str(found.held_out)
         require_same_data(world, "validation data", len(found.val), split)
-    config = completed(config, found.train)
+    asked, config = config, completed(config, found.train)
+    if config.model != asked.model:  # the data has told its shape and classes
+        check_nodes("model", config.model)
     check_sizes(config)
     train, test = samples(config, found.train, "training data"), samples(config, found.test, "test data")
     val = None if found.val is None else samples(config, found.val, "validation data")

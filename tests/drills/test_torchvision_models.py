@@ -51,6 +51,7 @@ def weights(model: str, ranks: int, folder: Path) -> dict[str, Tensor]:
     for half in ("train", "test"):
         target = "drills.test_torchvision_models.Noise"
         words += [f"dataset.{half}._target_={target}", f"+dataset.{half}.samples=24"]
+    words += ["+model.aux_logits=false"] * (model == "googlenet")  # else it has three outputs in training
     words += [f"model.name={model}", "trainer.precision=fp64", "trainer.batch_size=8"]
     in_world(
         ranks,

@@ -155,7 +155,7 @@ def test_the_values_of_the_run_count_where_a_file_says_another_one_today(
 
 def test_a_run_folder_holds_a_run_of_one_config(tmp_path: Path) -> None:
     record = record_of("model=mlp", argv=["src/train.py"])
-    run = run_of(tmp_path / "run", [], {"model": {"_target_": "lockstep.models.mlp.mlp", "width": 9}})
+    run = run_of(tmp_path / "run", [], {"model": {"_target_": "lockstep.models.tutorial.mlp", "width": 9}})
     require_same_run(record, str(run))  # it has no snapshot
     (run / "snapshots").mkdir()
     (run / "snapshots" / "step_1.pt").touch()

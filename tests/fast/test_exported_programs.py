@@ -12,7 +12,6 @@ from lockstep.errors import ConfigError
 from lockstep.models.gpt import gpt
 from lockstep.modes.export import write_net
 from lockstep.modes.trained_net import TrainedNet
-from support.small_text import GPT2
 
 
 def write(net: nn.Module, samples: Tensor, path: Path) -> TrainedNet:
@@ -24,7 +23,7 @@ def write(net: nn.Module, samples: Tensor, path: Path) -> TrainedNet:
 
 def test_an_exported_text_model_takes_any_number_of_tokens(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    net = gpt(shape=[12], classes=7, layers=1, heads=2, width=8, dropout=0.0, tied=False, **GPT2)
+    net = gpt(shape=[12], classes=7, layers=1, heads=2, width=8, dropout=0.0, tied=False, variant="gpt2")
     tokens = torch.randint(0, 7, (5, 12))
     trained = write(net, tokens, tmp_path / "net.pt2")
     program = torch.export.load(tmp_path / "net.pt2").module()

@@ -9,14 +9,14 @@ from torch import nn
 
 from lockstep.config.nodes import instantiate
 from lockstep.errors import ConfigError
-from lockstep.models.airbench import Airbench, Whitening, airbench
+from lockstep.models.airbench import Airbench, Whitening
 from lockstep.training.optimizers import MuonWithSGD, orthogonalised
 from support.configs import composed
 
 
 def net(shape: list[int], views: str = "one") -> nn.Module:
     torch.manual_seed(0)
-    return airbench(shape, 10, [8, 12, 16], views).double()
+    return Airbench(shape, 10, [8, 12, 16], views).double()
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ def test_the_net_of_airbench_takes_images_of_any_size(shape: list[int]) -> None:
 
 def test_images_that_three_blocks_leave_nothing_of_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 9x9 pixels, not 8x20; type model=mlp"):
-        airbench([1, 8, 20], 10, [8, 12, 16], "one")
+        Airbench([1, 8, 20], 10, [8, 12, 16], "one")
 
 
 def test_the_whitening_makes_the_covariance_of_patches_the_identity() -> None:

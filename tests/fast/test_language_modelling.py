@@ -1,9 +1,8 @@
-"""A text as token numbers, the mean over counted tokens, and the GPT's shape."""
+"""A text as token numbers, the mean over counted tokens, and which GPT a pipeline takes."""
 
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +11,9 @@ import torch.nn.functional as F
 from lockstep.config.nodes import instantiate
 from lockstep.data.text import check_text, held_out_text, read_text, training_text
 from lockstep.errors import ConfigError
-from lockstep.models.gpt import gpt, rotary_angles, turned
 from lockstep.tasks.language_modelling import IGNORED, LanguageModelling
 from support.configs import composed
-from support.refusals import accepted
-from support.small_text import GPT2, WORDS, small_gpt, written
+from support.small_text import WORDS, small_gpt, written
 
 TASK = LanguageModelling({"loss": "min", "perplexity": "min"}, "loss")
 
@@ -92,59 +89,7 @@ def test_a_text_that_cannot_be_used_is_refused_with_what_to_type(tmp_path: Path)
         read_text(path, "characters").encode("ß")
 
 
-def test_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="type model.width=16"):
-        instantiate(composed(*small_gpt(tmp_path), "model.width=18", "model.heads=4").model)
+def test_tied_weights_are_refused_in_a_pipeline(tmp_path: Path) -> None:
     piped = composed(*small_gpt(tmp_path), "strategy=pipeline")
     with pytest.raises(ConfigError, match="embedding.tokens.weight|head.linear.weight.*type model.tied=false"):
         instantiate(piped.strategy).validate_model(instantiate(piped.model), 2)
-    with pytest.raises(ConfigError, match=r"model.shape=\[64\] should have at least 3 items"):
-        accepted("dataset=text", "model=convnet")
-
-
-def test_a_gpt_sees_no_later_token_and_has_gpt2s_first_loss() -> None:
-    torch.manual_seed(0)
-    model = gpt([64], 65, layers=4, heads=4, width=128, dropout=0.0, tied=True, **GPT2)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 804096  # nanoGPT's
-    tokens = torch.randint(65, (2, 64))
-    changed = tokens.clone()
-    changed[:, 40] = (changed[:, 40] + 1) % 65
-    before, after = model(tokens), model(changed)
-    assert torch.equal(before[:, :40], after[:, :40])
-    assert not torch.equal(before[:, 40], after[:, 40])
-    loss = F.cross_entropy(before.flatten(0, 1), tokens.flatten().roll(-1))
-    assert loss.item() == pytest.approx(math.log(65), abs=0.1)
-
-
-OTHERS = {"positions": "rotary", "activation": "relu_squared", "qk_norm": True, "token_shift": True}
-
-
-@pytest.mark.parametrize("name", [*OTHERS, "zero_init"])
-def test_each_option_of_a_gpt_changes_what_it_says_and_none_shows_a_later_token(name: str) -> None:
-    def built(options: dict[str, Any]) -> torch.nn.Module:
-        torch.manual_seed(0)
-        net = gpt([16], 7, layers=1, heads=2, width=8, dropout=0.0, tied=True, **GPT2 | options)
-        added = [net.block1.attention.projection.weight, net.block1.mlp.projection.weight]  # type: ignore[union-attr]
-        assert all(bool(weight.any()) != ("zero_init" in options) for weight in added)
-        for number, (_, weight) in enumerate(sorted(net.named_parameters())):
-            torch.nn.init.normal_(weight, std=0.5, generator=torch.Generator().manual_seed(number))
-        return net.double()
-
-    net = built({name: OTHERS.get(name, True)})
-    assert any(key.startswith("embedding.positions") for key in net.state_dict()) == (name != "positions")
-    tokens = torch.randint(7, (2, 16))
-    changed = torch.cat([tokens[:, :9], (tokens[:, 9:] + 1) % 7], 1)
-    assert torch.equal(net(tokens)[:, :9], net(changed)[:, :9])
-    assert not torch.allclose(net(tokens)[:, 9], net(changed)[:, 9])
-    if name != "zero_init":
-        assert not torch.allclose(net(tokens), built({})(tokens))
-
-
-def test_rotary_positions_turn_pairs_as_complex_numbers_do_so_that_only_distances_count() -> None:
-    vectors, angles = torch.randn(3, 16, 8, dtype=torch.float64), rotary_angles(16, 8).double()
-    found = turned(vectors, angles.cos(), angles.sin())
-    expected = torch.complex(*vectors.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
-    assert torch.allclose(found, torch.cat([expected.real, expected.imag], -1))
-    query, key = (turned(row.expand(16, 8), angles.cos(), angles.sin()) for row in vectors[0, :2])
-    products = query @ key.T  # (place of the query, place of the key)
-    assert torch.allclose(products[1:, 1:], products[:-1, :-1], atol=1e-6)

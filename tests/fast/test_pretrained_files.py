@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torchvision.models import resnet18
 
 from lockstep.errors import ConfigError
-from lockstep.models.mlp import mlp
+from lockstep.models.tutorial import mlp
 from lockstep.modes.export import write_weights
 from lockstep.snapshots.initial_weights import load_initial_weights
 

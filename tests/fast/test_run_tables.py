@@ -195,6 +195,6 @@ def test_the_code_is_known_with_git_and_without(tmp_path: Path) -> None:
 
 
 def test_the_option_of_a_group_is_found_by_its_class(tmp_path: Path) -> None:
-    make_run(tmp_path / "a", model___target_="lockstep.models.mlp.mlp", model__tied="false")
+    make_run(tmp_path / "a", model___target_="lockstep.models.tutorial.mlp", model__tied="false")
     _, problems = runs(tmp_path, "table", "a", "--filter", "model=mlp", code=2)
     assert problems.rstrip().endswith("type --filter model._target_=<value>")

@@ -1,6 +1,5 @@
 """Losses and metrics against plain torch, and the layers of the models."""
 
-import sys
 from functools import partial
 from typing import Any
 
@@ -12,12 +11,7 @@ from torch import nn
 from lockstep.distributed.world import World, init_distributed
 from lockstep.errors import ConfigError
 from lockstep.models.base import give_shapes
-from lockstep.models.convnet import convnet
-from lockstep.models.linear import linear
-from lockstep.models.mlp import mlp
-from lockstep.models.timm_model import timm_model
-from lockstep.models.torchvision_model import torchvision_model
-from lockstep.models.toy_parallel import toy_parallel
+from lockstep.models.tutorial import linear, mlp
 from lockstep.strategies.model_parallel import layer_groups
 from lockstep.tasks.base import Function, Share, Task
 from lockstep.tasks.classification import Classification
@@ -86,64 +80,6 @@ def test_metrics_say_whether_more_is_better() -> None:
 def layers(model: nn.Module) -> list[tuple[int, ...]]:
     """The weights' shapes."""
     return [tuple(parameter.shape) for name, parameter in model.named_parameters() if name.endswith("weight")]
-
-
-def test_models_have_the_layers_that_their_options_ask_for() -> None:
-    assert layers(mlp([1, 4, 4], 3, width=5, depth=2, dropout=0.5)) == [(5, 16), (5, 5), (3, 5)]
-    drops = [module.p for module in mlp([7], 3, width=5, depth=3, dropout=0.5) if isinstance(module, nn.Dropout)]
-    assert drops == [0.5, 0.5, 0.5]
-    assert layers(linear([20], 1)) == [(1, 20)]
-    assert list(dict(linear([20], 1).named_parameters())) == ["weight", "bias"]
-    assert layers(linear([1, 8, 8], 10)) == [(10, 64)]
-    assert layers(toy_parallel([3, 2], 4, width=9)) == [(9, 6), (4, 9)]
-    assert layers(convnet([3, 12, 8], 10)) == [(16, 3, 5, 5), (16,), (32, 16, 5, 5), (32,), (10, 3 * 2 * 32)]
-
-
-def test_models_of_timm_are_built_for_the_images_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.device("meta"):
-        assert timm_model("convnext_atto", [1, 64, 64], 10).stem[0].weight.shape[1] == 1
-        vit = timm_model("vit_tiny_patch16_224", [3, 64, 64], 7, drop_path_rate=0.1)
-        assert (vit.pos_embed.shape, vit.head.out_features) == ((1, 17, 192), 7)
-        for name, shape, options, said in [
-            ("convnext_ato", [3, 64, 64], {}, "is no model of timm; type model.name=convnext_atto"),
-            ("convnext_atto", [3, 28, 28], {}, "cannot be used for images of 3 x 28x28 .*type model.name=resnet18"),
-            (
-                "convnext_atto",
-                [3, 64, 64],
-                {"pretrained": True},
-                "would download weights; type parameters.init=<a file of weights>",
-            ),
-        ]:
-            with pytest.raises(ConfigError, match=said):
-                timm_model(name, shape, 10, **options)
-    monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ConfigError, match="model=timm needs timm; type pip install timm, or model=resnet18"):
-        timm_model("resnet18", [3, 64, 64], 10)
-
-
-@pytest.mark.parametrize("model", [mlp([1, 8, 8], 4, 8, 1, 0.0), linear([1, 8, 8], 4), convnet([1, 8, 8], 4)])
-def test_models_turn_images_into_logits(model: nn.Module) -> None:
-    assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 4)
-
-
-def test_a_resnet_is_adapted_to_small_and_grey_images() -> None:
-    resnet = torchvision_model("resnet18", [1, 8, 8], 10)
-    assert resnet.conv1.weight.shape == (64, 1, 3, 3)
-    assert isinstance(resnet.maxpool, nn.Identity)
-    assert torchvision_model("resnet18", [1, 64, 64], 10).conv1.weight.shape == (64, 1, 7, 7)
-    with pytest.raises(ConfigError, match="type model.name=resnet18"):
-        torchvision_model("resnet81", [3, 8, 8], 10)
-    with torch.device("meta"):  # other nets, whose first convolution is somewhere else
-        for name in ("mobilenet_v2", "efficientnet_b0", "shufflenet_v2_x0_5"):
-            first = next(torchvision_model(name, [1, 28, 28], 10).parameters())
-            assert first.shape[1] == 1
-        assert torchvision_model("vit_b_32", [1, 64, 64], 10).conv_proj.weight.shape == (768, 1, 32, 32)
-        with pytest.raises(ConfigError, match="model.name=vit_b_16 cannot be used for images of 1 x 28x28 (.*); type "):
-            torchvision_model("vit_b_16", [1, 28, 28], 10)
-    with pytest.raises(ConfigError, match="type model=mlp"):
-        convnet([20], 1)
-    with pytest.raises(ConfigError, match="type model=mlp"):
-        convnet([1, 3, 8], 1)
 
 
 def test_layer_groups_are_neighbours_with_equally_many_layers_with_parameters() -> None:

@@ -14,7 +14,7 @@ import lockstep
 from lockstep.data.builtin import digits
 from lockstep.data.loader import Converter
 from lockstep.distributed.host import has_native_bf16
-from lockstep.models.linear import linear
+from lockstep.models.tutorial import linear
 from lockstep.training.setup import cast
 from support.commands import PYTHON_TRAIN, Command
 from support.configs import composed

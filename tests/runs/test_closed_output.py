@@ -27,7 +27,7 @@ def test_a_run_whose_output_is_closed_finishes_without_a_word(start, tmp_path, l
 DIES_ONCE = """
 import os
 
-from lockstep.models.mlp import mlp
+from lockstep.models.tutorial import mlp
 
 
 def net(shape, classes):

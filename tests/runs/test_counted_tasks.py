@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.data.builtin import digits
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import ConfigError
-from lockstep.models.linear import linear
+from lockstep.models.tutorial import linear
 from lockstep.runs.record import read_run
 from lockstep.tasks.base import Task
 from lockstep.tasks.classification import Classification, ClassificationF1

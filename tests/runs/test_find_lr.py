@@ -11,7 +11,7 @@ from PIL import Image
 
 from lockstep.data.builtin import digits
 from lockstep.data.partition import seeded
-from lockstep.models.mlp import mlp
+from lockstep.models.tutorial import mlp
 from lockstep.training.rate_finder import smoothed, suggested
 from support.commands import PYTHON_TRAIN, Command
 from support.event_files import scalars

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.models.convnet import convnet
+from lockstep.models.tutorial import convnet
 from lockstep.strategies.fsdp import FSDP, blocks_to_wrap
 from lockstep.training.weight_check import odd_weights
 from support.commands import own_data

@@ -60,7 +60,7 @@ def test_after_a_signal_all_ranks_save_the_same_step_and_exit_with_75(start, tmp
 SLOW_IMPORT = """
 import pathlib, sys, time
 
-from lockstep.models.mlp import mlp
+from lockstep.models.tutorial import mlp
 
 if sys.argv[0].endswith("train.py"):  # the process that starts the ranks, not one that they are forked from
     pathlib.Path("importing").touch()

@@ -39,7 +39,7 @@ def assert_refused(run: Command, *said: str) -> None:
         (["optimizer.lr=nan", "launch=torchrun"], "optimizer.lr=nan should be a finite number; type optimizer.lr=0.05"),
         (
             ["launch=torchrun", "dataset=random"],
-            "model.shape=[20] should have at least 3 items after validation, not 1; type ",
+            "this model needs images, not samples of shape [20]; type model=mlp or model=linear",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -109,7 +109,10 @@ def test_own_data_that_cannot_be_trained_on_is_one_sentence(train, tmp_path, dat
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (["model=resnet18", "model.name=foo"], "model.name=foo is no model of torchvision; type model.name="),
+        (
+            ["model=resnet18", "model.name=foo"],
+            "torchvision makes no model.name=foo with these options (Unknown model foo); type model.name=",
+        ),
         (["dataset.classes=5"], "and the classes are 0 to 4; type dataset.classes="),
     ],
 )

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.whole
 
 SMALL = ["model=mlp", "model.width=16", "logger=[]"]
 OWN_MODEL = """
-from lockstep.models.mlp import mlp
+from lockstep.models.tutorial import mlp
 
 def net(shape, classes, width):
     return mlp(shape, classes, width, 2, 0.0)

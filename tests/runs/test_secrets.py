@@ -11,7 +11,7 @@ from support.ports import free_port
 
 SECRET, CHANGED = "kqzvTheSecretOfTheRun", "kqzvAnotherSecret"
 OWN_MODEL = """
-from lockstep.models.linear import linear
+from lockstep.models.tutorial import linear
 
 def model(shape, classes, token, copy, header, tokens):
     assert token.startswith("kqzv") and token == copy == tokens[1] == header["value"]

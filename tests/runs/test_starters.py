@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.loggers.tensorboard import HEADER
-from lockstep.models.convnet import convnet
+from lockstep.models.tutorial import convnet
 from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, WHOLE, Command
 from support.event_files import scalars
 from support.ports import free_port

@@ -32,7 +32,7 @@ def test_a_sweep_with_a_wrong_value_is_refused_before_its_first_job(start):
         ),
         (
             ["model=mlp", "+model.depht=1,2"],
-            "the job +model.depht=1: lockstep.models.mlp.mlp takes no depht; type ~model.depht",
+            "the job +model.depht=1: lockstep.models.tutorial.mlp takes no depht; type ~model.depht",
         ),
         (["model=mlp", "mode=train,check"], "mode=check is no training, and a sweep trains; type"),
     ],

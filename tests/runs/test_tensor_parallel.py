@@ -17,7 +17,7 @@ from lockstep.models.gpt import gpt
 from lockstep.snapshots.files import list_snapshots
 from lockstep.strategies.tensor_parallel import TensorParallel
 from support.configs import composed, with_values
-from support.small_text import GPT2, small_gpt
+from support.small_text import small_gpt
 from support.worlds import distance, in_world, train_all, weights
 
 PLAN = [{"*.queries_keys_values": "colwise"}, {"*.widen": "colwise"}, {"*.projection": "rowwise"}]
@@ -49,7 +49,9 @@ def values_after_setup(rank_plan: Any) -> dict[str, int]:
 
     with init_distributed("gloo", 60) as world:
         strategy = TensorParallel(1, rank_plan)
-        strategy.setup(gpt([8], 28, layers=1, heads=2, width=16, dropout=0.0, tied=True, **GPT2), world, GradientSync())
+        strategy.setup(
+            gpt([8], 28, layers=1, heads=2, width=16, dropout=0.0, tied=True, variant="gpt2"), world, GradientSync()
+        )
         held: dict[str, Any] = dict(strategy.model.named_parameters())
         return {
             name: (value.to_local() if hasattr(value, "to_local") else value).numel() for name, value in held.items()
@@ -66,7 +68,7 @@ def test_a_rank_holds_half_of_each_matrix_that_the_plan_names() -> None:
 
 def test_a_gpt_that_cannot_be_cut_is_refused() -> None:
     with torch.device("meta"):
-        model = gpt([8], 28, layers=1, heads=2, width=24, dropout=0.0, tied=True, **GPT2)
+        model = gpt([8], 28, layers=1, heads=2, width=24, dropout=0.0, tied=True, variant="gpt2")
     with pytest.raises(ConfigError, match="share the 2 heads of block1.attention among 3 ranks; type model.heads=3"):
         TensorParallel(1, PLAN).validate_model(model, 3)
     with pytest.raises(ConfigError, match="embedding.tokens.weight, which is also head.linear.weight; .*tied=false"):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.data.builtin import random_pairs
-from lockstep.models.mlp import mlp
+from lockstep.models.tutorial import mlp
 from support.configs import composed, with_values
 from support.event_files import scalars
 from support.reference import Reference, saved_parameters, train_reference

@@ -76,7 +76,7 @@ def test_the_model_computes_in_the_precision_layout_and_determinism_asked_for(tm
 
 
 def test_a_model_without_convolutions_stays_contiguous(tmp_path: Path) -> None:
-    from lockstep.models.mlp import mlp
+    from lockstep.models.tutorial import mlp
     from lockstep.training.setup import model_memory_format
 
     net, cpu = mlp([1, 8, 8], 10, 8, 1, 0.0), torch.device("cpu")

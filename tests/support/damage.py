@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.data.builtin import digits
 from lockstep.data.dataset import InMemoryDataset
-from lockstep.models.mlp import mlp
+from lockstep.models.tutorial import mlp
 from lockstep.training.weight_check import local_part
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.builtin import digits
-from lockstep.models.mlp import mlp
+from lockstep.models.tutorial import mlp
 
 
 def _raise(message: str) -> None:

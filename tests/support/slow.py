@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.builtin import digits
-from lockstep.models import mlp as models
+from lockstep.models import tutorial as models
 
 
 def mlp(shape: list[int], classes: int, **options: Any) -> torch.nn.Module:

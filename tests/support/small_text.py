@@ -1,18 +1,7 @@
 """A short text, and a small GPT that trains on it."""
 
 from pathlib import Path
-from typing import Any
 
-# Parameters of lockstep.models.gpt.gpt, and words that choose other ones.
-GPT2: dict[str, Any] = {
-    "positions": "learned",
-    "activation": "gelu",
-    "qk_norm": False,
-    "zero_init": False,
-    "token_shift": False,
-}
-MODERN = ["model.positions=rotary", "model.activation=relu_squared"]
-MODERN += ["model.qk_norm=true", "model.zero_init=true", "model.token_shift=true"]
 WORDS = "the quick brown fox jumps over the lazy dog, and the dog does not mind. " * 4
 
 

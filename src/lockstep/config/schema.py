@@ -4,11 +4,12 @@
 project's own classes, which are checked alike. No torch and no pydantic here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le, Len, Lt
+from annotated_types import Ge, Gt, Le, Lt, Predicate
 
 from lockstep.errors import ConfigError
 
@@ -28,8 +29,19 @@ Names = list[str | int]  # of layers: the name of one may be a whole number
 Ranks = Count | Literal["auto", "gpu", "cpu"]
 StartMethod = Literal["spawn", "fork", "forkserver"]
 Shape = list[Count]
-ImageShape = Annotated[list[Count], Len(3, 3)]
 Classes = Count
+
+
+def is_of_images(shape: Sequence[int]) -> bool:
+    """Whether it is (channels, height, width). Raises ConfigError if not: another model takes such samples."""
+    if len(shape) != 3:
+        raise ConfigError(
+            f"this model needs images, not samples of shape {list(shape)}; type model=mlp or model=linear"
+        )
+    return True
+
+
+ImageShape = Annotated[Shape, Predicate(is_of_images)]
 
 # What the program passes beside the arguments of a node: how many by position, and which names.
 LATER: dict[str, tuple[int, frozenset[str]]] = {

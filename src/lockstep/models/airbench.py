@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Literal
 
 import torch
@@ -11,61 +12,47 @@ from torch import Tensor, nn
 
 from lockstep.config.schema import Classes, Count, ImageShape
 from lockstep.errors import ConfigError
-from lockstep.models.base import image_shape
 
-WHITENED = 5000  # training images that the whitening layer is computed from
-AT_ONCE = 500  # images whose patches are in memory together
 SMALLEST_VARIANCE = 5e-4  # added to that of a patch's direction, so that noise is not blown up
 SMALLEST_SIDE = 9  # pixels: the whitening takes one, and each of three blocks halves what is left
 
 
-def airbench(
-    shape: ImageShape,
-    classes: Classes,
-    widths: Annotated[Sequence[Count], Len(3, 3)],
-    views: Literal["one", "mirrored", "mirrored_and_shifted"],
-) -> nn.Module:
-    """(N, *shape) images -> (N, classes) logits. Raises ConfigError for images of less than 9x9 pixels.
-
-    widths: channels of the three blocks.
-    views: views of an image that an evaluation averages the logits over: the image itself; also its mirror image; also
-        both of them one pixel up and left, and down and right.
-    """
-    channels, height, width = image_shape(shape, "airbench")
-    if min(height, width) < SMALLEST_SIDE:
-        wanted = f"{SMALLEST_SIDE}x{SMALLEST_SIDE}"
-        raise ConfigError(
-            f"model=airbench needs images of at least {wanted} pixels, not {height}x{width}; type model=mlp"
-        )
-    return Airbench(channels, classes, widths, views)
-
-
 class Airbench(nn.Module):
-    """Whitening, three blocks, the largest value of each channel, and a linear layer. See `airbench`."""
+    """Whitening, three blocks, the largest value of each channel, and a linear layer: (N, *shape) -> (N, classes).
 
-    samples_wanted = WHITENED
+    widths: channels of the three blocks. views: of an image, over which an evaluation averages the logits: itself; also
+    its mirror image; also both of them one pixel up and left, and down and right.
 
-    def __init__(self, channels: int, classes: int, widths: Sequence[int], views: str) -> None:
+    Raises ConfigError for images of less than 9x9 pixels.
+    """
+
+    samples_wanted = 5000  # for the whitening
+
+    def __init__(
+        self,
+        shape: ImageShape,
+        classes: Classes,
+        widths: Annotated[Sequence[Count], Len(3, 3)],
+        views: Literal["one", "mirrored", "mirrored_and_shifted"],
+    ) -> None:
         super().__init__()
-        first, second, third = widths
+        channels, height, width = shape
+        if min(height, width) < SMALLEST_SIDE:
+            smallest = f"{SMALLEST_SIDE}x{SMALLEST_SIDE} pixels"
+            raise ConfigError(
+                f"model=airbench needs images of at least {smallest}, not {height}x{width}; type model=mlp"
+            )
         self.views = views
         self.whiten = Whitening(channels)
-        self.blocks = nn.Sequential(
-            OrderedDict[str, nn.Module](
-                gelu=nn.GELU(),
-                block1=_block(self.whiten.out_channels, first),
-                block2=_block(first, second),
-                block3=_block(second, third),
-                pool=nn.AdaptiveMaxPool2d(1),  # of images of any size
-                flatten=nn.Flatten(),
-            )
-        )
-        self.head = nn.Linear(third, classes, bias=False)
+        pairs = pairwise([self.whiten.out_channels, *widths])
+        blocks = {f"block{number}": _block(*pair) for number, pair in enumerate(pairs, start=1)}
+        pool, flatten = nn.AdaptiveMaxPool2d(1), nn.Flatten()  # of images of any size
+        self.blocks = nn.Sequential(OrderedDict[str, nn.Module](gelu=nn.GELU(), **blocks, pool=pool, flatten=flatten))
+        self.head = nn.Linear(widths[-1], classes, bias=False)
         with torch.no_grad():
             self.head.weight.div_(self.head.weight.std())
 
     def set_weights_from(self, inputs: Tensor) -> None:
-        """Compute the whitening from training images (N, C, H, W) as the net gets them."""
         self.whiten.set_weights_from(inputs)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -74,18 +61,15 @@ class Airbench(nn.Module):
         logits = self._mirrored(images)
         if self.views == "mirrored":
             return logits
-        height, width = images.shape[2:]
         padded = F.pad(images, (1, 1, 1, 1), "reflect")
-        shifted = self._mirrored(padded[:, :, :height, :width]) + self._mirrored(padded[:, :, 2:, 2:])
+        shifted = self._mirrored(padded[:, :, :-2, :-2]) + self._mirrored(padded[:, :, 2:, 2:])
         return logits / 2 + shifted / 4
 
     def _mirrored(self, images: Tensor) -> Tensor:
         return (self._logits(images) + self._logits(images.flip(3))) / 2
 
     def _logits(self, images: Tensor) -> Tensor:
-        features = self.blocks(self.whiten(images))
-        logits: Tensor = self.head(features) / features.shape[1]
-        return logits
+        return self.head(self.blocks(self.whiten(images))) / self.head.in_features  # type: ignore[no-any-return]
 
 
 class Whitening(nn.Conv2d):
@@ -102,7 +86,7 @@ class Whitening(nn.Conv2d):
     def set_weights_from(self, images: Tensor) -> None:
         """images (N, C, H, W), normalised: their mean is taken as 0."""
         total, count = torch.zeros((), dtype=torch.float64, device=images.device), 0
-        for some in images.split(AT_ONCE):
+        for some in images.split(500):  # less memory
             patches = F.unfold(some.double(), 2).transpose(1, 2).flatten(0, 1)
             total = total + patches.T @ patches
             count += len(patches)
@@ -112,29 +96,18 @@ class Whitening(nn.Conv2d):
 
 
 def _block(inputs: int, outputs: int) -> nn.Sequential:
-    """Two convolutions with batch norm and GELU. Height and width are halved."""
-    return nn.Sequential(
-        OrderedDict[str, nn.Module](
-            conv1=_convolution(inputs, outputs),
-            pool=nn.MaxPool2d(2),
-            norm1=_norm(outputs),
-            gelu1=nn.GELU(),
-            conv2=_convolution(outputs, outputs),
-            norm2=_norm(outputs),
-            gelu2=nn.GELU(),
-        )
-    )
+    """Two convolutions with batch norm and GELU. Height and width are halved.
 
-
-def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
-    """At first the first outputs are the inputs, as far as there are that many."""
-    layer = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-    nn.init.dirac_(layer.weight[:inputs].detach())
-    return layer
-
-
-def _norm(channels: int) -> nn.BatchNorm2d:
-    """Running statistics that follow quickly, and a bias but no scale that is trained."""
-    layer = nn.BatchNorm2d(channels, eps=1e-12, momentum=0.4)
-    layer.weight.requires_grad_(False)
-    return layer
+    At first the first outputs of a convolution are its inputs, as far as there are that many. The running statistics
+    follow quickly, and of batch norm the bias is trained, but not the scale.
+    """
+    layers = OrderedDict[str, nn.Module]()
+    for number, width in enumerate((inputs, outputs), start=1):
+        layers[f"conv{number}"] = convolution = nn.Conv2d(width, outputs, 3, padding=1, bias=False)
+        nn.init.dirac_(convolution.weight[:width].detach())
+        if number == 1:
+            layers["pool"] = nn.MaxPool2d(2)
+        layers[f"norm{number}"] = norm = nn.BatchNorm2d(outputs, eps=1e-12, momentum=0.4)
+        norm.weight.requires_grad_(False)
+        layers[f"gelu{number}"] = nn.GELU()
+    return nn.Sequential(layers)

@@ -12,11 +12,6 @@ from lockstep.config.schema import Classes, Count, Fraction, Shape
 from lockstep.errors import ConfigError
 
 WEIGHT_STD = 0.02  # of the initial weights, as in GPT-2
-ROTARY_BASE = 10_000.0
-
-
-Positions = Literal["learned", "rotary"]
-Activation = Literal["gelu", "relu_squared"]
 
 
 def gpt(
@@ -27,181 +22,118 @@ def gpt(
     width: Count,
     dropout: Fraction,
     tied: bool,
-    positions: Positions,
-    activation: Activation,
-    qk_norm: bool,
-    zero_init: bool,
-    token_shift: bool,
+    variant: Literal["gpt2", "modern"],
 ) -> nn.Sequential:
-    """Token numbers (N, T) int64, T at most shape[0] -> logits of the next token (N, T, classes).
+    """Tokens (N, T) int64, T at most shape[0] -> logits of the next token (N, T, classes).
+
+    layers: blocks of attention and MLP. heads: of each attention. width: numbers of a token inside the model.
+    tied: the output layer uses the weights of the token embedding (Press and Wolf 2017). variant: gpt2, or modern:
+    rotary positions (Su et al. 2021) of normalised queries and keys (Henry et al. 2020), squared ReLU (So et al. 2021),
+    half of what an attention reads from the token before (Peng et al. 2023), and projections that begin with 0.
 
     Raises ConfigError if the heads cannot share the width.
-
-    layers: blocks of attention and MLP.
-    heads: heads of each attention; divides width.
-    width: numbers of a token inside the model.
-    dropout: share of the numbers that are dropped.
-    tied: the output layer uses the weights of the token embedding (Press and Wolf 2017).
-    positions: learned: a vector for each place; rotary: queries and keys are turned by their place (Su et al. 2021).
-    activation: between the layers of the MLP; relu_squared: as So et al. 2021.
-    qk_norm: queries and keys have the norm of their width's root (Henry et al. 2020).
-    zero_init: what is added to the residual stream begins with 0.
-    token_shift: half of the numbers that an attention reads are those of the token before (Peng et al. 2023).
     """
-    if width % heads:
-        raise ConfigError(
-            f"model.width={width} cannot be divided among model.heads={heads}; "
-            f"type model.width={heads * max(1, round(width / heads))}"
-        )
+    modern = variant == "modern"
+    step = heads * (2 if modern else 1)  # rotary positions turn pairs of numbers
+    if width % step:
+        what = f"model.width={width} cannot be divided among model.heads={heads}"
+        raise ConfigError(f"{what}{' in pairs' * modern}; type model.width={step * max(1, round(width / step))}")
     if len(shape) != 1:
-        raise ConfigError(f"model=gpt reads token numbers, not samples of shape {list(shape)}; type dataset=text")
-    if positions == "rotary" and width // heads % 2:
-        raise ConfigError(
-            f"model.positions=rotary turns pairs of numbers, and a head has {width // heads}; "
-            f"type model.width={width + heads}, or model.positions=learned"
-        )
+        raise ConfigError(f"model=gpt reads tokens, not samples of shape {list(shape)}; type dataset=text")
     context = shape[0]
-    angles = rotary_angles(context, width // heads) if positions == "rotary" else None
-    blocks = {
-        f"block{number}": Block(
-            Attention(heads, width, dropout, angles, qk_norm, token_shift), MLP(width, dropout, activation)
-        )
-        for number in range(1, layers + 1)
-    }
-    embedding, head = Embedding(classes, context, width, dropout, positions), Head(width, classes)
+    blocks = {f"block{number + 1}": Block(context, heads, width, dropout, modern) for number in range(layers)}
+    embedding = Embedding(classes, context, width, dropout, modern)
+    norm, linear = nn.LayerNorm(width, bias=False), nn.Linear(width, classes, bias=False)
+    head = nn.Sequential(OrderedDict[str, nn.Module](norm=norm, linear=linear))
     model = nn.Sequential(OrderedDict[str, nn.Module](embedding=embedding, **blocks, head=head))
     for name, module in model.named_modules():  # as GPT-2: what is added to the residual stream, 2 a block, is smaller
         if isinstance(module, nn.Linear | nn.Embedding):
-            is_added = name.endswith("projection")
-            std = 0.0 if is_added and zero_init else WEIGHT_STD / math.sqrt(2 * layers) if is_added else WEIGHT_STD
-            nn.init.normal_(module.weight, std=std)
+            added = 0.0 if modern else WEIGHT_STD / math.sqrt(2 * layers)
+            nn.init.normal_(module.weight, std=added if name.endswith("projection") else WEIGHT_STD)
     if tied:
-        head.linear.weight = embedding.tokens.weight
+        linear.weight = embedding.tokens.weight
     return model
 
 
 class Embedding(nn.Module):
-    """A vector for each token, plus one for its position where those are learned. (N, T) int64 -> (N, T, width)."""
+    """A vector for each token, plus one for its place unless `modern`. (N, T) int64 -> (N, T, width)."""
 
-    def __init__(self, classes: int, context: int, width: int, dropout: float, positions: Positions) -> None:
+    def __init__(self, classes: int, context: int, width: int, dropout: float, modern: bool) -> None:
         super().__init__()
         self.context = context
         self.tokens = nn.Embedding(classes, width)
-        self.positions = nn.Embedding(context, width) if positions == "learned" else None
+        self.positions = None if modern else nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.is_floating_point() or tokens.dim() != 2 or tokens.shape[1] > self.context:
-            raise ConfigError(
-                f"model=gpt reads rows of at most {self.context} token numbers, and these samples "
-                f"are {tokens.dtype} of shape {list(tokens.shape[1:])}; type dataset=text, or return int64 "
-                "tokens from your own data"
-            )
+            what = f"model=gpt reads rows of at most {self.context} tokens, and these samples are {tokens.dtype}"
+            raise ConfigError(f"{what} of shape {list(tokens.shape[1:])}; type dataset=text, or return int64 tokens")
         vectors: Tensor = self.tokens(tokens)
         if self.positions is not None:
             vectors = vectors + self.positions.weight[: tokens.shape[1]]
-        dropped: Tensor = self.dropout(vectors)
-        return dropped
+        return self.dropout(vectors)  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
     """Attention between tokens, then an MLP for each token, both added to what came in. (N, T, width) -> the same."""
 
-    def __init__(self, attention: "Attention", mlp: "MLP") -> None:
+    def __init__(self, context: int, heads: int, width: int, dropout: float, modern: bool) -> None:
         super().__init__()
-        width = attention.projection.out_features
         self.norm1 = nn.LayerNorm(width, bias=False)
-        self.attention = attention
+        self.attention = Attention(context, heads, width, dropout, modern)
         self.norm2 = nn.LayerNorm(width, bias=False)
-        self.mlp = mlp
-
-    def forward(self, vectors: Tensor) -> Tensor:
-        vectors = vectors + self.attention(self.norm1(vectors))
-        added: Tensor = vectors + self.mlp(self.norm2(vectors))
-        return added
-
-
-class Attention(nn.Module):
-    """Each token looks at itself and at those before it, with several heads (Vaswani et al. 2017).
-
-    angles: (T, width / heads / 2) of `rotary_angles`; None: queries and keys are not turned.
-    qk_norm: whether each query and key gets the norm of its width's root.
-    token_shift: whether half of the numbers are those of the token before, and 0 for the first one.
-    """
-
-    def __init__(
-        self, heads: int, width: int, dropout: float, angles: Tensor | None, qk_norm: bool, token_shift: bool
-    ) -> None:
-        super().__init__()
-        self.heads, self.head_width, self.dropout = heads, width // heads, dropout
-        self.qk_norm, self.token_shift = qk_norm, token_shift
-        self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)  # of one head after the other
-        self.projection = nn.Linear(width, width, bias=False)
-        self.register_buffer("cos", None if angles is None else angles.cos(), persistent=False)
-        self.register_buffer("sin", None if angles is None else angles.sin(), persistent=False)
-        self.cos: Tensor | None
-        self.sin: Tensor | None
-
-    def forward(self, vectors: Tensor) -> Tensor:
-        if self.token_shift:
-            kept, moved = vectors.chunk(2, -1)
-            vectors = torch.cat([kept, F.pad(moved[:, :-1], (0, 0, 1, 0))], -1)
-        joint = self.queries_keys_values(vectors)
-        rows, tokens, numbers = joint.shape
-        heads = numbers // (3 * self.head_width)  # with strategy=tensor_parallel a rank has some of them
-        by_head = joint.view(rows, tokens, heads, 3, self.head_width)
-        queries, keys, values = by_head.permute(3, 0, 2, 1, 4)  # each (N, heads, T, width / heads)
-        if self.qk_norm:
-            queries, keys = (F.rms_norm(part, (self.head_width,)) for part in (queries, keys))
-        if self.cos is not None and self.sin is not None:
-            queries, keys = (turned(part, self.cos[:tokens], self.sin[:tokens]) for part in (queries, keys))
-        dropout = self.dropout if self.training else 0.0
-        seen = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, dropout_p=dropout)
-        projected: Tensor = self.projection(seen.transpose(1, 2).flatten(2))
-        return F.dropout(projected, self.dropout, self.training)
-
-
-def rotary_angles(context: int, head_width: int) -> Tensor:
-    """(context, head_width / 2): by which angle each pair of numbers is turned at each place (Su et al. 2021)."""
-    pairs = torch.arange(0, head_width, 2) / head_width
-    return torch.outer(torch.arange(context), ROTARY_BASE**-pairs)
-
-
-def turned(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(..., T, width), the pairs of number i and i + width / 2 turned by the angles (T, width / 2)."""
-    first, second = vectors.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
-
-
-class MLP(nn.Sequential):
-    """Two linear layers with an activation between them, four times as wide inside."""
-
-    def __init__(self, width: int, dropout: float, activation: Activation) -> None:
-        super().__init__(
+        self.mlp = nn.Sequential(
             OrderedDict[str, nn.Module](
                 widen=nn.Linear(width, 4 * width, bias=False),
-                activation=nn.GELU() if activation == "gelu" else ReLUSquared(),
+                activation=ReLUSquared() if modern else nn.GELU(),
                 projection=nn.Linear(4 * width, width, bias=False),
                 dropout=nn.Dropout(dropout),
             )
         )
 
-
-class ReLUSquared(nn.Module):
-    """max(x, 0)^2 (So et al. 2021)."""
-
-    def forward(self, values: Tensor) -> Tensor:
-        return F.relu(values).square()
+    def forward(self, vectors: Tensor) -> Tensor:
+        vectors = vectors + self.attention(self.norm1(vectors))
+        return vectors + self.mlp(self.norm2(vectors))  # type: ignore[no-any-return]
 
 
-class Head(nn.Module):
-    """(N, T, width) -> the logits of the next token (N, T, classes)."""
+class Attention(nn.Module):
+    """Each token looks at itself and at those before it, with several heads (Vaswani et al. 2017)."""
 
-    def __init__(self, width: int, classes: int) -> None:
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, context: int, heads: int, width: int, dropout: float, modern: bool) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width, bias=False)
-        self.linear = nn.Linear(width, classes, bias=False)
+        self.heads, self.head_width, self.dropout, self.modern = heads, width // heads, dropout, modern
+        self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)  # of one head after the other
+        self.projection = nn.Linear(width, width, bias=False)
+        if modern:  # by which angle each pair of numbers is turned at each place
+            pairs = torch.arange(0, self.head_width, 2) / self.head_width
+            angles = torch.outer(torch.arange(context), 10_000.0**-pairs)
+            self.register_buffer("cos", angles.cos(), persistent=False)
+            self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, vectors: Tensor) -> Tensor:
-        logits: Tensor = self.linear(self.norm(vectors))
-        return logits
+        if self.modern:  # half of the numbers are those of the token before, and 0 for the first one
+            kept, moved = vectors.chunk(2, -1)
+            vectors = torch.cat([kept, F.pad(moved[:, :-1], (0, 0, 1, 0))], -1)
+        # With strategy=tensor_parallel a rank has some of the heads.
+        by_head = self.queries_keys_values(vectors).unflatten(-1, (-1, 3, self.head_width))
+        queries, keys, values = by_head.permute(3, 0, 2, 1, 4)  # each (N, heads, T, width / heads)
+        if self.modern:
+            queries, keys = self._placed(queries), self._placed(keys)
+        dropout = self.dropout if self.training else 0.0
+        seen = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, dropout_p=dropout)
+        return F.dropout(self.projection(seen.transpose(1, 2).flatten(2)), self.dropout, self.training)
+
+    def _placed(self, vectors: Tensor) -> Tensor:
+        """(N, heads, T, width), normalised, the pairs of number i and i + width / 2 turned by their place's angle."""
+        first, second = F.rms_norm(vectors, (self.head_width,)).chunk(2, -1)
+        cos, sin = self.cos[: vectors.shape[2]], self.sin[: vectors.shape[2]]
+        return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+
+
+class ReLUSquared(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        return F.relu(values).square()

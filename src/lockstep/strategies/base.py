@@ -384,3 +384,20 @@ def forward_empty_batch(module: nn.Module, inputs: Any) -> Any:
         ones = map_tensors(lambda tensor: tensor.new_ones(2, *tensor.shape[1:]) if tensor.dim() else tensor, inputs)
         outputs = module(ones)
     return without_samples(outputs)
+
+
+# until issue 44
+def weights_behind(starts: Iterable[Any], ends: Iterable[Any] = ()) -> list[Tensor]:
+    """The weights in autograd's graph from the nodes `starts` on, up to the nodes `ends`."""
+    weights, seen, nodes = list[Tensor](), set(ends), list(starts)
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        weight = getattr(node, "variable", None)  # of the nodes that add to .grad
+        if weight is not None:
+            weights.append(weight)
+        with suppress(RuntimeError):  # before torch 2.14 a function of the user's may not tell
+            nodes += [following for following, _ in node.next_functions]
+    return weights

@@ -20,13 +20,13 @@ from lockstep.data.dataset import tensors_in
 from lockstep.data.partition import fold_in
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
-from lockstep.models.base import weights_behind
 from lockstep.strategies.base import (
     JobSpec,
     LossFunction,
     Strategy,
     refuse_gradient_hooks,
     refuse_sparse_gradients,
+    weights_behind,
 )
 from lockstep.strategies.fsdp import replica_groups, validate_replicas
 from lockstep.strategies.gradient_sync import GradientSync

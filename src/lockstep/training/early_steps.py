@@ -22,8 +22,7 @@ from lockstep.data.dataset import count_samples, map_tensors, tensors_in
 from lockstep.data.partition import random_states_kept, seed_numpy_and_random
 from lockstep.distributed.sync_batch_norm import BatchNorm, SyncBatchNorm
 from lockstep.errors import ConfigError, first_of
-from lockstep.models.base import weights_behind
-from lockstep.strategies.base import WATCHED_STEPS, Strategy
+from lockstep.strategies.base import WATCHED_STEPS, Strategy, weights_behind
 from lockstep.tasks.base import OwnParts, Task, as_float64, modules_of
 from lockstep.training.buffers import checksum
 from lockstep.training.sample_noise import SampleNoise
