@@ -89,8 +89,6 @@ TIMM = [
         drop=ALL,
     ),
     of_timm("gmlp_ti16_224", img_size=64, drop={"drop_path_rate": 0.3}),
-    of_timm("regnety_002"),
-    of_timm("mobilenetv3_small_050"),
     of_timm("ghostnet_050", drop={"drop_rate": 0.2}),
     of_timm("levit_128s", img_size=64, drop={"drop_rate": 0.2, "drop_path_rate": 0.3}),
     of_timm("coat_tiny", img_size=64, embed_dims=[16, 16, 16, 16], serial_depths=[1, 1, 1, 1], parallel_depth=1),
