@@ -66,7 +66,9 @@ def test_a_run_stops_at_the_step_and_names_the_samples(tmp_path: Path) -> None:
         with_values(composed(f"run_dir={tmp_path / 'test'}", *SMALL), *TEST_BROKEN),
     ]
     step, rank = step_of_sample(BROKEN, 0, 2)
-    for loss, gradient, late, test in in_world(2, _train_all, configs):
+    # A world for each: a process that has failed is ended 5 s later.
+    ends = [[end for (end,) in in_world(2, _train_all, [config])] for config in configs]
+    for loss, gradient, late, test in zip(*ends, strict=True):
         for sentence in (loss, late):
             assert sentence.startswith(f"the loss is nan at step {step} on rank {rank} with the samples ")
             assert f"on rank {1 - rank}" not in sentence
