@@ -17,7 +17,7 @@ from support.commands import LAUNCHERS, TRAIN, processes_of, skip_without_mpirun
 
 pytestmark = [pytest.mark.drill, pytest.mark.new_process]
 
-MOMENTS = [0.15, 0.4, 0.9, 1.8]  # seconds after the command has its handlers of signals
+MOMENTS = [0.15, 0.25, 0.5, 0.9, 1.5, 2.2]  # seconds after the command has its handlers of signals
 FOREIGN_MOMENTS = {  # seconds after the start
     "torchrun": [1.2, 3.0],  # it imports torch first, its ranks afterwards
     "mpirun": [0.8, 2.0],

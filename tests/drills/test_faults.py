@@ -1,8 +1,7 @@
 """Faults under every launcher: the report names the rank that failed first, and says what that means.
 
-FAULTS=all runs each fault under each launcher; without it launch=fork gets all but those that are much like another,
-and each other launcher one of a kind: an exception, a kill, an exit, and one in a process that loads data; ours one
-before the training, too.
+FAULTS=all runs each fault under each launcher; without it launch=fork gets all and each other launcher one of a kind:
+an exception, a kill, an exit, and one in a process that loads data; ours one before the training, too.
 """
 
 import json
@@ -99,8 +98,6 @@ FAULTS = [
 ]
 ONE_OF_A_KIND = [("forward/raise", 5), ("backward/kill", 5), ("forward/exit3", 5), ("data/kill", 70)]
 OF_OURS = [("build/raise", 1)]
-LIKE_OTHERS = ("forward/key", "forward/assert", "backward/heap", "evaluation/kill", "optimizer/kill")
-LIKE_OTHERS += ("forward/memory",)  # runs/test_memory.py has it
 
 
 def run(launcher: str, fault: Fault, folder: Path) -> tuple[str, Row]:
@@ -145,11 +142,9 @@ def run(launcher: str, fault: Fault, folder: Path) -> tuple[str, Row]:
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_first_rank_and_the_sentence_are_right(launcher, tmp_path, request):
     skip_without_mpirun(launcher)
-    some, chosen = ONE_OF_A_KIND + OF_OURS * (launcher in OURS), FAULTS
-    if os.environ.get("FAULTS") != "all":
-        chosen = [fault for fault in FAULTS if (fault.name, fault.step) in some]
-        if launcher == "fork":
-            chosen = [fault for fault in FAULTS if fault.name not in LIKE_OTHERS]
+    is_whole = os.environ.get("FAULTS") == "all" or launcher == "fork"
+    some = ONE_OF_A_KIND + OF_OURS * (launcher in OURS)
+    chosen = FAULTS if is_whole else [fault for fault in FAULTS if (fault.name, fault.step) in some]
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(run, launcher, fault, tmp_path / f"{number}") for number, fault in enumerate(chosen)]
         outcomes = [job.result() for job in jobs]

@@ -49,7 +49,7 @@ VERDICTS = {
     "dead": None,  # its death is seen at once, whatever becomes of its sockets
 }
 KINDS = list(VERDICTS)
-CHOSEN = [(kind, "train", "auto", 2) for kind in KINDS if kind != "fifo"]
+CHOSEN = [(kind, "train", "auto", 2) for kind in KINDS]
 CHOSEN += [(kind, "evaluation", "all_reduce", 4) for kind in ("loader", "skip", "stopped")]
 MATRIX = [
     (kind, place, sync, size)
@@ -117,7 +117,7 @@ def test_a_hang_is_only_reported_if_that_is_wanted(start_faulty, tmp_path):
     ("launcher", "kind"),
     [
         *[("launch=torchrun", "stopped"), ("launch=spawn", "forward")],
-        *[("torchrun", "forward"), ("torchrun", "skip"), ("mpirun", "skip")],
+        *[("torchrun", "stopped"), ("torchrun", "skip"), ("mpirun", "forward"), ("mpirun", "skip")],
     ],
 )
 def test_a_hang_has_the_same_verdict_under_each_launcher(start_faulty, tmp_path, launcher, kind):
@@ -129,7 +129,6 @@ def test_a_hang_has_the_same_verdict_under_each_launcher(start_faulty, tmp_path,
     assert report["first"]["verdict"] == VERDICTS[kind]
     assert report["first"]["ranks"] == [1]
     assert run.process.returncode == (1 if launcher == "torchrun" else 4)  # torchrun has codes of its own
-    assert ("exitcode  : 4" in run.output) == (launcher == "torchrun")
     assert run.output.count("verdict:") == 1
 
 
@@ -157,6 +156,15 @@ def test_a_compilation_is_only_slow(start, tmp_path):
     assert not (tmp_path / "run/failure.json").exists()
     assert "verdict:" not in run.output
     assert run.ended - run.started > 8
+
+
+def test_ranks_of_torchrun_leave_with_the_code_of_a_hang(start_faulty, tmp_path):
+    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, *SMALL, *MODEL, f"watch.timeout={TIMEOUT}"]
+    run = start_faulty(*torchrun, "hydra.run.dir=run", HANG="forward", PYTHONPATH=ROOT / "tests")
+    run.finish(1)  # torchrun's own code
+    assert json.loads((tmp_path / "run/failure.json").read_text())["exit_code"] == 4
+    assert "verdict: a rank is in user code" in run.output
+    assert "exitcode  : 4" in run.output
 
 
 @pytest.mark.timeout(240 + 200 * MINUTES)

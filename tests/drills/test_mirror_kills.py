@@ -11,7 +11,7 @@ import pytest
 from support.commands import TRAIN, wait_for
 from support.object_store import URL, ObjectStore, listed
 
-KILLS = 10
+KILLS = 20
 
 
 def newest(store):

@@ -65,13 +65,13 @@ def check(run: Command, tmp_path: Path, phase: str, number: int) -> None:
         assert newest_snapshot(tmp_path / "run")["progress"]["step"] == stopped_at(tmp_path / "run")
 
 
-ROWS = [  # test_early_interrupts has the imports
-    *[("python", phase, INT, "group") for phase in SECONDS if phase not in ("import", "meeting")],
+ROWS = [
+    *[("python", phase, INT, "group") for phase in SECONDS if phase != "meeting"],
     ("python", "step", HUP, "group"),
-    *[("launch=torchrun", phase, INT, "group") for phase in SECONDS if phase not in ("import", "snapshot")],
+    *[("launch=torchrun", phase, INT, "group") for phase in SECONDS if phase != "snapshot"],
     ("launch=torchrun", "prepare", HUP, "group"),
     ("launch=torchrun", "evaluation", HUP, "launcher"),
-    *[("launch=spawn", phase, INT, "group") for phase in ("meeting", "step", "end")],
+    *[("launch=spawn", phase, INT, "group") for phase in ("import", "meeting", "step", "end")],
     ("launch=fork", "meeting", HUP, "launcher"),
     ("launch=spawn", "step", HUP, "launcher"),
     *[("launch=fork", phase, INT, "group") for phase in ("build", "snapshot")],

@@ -71,7 +71,7 @@ def test_ranks_that_wait_for_a_preparation_end_with_it(start_faulty, tmp_path):
     assert run.process.returncode != 0
 
 
-@pytest.mark.parametrize("starter", ["torchrun", "launch=fork", "python"])
+@pytest.mark.parametrize("starter", STARTERS)
 def test_sys_exit_with_0_in_mid_run_is_a_failure_that_names_the_line(start_faulty, starter):
     run = start_faulty(*STARTERS[starter], *PARTS, LEAVE="sys.exit", PYTHONPATH=TESTS).finish(code=None)
     assert run.process.returncode not in (0, 75)
@@ -80,8 +80,9 @@ def test_sys_exit_with_0_in_mid_run_is_a_failure_that_names_the_line(start_fault
     assert "finished:" not in run.output
 
 
-def test_os_exit_with_0_in_mid_run_is_a_failure_that_names_the_phase(start_faulty):
-    run = start_faulty(*STARTERS["launch=torchrun"], *PARTS, LEAVE="os._exit", PYTHONPATH=TESTS).finish(1)
+@pytest.mark.parametrize("starter", ["launch=torchrun", "launch=fork"])
+def test_os_exit_with_0_in_mid_run_is_a_failure_that_names_the_phase(start_faulty, starter):
+    run = start_faulty(*STARTERS[starter], *PARTS, LEAVE="os._exit", PYTHONPATH=TESTS).finish(1)
     assert "its program left with exit code 0 before the end of the run, in the phase" in run.output
     assert "finished:" not in run.output
 

@@ -41,8 +41,9 @@ def interrupt(start, folder, launch):
     return command
 
 
-def test_ctrl_c_saves_the_last_step(start, tmp_path):
-    interrupt(start, tmp_path / "run", "env")  # torchrun: below; fork: runs/test_interrupted_runs.py
+@pytest.mark.parametrize("launch", ["env", "fork"])  # torchrun: below
+def test_ctrl_c_saves_the_last_step(start, tmp_path, launch):
+    interrupt(start, tmp_path / "run", launch)
 
 
 def test_a_run_that_was_stopped_in_mid_epoch_goes_on_to_the_same_bits(start, tmp_path):

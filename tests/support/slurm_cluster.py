@@ -106,7 +106,7 @@ class SlurmCluster:
         """JobState, Restarts and ExitCode."""
         return dict(re.findall(r"(JobState|Restarts|ExitCode)=(\S+)", self.run("scontrol", "show", "job", job)))
 
-    def wait_for_job(self, job: str, state: str, limit: float = 240) -> dict[str, str]:
+    def wait_for_job(self, job: str, state: str, limit: float = 90) -> dict[str, str]:
         """Wait until `job` is in `state`, or has failed. Returns what `show` gives then."""
         wait_for(lambda: self.show(job)["JobState"] in (state, "FAILED"), f"{state} job", limit)
         return self.show(job)
