@@ -372,8 +372,8 @@ def trained(configs: list[Any]) -> list[tuple[dict[str, Any], str, str]]:
             strategy = parts.strategy
             try:
                 cfg, loaders = build.model_and_data(cfg, world, parts)
-                state = build_state.train_state(cfg, strategy, loaders.train)
-                train_epoch(state, loaders.train)
+                state = build_state.train_state(cfg, strategy, loaders)
+                train_epoch(state, loaders.train.batches(state.progress), cfg.seed)
                 from lockstep.training.evaluation import Evaluator
 
                 Evaluator(state, loaders.test, None, 0, "test").means(lambda: None)  # type: ignore[arg-type,return-value]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.whole
 
 Start = Callable[..., Command]
 Train = Callable[..., Command]
-FIND = ["mode=find_lr", "model=mlp", "trainer.precision=fp64", "logger=[tensorboard]"]
+FIND = ["loader.validation=null", "mode=find_lr", "model=mlp", "trainer.precision=fp64", "logger=[tensorboard]"]
 
 
 def suggestion(command: Command) -> list[str]:
@@ -37,7 +37,7 @@ def rate_of(command: Command) -> float:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Command:
-    words = [*PYTHON_TRAIN, "loader.validation=null", *FIND, "hydra.run.dir=found"]
+    words = [*PYTHON_TRAIN, *FIND, "hydra.run.dir=found"]
     return Command(words, tmp_path_factory.mktemp("one")).finish()
 
 

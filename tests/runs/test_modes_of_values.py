@@ -45,7 +45,7 @@ def test_predictions_and_targets_of_one_number_a_sample_are_a_column_each(of_val
     rows = list(csv.DictReader((of_values / "run" / "predictions.csv").open()))
     assert list(rows[0]) == ["index", "prediction", "truth"]
     assert [float(row["truth"]) for row in rows] == pytest.approx([target for _, target in Values()])
-    loss = json.loads((of_values / "run" / "run.json").read_text())["objective"]["last"]
+    loss = json.loads((of_values / "run" / "run.json").read_text())["test"]["metrics"]["loss"]
     squares = [(float(row["prediction"]) - float(row["truth"])) ** 2 for row in rows]
     assert sum(squares) / len(rows) == pytest.approx(loss, rel=1e-5)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.strategies.data_parallel import UnevenDataParallel, part_sizes
 from lockstep.strategies.model_parallel import rank_devices
-from support.commands import ON_TEST
+from support.digits import PAIRS_ON_TEST
 from support.configs import composed
 from support.event_files import scalars
 from support.models import WithConstants
@@ -111,7 +111,7 @@ def test_with_one_worker_an_asynchronous_server_is_one_process(tmp_path: Path) -
 
 
 def test_with_two_workers_gradients_are_stale_and_every_step_is_taken(tmp_path: Path) -> None:
-    served = [ON_TEST, "strategy=async_parameter_server", "logger=[tensorboard]", "trainer.epochs=2"]
+    served = [PAIRS_ON_TEST, "strategy=async_parameter_server", "logger=[tensorboard]", "trainer.epochs=2"]
     answers = in_world(3, train_all, [composed(f"run_dir={tmp_path}", *SMALL, *served)])
     assert answers[0] == answers[1] == answers[2]
     shown = scalars(tmp_path)

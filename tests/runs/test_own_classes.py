@@ -201,7 +201,7 @@ def test_a_net_whose_inputs_or_outputs_do_not_fit_is_refused_in_the_first_step(t
     dicts += ["dataset.classes=2"]
     by_name = composed("logger=[]", f"run_dir={tmp_path}", "model._target_=own_nets.ByName", *dicts)
     masked = ["dataset=pair", *(f"dataset.{half}._target_=own_nets.MaskInADict" for half in ("train", "test"))]
-    masks = composed("logger=[]", "task=segmentation", f"run_dir={tmp_path}", *masked)
+    masks = composed("logger=[]", "task=segmentation", "dataset.classes=2", f"run_dir={tmp_path}", *masked)
     logits = "the model returns an object of Output, and Classification needs its logits alone; type model._target_="
     for found in in_world(2, sentences, [of_transformers, of_transformers_in_parts, pair, by_name, masks]):
         assert found[0].startswith(logits)

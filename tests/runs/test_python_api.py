@@ -105,7 +105,7 @@ def test_compose_gives_what_the_command_would_train_with(tmp_path: Path) -> None
     (tmp_path / "conf" / "model" / "wide.yaml").write_text("defaults: [mlp]\nwidth: 512\n")
     config = lockstep.compose([f"--config-dir={tmp_path}/conf", "model=wide", "trainer.epochs=7", "run_dir=runs/a"])
     assert (config.model["width"], config.trainer.epochs, config.run_dir) == (512, 7, "runs/a")
-    assert config.model["classes"] == config.dataset.classes  # interpolations are resolved
+    assert config.model["classes"] == config.dataset["classes"]  # interpolations are resolved
     assert lockstep.compose("model=mlp '+vars.sizes=[1, 2]'").vars == {"sizes": [1, 2]}
 
 

@@ -54,7 +54,8 @@ def test_a_run_of_two_lives(tmp_path: Path) -> None:
     assert before["objective"]["name"] == "val/accuracy"
     assert before["environment"].items() >= versions().items()
     facts, diff = code_facts()
-    assert before["code"] == facts | {"modules": {}}
+    assert before["code"] == facts | {"modules": before["code"]["modules"]}
+    assert "support.digits" in before["code"]["modules"]  # where the data set is from
     assert not diff or (tmp_path / "run" / "uncommitted.diff").read_bytes() == diff
     assert states(tmp_path) == ["paused"]
     (tmp_path / "run" / "snapshots" / "step_00000021.pt").unlink()

@@ -45,7 +45,7 @@ class Both(Task):
 class AsTheyAre(Both):
     predictions = Task.predictions
 """
-DATA = "train: {_target_: heads.TwoTargets}\ntest: {_target_: heads.TwoTargets}\n"
+DATA = "defaults: [pair]\ntrain: {_target_: heads.TwoTargets}\ntest: {_target_: heads.TwoTargets}\n"
 TASK = "_target_: heads.Both\nmetrics: {loss: min, accuracy: max}\nmonitor: accuracy\n"
 
 

@@ -138,7 +138,7 @@ def instantiate(node: Node | Sequence[Node] | None, *first: Any, **later: Any) -
 
 def instantiate_as(kind: type[Kind], node: Node, key: str, *first: Any, **later: Any) -> Kind:
     """As `instantiate`, of `later` only what the target has parameters for. Raises ConfigError if it is no `kind`."""
-    target = locate(key, node["_target_"])
+    target = locate(key, node.get("_target_"))
     made = instantiate(node, *first, **{name: value for name, value in later.items() if takes(target, name)})
     if not isinstance(made, kind):
         group, wanted = key.partition(".")[0], f"{kind.__module__}.{kind.__qualname__}"

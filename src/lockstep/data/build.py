@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from lockstep.data.source import (
 )
 from lockstep.data.split import hold_out
 from lockstep.errors import ConfigError
+from lockstep.failures.record import exception_record
 from lockstep.text import first_line, show
 
 log = logging.getLogger(__name__)
@@ -61,7 +63,10 @@ def prepare_first(config: RunConfig) -> None:
     except ConfigError:
         raise
     except Exception as error:
-        what = f"the data of {config.dataset['_target_']} cannot be prepared ({first_line(error)})"
+        failed = exception_record(error)
+        place = f"{failed['file']}:{failed['line']}: " if "file" in failed else ""
+        why = f"{place}{type(error).__name__}: {first_line(error)}"
+        what = f"the data of {config.dataset['_target_']} cannot be prepared ({why})"
         raise ConfigError(f"{what}; correct that, or type dataset=<another one>") from error
 
 
@@ -137,7 +142,8 @@ def completed(config: RunConfig, data: Data) -> RunConfig:
         if is_batch_wide and "num_classes" in signature_of(get_object(values["_target_"])).parameters:
             values.setdefault("num_classes", None)
         for name in {"classes", "num_classes"} & values.keys():
-            values[name] = values[name] or node.get("classes") or class_count(data.train, first)
+            with suppress(ConfigError) if key == "dataset" else nullcontext():  # numbers have none, and need none
+                values[name] = values[name] or node.get("classes") or class_count(data.train, first)
         return values
 
     loader = replace(config.loader, batch_transforms=told(config.loader.batch_transforms, "loader.batch_transforms"))

@@ -68,7 +68,8 @@ class Tokenizer:
         try:
             return [np.fromiter(map(known.__getitem__, text), np.uint32, len(text)) for text in texts]
         except KeyError as error:
-            raise ConfigError(f"the text has no {error}, so the model has not learned it; type another one") from None
+            what = f"the text has no {error}, so the model has not learned it"
+            raise ConfigError(f"{what}; type mode.prompt=<characters of the text>") from None
 
     def decode(self, tokens: list[int]) -> str:
         if self.coder is not None:
