@@ -9,8 +9,8 @@ from torch import nn
 
 from lockstep.strategies.data_parallel import UnevenDataParallel, part_sizes
 from lockstep.strategies.model_parallel import rank_devices
-from support.digits import PAIRS_ON_TEST
 from support.configs import composed
+from support.digits import PAIRS_ON_TEST
 from support.event_files import scalars
 from support.models import WithConstants
 from support.worlds import distance, in_world, train, train_all, weights
