@@ -123,7 +123,7 @@ def test_what_cannot_be_used_is_refused_with_what_to_type(tmp_path: Path) -> Non
     shakespeare = str(tmp_path / "tinyshakespeare/input.txt")
     source = text(tmp_path)
     source.prepare()
-    with pytest.raises(ConfigError, match="the text has no 'z'.*; type another one"):
+    with pytest.raises(ConfigError, match="the text has no 'z'.*; type mode.prompt="):
         source.splits().train.coder.encode(["fuzzy"])
     for source, said in [
         (text(tmp_path, path="none.txt"), "No such file.*type dataset.path="),
