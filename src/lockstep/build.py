@@ -1,4 +1,4 @@
-"""Builds the parts of a run in each rank: data, then model, then what trains, evaluates, saves and logs.
+"""Builds the parts of a run in each rank: data, then model, then what trains. Each part once.
 
 Each function with random numbers has a seed block of its own, so that none of them depends on what was built before.
 """
@@ -26,14 +26,21 @@ from lockstep.distributed.world import World, require_same_code, require_same_co
 from lockstep.failures import reporter
 from lockstep.files import short_hash
 from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
-from lockstep.preflight import Parts
-from lockstep.preflight_rules import check_batch_size
+from lockstep.preflight import Parts, check_batch_size
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.strategies.base import refuse_changing_weights
-from lockstep.tasks.base import Task, modules_of
-from lockstep.training.checkpointing import checkpoint_activations
-from lockstep.training.setup import cast, model_dtype, model_memory_format, prepare_model
+from lockstep.tasks.base import Task
+from lockstep.training.callbacks import Callback
+from lockstep.training.ema import WeightAverage, own_average
+from lockstep.training.metrics import Meter
+from lockstep.training.nonfinite import SkipNonFinite
+from lockstep.training.optimizers import build_optimizer
+from lockstep.training.rng import Draws
+from lockstep.training.run import Clock, Progress, Run, time_limit
+from lockstep.training.schedules import as_schedule
+from lockstep.training.setup import checkpoint_activations, model_dtype, model_memory_format, prepare_model
+from lockstep.training.step import Step
 
 
 class Loaders(NamedTuple):
@@ -45,16 +52,15 @@ class Loaders(NamedTuple):
 
     train: Loader
     test: Loader
-    task: Task
     split: str | None
     held_out: Any
     val: Loader | None = None
 
 
-def model_and_data(config: RunConfig, world: World, parts: Parts) -> tuple[RunConfig, Loaders]:
-    """Hand the model to the strategy. Returns the config with what the data tells, and the loaders of the data sets.
+def build_run(config: RunConfig, world: World, parts: Parts, takes_steps: bool = True) -> Run:
+    """The run of this rank. Its `config` has what the data tells. A collective.
 
-    Nothing here keeps the model: a strategy may hold only a part of it on this rank.
+    takes_steps: False works on any number of ranks, also on more than the batch has samples.
     """
     reporter.enter("prepare")
     world.once_per_machine(lambda: source_of(config).prepare())
@@ -68,15 +74,89 @@ def model_and_data(config: RunConfig, world: World, parts: Parts) -> tuple[RunCo
         check_nodes("model", config.model)
     task = build_task(config, world)
     readers = build_readers(config, parts, data, task)
-    converter = build_model(config, world, parts, readers["train"])
-    loaders = build_loaders(config, world, parts, readers, converter)
-    return config, Loaders(task=task, split=split, held_out=data.held_out, **loaders)
+    converter = build_model(config, world, parts, task, readers["train"])
+    loaders = Loaders(split=split, held_out=data.held_out, **build_loaders(config, parts, readers, converter))
+    return assemble(config, parts, task, loaders, takes_steps)
 
 
-# until issue 42
+def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, takes_steps: bool) -> Run:
+    """The optimizer on the strategy's model, and what takes a step. A collective."""
+    strategy, trainer = parts.strategy, config.trainer
+    world, progress = strategy.world, Progress()
+    shares = strategy.data_share_of(world.size)
+    batch_size = check_batch_size(config, shares) if takes_steps else trainer.batch_size
+    steps_per_epoch = -(-len(loaders.train) // batch_size)
+    total_steps = min(trainer.epochs * steps_per_epoch, trainer.max_steps or trainer.epochs * steps_per_epoch)
+    objective = objective_of(config, task)
+    direction = "min" if objective is None else direction_of(config, task, objective)
+    optimizer = build_optimizer(config.optimizer, config.parameters, strategy)
+    hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    average: WeightAverage | None = own_average(strategy.model, optimizer, trainer.ema is not None)
+    if trainer.ema is not None:
+        average = instantiate_as(WeightAverage, trainer.ema, "trainer.ema", strategy.model)
+    options = {"steps_per_epoch": steps_per_epoch, "total_steps": total_steps, "direction": direction}
+    schedule = as_schedule(instantiate_as(object, config.scheduler, "scheduler", optimizer, **options), optimizer)
+    scaler, meter = torch.amp.GradScaler(world.device.type, enabled=trainer.precision == "fp16"), Meter(task, world)
+    # Ranks that compute the same samples draw for their own parts of the model.
+    by_sample = not trainer.compile and shares == world.size
+    step = instantiate_as(
+        Step,
+        config.step,
+        "step",
+        strategy=strategy,
+        task=task,
+        optimizer=optimizer,
+        schedule=schedule,
+        scaler=scaler,
+        meter=meter,
+        draws=Draws(config.seed, world.device, by_sample),
+        progress=progress,
+        max_grad_norm=trainer.max_grad_norm,
+        average=average,
+        skip=SkipNonFinite(strategy) if config.watch.nan == "skip" else None,
+        ignores=not loaders.train.is_whole,
+    )
+    nodes = [*config.callbacks, *([] if trainer.profiler is None else [trainer.profiler])]
+    return Run(
+        config=config,
+        strategy=strategy,
+        task=task,
+        step=step,
+        optimizer=optimizer,
+        schedule=schedule,
+        scaler=scaler,
+        meter=meter,
+        progress=progress,
+        loaders=loaders,
+        batch_size=batch_size,
+        average=average,
+        objective=objective,
+        direction=direction,
+        callbacks=[instantiate_as(Callback, node, f"callbacks[{place}]") for place, node in enumerate(nodes)],
+        hyperparameters=hyperparameters,
+        clock=Clock(time_limit(trainer.max_time)),
+    )
+
+
+def objective_of(config: RunConfig, task: Task) -> str | None:
+    """What chooses the best weights, such as val/accuracy; None: the last ones are the result."""
+    if config.monitor == "auto":
+        return f"val/{task.monitor}" if config.holds_out else None
+    return config.monitor
+
+
+def direction_of(config: RunConfig, task: Task, objective: str) -> str:
+    """Whether "min" or "max" of it is better. Raises ConfigError if no evaluation measures it."""
+    node = config.evaluation.metrics.get(objective.partition("/")[2])
+    if node is None:
+        return task.mode(objective)
+    is_higher = getattr(instantiate_as(object, node, "evaluation.metrics"), "higher_is_better", True)
+    return "max" if is_higher else "min"
+
+
 def import_nodes(config: RunConfig) -> None:
     """A module that seeds torch when it is imported does so here."""
-    for group in ("model", "dataset", "loader", "optimizer", "scheduler", "strategy", "gradient_sync", "task"):
+    for group in ("model", "dataset", "loader", "optimizer", "scheduler", "step", "callbacks", "task"):
         for _, node in nodes_in(vars(config.loader) if group == "loader" else getattr(config, group), group):
             with suppress(Exception):  # what fails here fails again when it is instantiated, with a message
                 get_object(node["_target_"])
@@ -93,17 +173,12 @@ def check_same_data(data: Data, world: World) -> str | None:
     return split
 
 
-# until issue 42
 def build_task(config: RunConfig, world: World) -> Task:
-    """The task, with its own modules on the rank's device."""
+    """The task, with its tensors and modules on the rank's device."""
     with seeded(config.seed):
         task = instantiate_as(Task, config.task, "task")
-    precision = config.trainer.precision
-    for module in modules_of(task):
-        cast(module, "fp32" if precision == "bf16-true" else precision)  # losses are of float32
-        if world.device.type == "mps":  # weights of classes are of float64, which it lacks
-            module.float()
-        module.to(world.device)
+    # Losses are of float32 at least.
+    task.to(world.device, torch.float64 if config.trainer.precision == "fp64" else torch.float32)
     return task
 
 
@@ -120,7 +195,7 @@ def build_readers(config: RunConfig, parts: Parts, data: Data, task: Task) -> di
     return readers
 
 
-def build_model(config: RunConfig, world: World, parts: Parts, reader: SampleReader) -> InputConverter:
+def build_model(config: RunConfig, world: World, parts: Parts, task: Task, reader: SampleReader) -> InputConverter:
     """Hand the model to the strategy. Returns what brings inputs to its type and memory layout.
 
     reader: of the training data.
@@ -145,17 +220,17 @@ def build_model(config: RunConfig, world: World, parts: Parts, reader: SampleRea
     refuse_changing_weights(model, world.size)
     strategy.validate_model(model, world.size)
     checkpoint_activations(model, trainer.checkpoint_activations)
-    strategy.setup(model, world, parts.gradient_sync, trainer.precision)
+    strategy.setup(model, task.outputs, world, parts.gradient_sync, trainer.precision)
     return converter.to(world.device)
 
 
 def build_loaders(
-    config: RunConfig, world: World, parts: Parts, readers: dict[str, SampleReader], converter: InputConverter
+    config: RunConfig, parts: Parts, readers: dict[str, SampleReader], converter: InputConverter
 ) -> dict[str, Loader]:
     """What reads this rank's shares of each split."""
     strategy, trainer, trains = parts.strategy, config.trainer, not parts.mode.needs_run
-    shares = strategy.data_parallel_size(world.size)
-    batch_size = check_batch_size(config, shares) if trains else trainer.batch_size
+    world = strategy.world
+    batch_size = check_batch_size(config, strategy.data_share_of(world.size)) if trains else trainer.batch_size
     plan = partial(strategy.parts, micro_batches=trainer.gradient_accumulation_steps)
     options = (converter, world.device, plan, strategy.evaluation_share(world), batch_size)
     return {name: loader_of(config, reader, name == "train" and trains, *options) for name, reader in readers.items()}

@@ -5,8 +5,11 @@ Functions import torch, and what needs it, inside: the fork server imports the s
 
 import gc
 import importlib.util
+import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.check import default_of, word
@@ -20,10 +23,11 @@ from lockstep.modes.base import Mode
 from lockstep.text import show
 
 if TYPE_CHECKING:
-    from lockstep.strategies.base import Strategy
+    from lockstep.strategies.base import JobSpec, Strategy
     from lockstep.strategies.gradient_sync import GradientSync
 
-GROUPS = ("dataset", "model", "loader", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "logger")
+GROUPS: tuple[str, ...] = ("dataset", "model", "loader", "task", "step", "optimizer", "scheduler", "strategy", "gradient_sync", "logger")
+GROUPS += ("callbacks",)
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,14 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
 
 def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
     """The parts, checked against each other, this machine and what the config names. Nothing is started or written."""
-    from lockstep.preflight_rules import check_options  # imports torch
     from lockstep.strategies.base import Strategy
     from lockstep.strategies.gradient_sync import GradientSync
 
     for group in GROUPS:
         check_nodes(group, vars(config.loader) if group == "loader" else getattr(config, group))
+    check_nodes("evaluation.metrics", config.evaluation.metrics)
+    for key in ("ema", "profiler"):
+        check_nodes(f"trainer.{key}", getattr(config.trainer, key))
     check_loggers(config)
     check_optimizer(config)
     strategy = instantiate_as(Strategy, config.strategy, "strategy")
@@ -114,3 +120,113 @@ def check_optimizer(config: RunConfig) -> None:
             raise ConfigError(
                 f"parameters.groups: {show(group)} is refused: {reason}; type parameters.groups={example}"
             )
+
+
+def check_options(
+    config: RunConfig, launcher: Launcher, mode: Mode, strategy: "Strategy", gradient_sync: "GradientSync"
+) -> None:
+    """Raise ConfigError for what options and machine contradict."""
+    from lockstep.build import direction_of, objective_of
+    from lockstep.data.partition import seeded
+    from lockstep.snapshots.manager import validate_format
+    from lockstep.snapshots.mirror import validate_mirror
+    from lockstep.tasks.base import Task
+    from lockstep.training.run import time_limit
+
+    with seeded(config.seed):
+        task = instantiate_as(Task, config.task, "task")
+    objective = objective_of(config, task)
+    if objective is not None:
+        direction_of(config, task, objective)
+    time_limit(config.trainer.max_time)
+    job = job_spec(config, launcher)
+    has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
+    rules = [
+        (
+            job.compile and not has_compiler and not launcher.runs_elsewhere,
+            "trainer.compile needs a C++ compiler, and this machine has none",
+            "apt install g++, or trainer.compile=false",
+        ),
+        (
+            job.device_type == "mps" and job.precision == "fp64",
+            "trainer.precision=fp64 needs a device with float64, and Apple's GPU has none",
+            "backend=gloo, or trainer.precision=fp32",
+        ),
+        (
+            job.compile == "reduce-overhead" and job.gradient_accumulation_steps > 1,
+            "trainer.compile=reduce-overhead overwrites gradients that are accumulated (pytorch issue 169545)",
+            "trainer.compile=true, or trainer.gradient_accumulation_steps=1",
+        ),
+        (
+            job.nan == "skip" and job.precision == "fp16",
+            "watch.nan=skip and the loss scaling of fp16 would both leave out updates",
+            "watch.nan=stop, or trainer.precision=bf16",
+        ),
+    ]
+    for wrong, what, advice in rules:
+        if wrong:
+            raise ConfigError(f"{what}; type {advice}")
+    check_mode(config, mode, job)
+    strategy.validate(job)
+    strategy.validate_gradient_sync(gradient_sync, job)
+    validate_format(config.snapshot.format, strategy)
+    if mode.trains:
+        snapshot = config.snapshot
+        validate_mirror(snapshot.mirror, snapshot.format, strategy, config.resume, Path(config.run_dir))
+    if not mode.needs_run:
+        check_batch_size(config, strategy.data_share_of(job.world_size))
+
+
+def check_mode(config: RunConfig, mode: Mode, job: "JobSpec") -> None:
+    """Raise ConfigError if there is no snapshot to start from, or if the mode cannot be had."""
+    from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
+
+    if mode.trains:
+        find_snapshots(config.resume, Path(config.run_dir))
+        return
+    if mode.needs_run:
+        snapshots_to_try(config.resume, mode.snapshot, mode.name)
+    elif config.resume is not None:
+        what = f"mode={mode.name} reads no run; leave resume={config.resume} out"
+        raise ConfigError(f"{what}, or type parameters.init=<a run> for its weights")
+    mode.validate(job)
+
+
+def job_spec(config: RunConfig, launcher: Launcher) -> "JobSpec":
+    """What the config asks for. Raises ConfigError if this machine lacks the backend."""
+    from lockstep.distributed.backend import uses_mps, validate_backend
+    from lockstep.snapshots.manager import SaveInterval
+    from lockstep.strategies.base import JobSpec
+    from lockstep.training.step import Step
+
+    world_size, ranks_here = launcher.num_ranks()
+    backend: str = config.backend.name
+    if not launcher.runs_elsewhere:  # another machine may have the GPUs that this one lacks
+        backend = validate_backend(backend, ranks_here, config.backend.socket_ifname)
+    trainer = config.trainer
+    return JobSpec(
+        world_size=world_size,
+        ranks_here=ranks_here,
+        device_type="cuda" if backend == "nccl" else "mps" if uses_mps(config.backend.name, world_size) else "cpu",
+        precision=trainer.precision,
+        sync_bn=config.sync_bn.mode,
+        gradient_accumulation_steps=trainer.gradient_accumulation_steps,
+        compile=trainer.compile,
+        deterministic=trainer.deterministic,
+        nan=config.watch.nan,
+        save_unit=SaveInterval(config.snapshot.every).unit,
+        optimizer=locate("optimizer", config.optimizer["_target_"]),
+        fused_optimizer=config.optimizer.get("fused") is True,
+        has_own_step=locate("step", config.step["_target_"]) is not Step,
+    )
+
+
+def check_batch_size(config: RunConfig, shares: int) -> int:
+    """Samples of a global batch, which is cut into `shares`. Raises ConfigError if a rank would get none."""
+    trainer, steps = config.trainer, config.trainer.gradient_accumulation_steps
+    batch_size = trainer.batch_size if trainer.batch_size_per_rank is None else trainer.batch_size_per_rank * shares
+    if batch_size < shares * steps:
+        cut_into = [f"{shares} ranks"] * (shares > 1) + [f"{steps} micro-batches"] * (steps > 1)
+        what = f"trainer.batch_size={batch_size} is too small for {' and '.join(cut_into)}"
+        raise ConfigError(f"{what}; type trainer.batch_size={shares * steps} or more")
+    return batch_size

@@ -44,12 +44,15 @@ def is_of_images(shape: Sequence[int]) -> bool:
 ImageShape = Annotated[Shape, Predicate(is_of_images)]
 
 # What the program passes beside the arguments of a node: how many by position, and which names.
+STEP = frozenset({"strategy", "task", "optimizer", "schedule", "scaler", "meter", "draws", "progress", "average"})
 LATER: dict[str, tuple[int, frozenset[str]]] = {
     "optimizer": (1, frozenset()),
-    "scheduler": (1, frozenset({"steps_per_epoch", "total_steps", "objective_mode"})),
+    "scheduler": (1, frozenset({"steps_per_epoch", "total_steps", "direction"})),
     "scheduler.schedule": (1, frozenset()),
     "loader.collate_fn": (1, frozenset()),
     "loader.augment": (0, frozenset({"epochs"})),
+    "trainer.ema": (1, frozenset()),
+    "step": (0, STEP | {"max_grad_norm", "skip", "ignores"}),
 }
 FROM_DATA = ("shape", "classes", "num_classes")  # null in a node: the training data tells
 
@@ -76,8 +79,8 @@ class Trainer(Section):
     channels_last: bool | Literal["auto"]
     compile: bool | Literal["reduce-overhead", "max-autotune"]
     deterministic: bool
-    buffers: Literal["auto", "mean", "own"]
-    ema: Annotated[float, Gt(0), Lt(1)] | None
+    ema: Node | None
+    profiler: Node | None
     final: Literal["train+val"] | None
 
 
@@ -96,6 +99,7 @@ class Evaluation(Section):
     every: Count
     patience: Count | None
     test: Literal["end", "every", "never"]
+    metrics: dict[str, Node]
 
 
 @dataclass(frozen=True)
@@ -113,20 +117,10 @@ class Logging(Section):
 
 @dataclass(frozen=True)
 class Watch(Section):
-    every: Count
-    weights: Literal["stop", "off"]
+    weights_every: Count
     nan: Literal["stop", "skip"]
     timeout: Positive | None
     on_hang: Literal["stop", "report"]
-
-
-# until issue 42
-@dataclass(frozen=True)
-class Profiler(Section):
-    enabled: bool
-    every: Count
-    trace_after: Count
-    trace_steps: Count
 
 
 # until issue 45
@@ -190,13 +184,14 @@ class RunConfig(Section):
     logging: Logging
     watch: Watch
     sweep: Sweep
-    profiler: Profiler
     backend: Backend
     sync_bn: SyncBN
     loader: Loader
     dataset: Node
     model: Node
     task: Node
+    step: Node
+    callbacks: list[Node]
     optimizer: Node
     scheduler: Node
     strategy: Node
@@ -211,11 +206,9 @@ class RunConfig(Section):
         return self.trainer.final is None and (self.loader.validation is not None or self.loader.folds is not None)
 
     @property
-    def objective(self) -> str | None:
-        """What decides which weights are the best, such as val/accuracy; None: the last ones are the result."""
-        if self.monitor == "auto":
-            return f"val/{self.task.get('monitor', 'loss')}" if self.holds_out else None
-        return self.monitor
+    def chooses(self) -> bool:
+        """Whether evaluations decide which weights are the best. Else the last ones are the result."""
+        return self.holds_out if self.monitor == "auto" else self.monitor is not None
 
     def changed(self, values: dict[str, Any]) -> "RunConfig":
         """A copy with other values: {"trainer.epochs": 3, "scheduler": {...}}."""
@@ -231,8 +224,8 @@ class RunConfig(Section):
     def refuse_contradictions(self) -> None:
         """Raise ConfigError for values that would together do something else than what they say."""
         data, monitor, final, search = self.loader, self.monitor or "", self.trainer.final, self.sweep.search
-        fold, folds, chooses, metric = data.fold, data.folds, self.objective is not None, monitor.partition("/")[2]
-        plateau = self.scheduler.get("_target_") == "lockstep.training.schedulers.Plateau"
+        fold, folds, chooses, metric = data.fold, data.folds, self.chooses, monitor.partition("/")[2]
+        plateau = self.scheduler.get("_target_") == "lockstep.training.schedules.Plateau"
         all_folds = f"loader.fold=0, or -m 'loader.fold=range(0,{folds})'"
         hold_out = "trainer.final=null" if final else "loader.validation=0.1"
         held_out = data.validation is not None or folds is not None

@@ -198,7 +198,7 @@ def reader_of(
     with seeded(fold_in(config.seed, TRANSFORMS)):
         transforms = instantiate(loader.transforms if is_trained else loader.test_transforms)
         collate = instantiate(loader.collate_fn) or default_collate
-    if transforms and config.task["_target_"].endswith("Segmentation"):
+    if transforms:
         transforms = [with_mask, *transforms]
     reader = SampleReader(dataset, NAMES[split], config.seed, transforms, collate, loader.on_error == "skip", check)
     targets = of_each_sample(dataset, "targets") if hasattr(unwrapped(dataset)[0], "gather") else None
@@ -208,11 +208,14 @@ def reader_of(
 
 
 def with_mask(sample: Any) -> Any:
-    """The target as torchvision's Mask: transforms of v2 leave a plain tensor as it is, and move the image alone."""
-    from torchvision.tv_tensors import Mask  # takes half a second
+    """A class for each pixel as torchvision's Mask: transforms of v2 leave a plain tensor as it is, and move the image
+    alone."""
+    if not isinstance(sample, tuple) or not isinstance(sample[1], Tensor) or sample[1].dim() < 2:
+        return sample
+    from torchvision.tv_tensors import Mask, TVTensor  # takes half a second
 
     inputs, target = sample
-    return inputs, target if isinstance(target, Mask) else Mask(target)
+    return inputs, target if isinstance(target, TVTensor) else Mask(target)
 
 
 def loader_of(

@@ -150,6 +150,7 @@ class Loader:
             one = self.memory.gather(torch.zeros(1, dtype=torch.int64))[0]
             self.values, self.is_here = one.numel(), one.device == device
         self.is_stream = isinstance(reader.dataset, Stream)
+        self.is_whole = bool(getattr(whole, "is_whole", False))  # whether all targets count, also those of tokens
 
     def __len__(self) -> int:
         """Samples of an epoch."""
@@ -183,6 +184,11 @@ class Loader:
         but not augmented. In this process."""
         inputs, targets = self._to_device(self.raw(numbers, epoch))
         return self.whole(numbers), self.converter(inputs), map_tensors(self.converter.target, targets)
+
+    def numbers_at(self, epoch: int, start: int) -> list[Tensor]:
+        """Of the samples in each of this rank's parts of the batch that begins after `start` samples of the epoch."""
+        order, count = self.order.epoch(epoch), min(self.batch_size, len(self) - start)
+        return [order[start + part.start : start + part.stop] for part in self.parts(start // self.batch_size, count)]
 
     def whole(self, numbers: Tensor) -> Tensor:
         """The numbers that these samples (n,) have in the whole data set, of which this may be a part."""

@@ -71,6 +71,10 @@ class World:
         dist.all_reduce(tensor)
         return tensor
 
+    def all_reduce_async(self, tensor: Tensor) -> Any:
+        """As `all_reduce_sum`, but it returns what is waited for, or None if there is nothing to do."""
+        return None if self.size == 1 else dist.all_reduce(tensor, async_op=True)
+
     def all_reduce_sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sum of each over all ranks, in its shape and on its device. One collective for each of this rank's
         devices, in the type that holds all tensors there; tensors of the CPU travel with those of `device`.

@@ -31,7 +31,6 @@ import lockstep.loggers.tensorboard
 import lockstep.snapshots.resume
 import lockstep.strategies.ddp
 import lockstep.training.loop
-import lockstep.training.meter
 import lockstep.training.setup
 from lockstep.source_code import module_hashes
 

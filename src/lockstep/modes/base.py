@@ -20,7 +20,6 @@ from lockstep.files import write_whole
 from lockstep.runs.record import NAME, read_run
 
 if TYPE_CHECKING:
-    from lockstep.build import Loaders
     from lockstep.config.record import ConfigRecord
     from lockstep.config.schema import RunConfig
     from lockstep.data.loader import Loader
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from lockstep.loggers.rank_logs import RankLogs
     from lockstep.preflight import Parts
     from lockstep.strategies.base import JobSpec
-    from lockstep.training.state import TrainState
+    from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -41,21 +40,19 @@ FILES_OF_A_RUN |= {"failure.json", "failure.txt", "hang.txt", "uncommitted.diff"
 class TrainedRun:
     """A trained run on this rank: the net with its weights, spread over the ranks as its strategy says.
 
-    state: `state.strategy.model` is the net, `state.task` its task. `state.ema_weights()` is a block in which the net
-    holds its averaged weights, if the run kept an average: what training evaluates and exports.
-    loaders: this rank's share of the data. snapshot: where the weights are from. saved: its contents.
+    run: `run.averaged_weights()` is a block in which the net holds its averaged weights, if the run kept an average:
+    what training evaluates and exports. snapshot: where the weights are from. saved: its contents.
     config: {key: value} of this command, as files may have it.
     """
 
-    state: "TrainState"
-    loaders: "Loaders"
+    run: "Run"
     snapshot: Path
     saved: Mapping[str, Any]
     config: Mapping[str, Any]
 
     @property
     def world(self) -> "World":
-        return self.state.strategy.world
+        return self.run.world
 
     @property
     def folder(self) -> Path:
@@ -72,9 +69,18 @@ class TrainedRun:
         """The names of the classes in run.json, empty if the training data had none."""
         return recorded_classes(self.folder)
 
+    def metrics(self, loader: "Loader") -> Any:
+        """Those of `evaluation.metrics`, for an evaluation of `loader`; None without any."""
+        from lockstep.build_state import torchmetrics_of
+        from lockstep.training.evaluate import Metrics
+
+        found = torchmetrics_of(self.run)
+        return Metrics(found, len(loader.reader)) if found else None
+
     def loader(self, split: str) -> "Loader":
         """split: "train", "val" or "test". Raises ConfigError for a validation set that there is none of."""
-        found = {"train": self.loaders.train, "val": self.loaders.val, "test": self.loaders.test}[split]
+        loaders = self.run.loaders
+        found = {"train": loaders.train, "val": loaders.val, "test": loaders.test}[split]
         if found is None:
             raise ConfigError(
                 "mode.split=val needs a validation set, and this run was trained without one; type mode.split=test"
@@ -128,12 +134,11 @@ class Mode:
 
         with join(config, parts) as (world, logs):
             begin(config, record, world, logs)
-            config, loaders = build.model_and_data(config, world, parts)
-            state = build_state.train_state(config, parts.strategy, loaders, takes_steps=False)
-            record = record.completed(config)
+            trained_run = build.build_run(config, world, parts, takes_steps=False)
+            record = record.completed(trained_run.config)
             paths = snapshots_to_try(config.resume, self.snapshot, self.name)
-            saved, snapshot = restore_trained(state, paths, build_state.model_config(record))
-            trained = TrainedRun(state, loaders, snapshot, saved, record.shown)
+            saved, snapshot = restore_trained(trained_run, paths, build_state.model_config(record))
+            trained = TrainedRun(trained_run, snapshot, saved, record.shown)
             _require_same_classes(trained)
             _warn_of_changed_data(trained, record.shown)
             reporter.enter("mode")
@@ -176,7 +181,7 @@ def _require_same_classes(trained: TrainedRun) -> None:
     """Raise ConfigError if a class number, or a token number of a text, has another name than in the training."""
     from lockstep.data.source import class_names, require_same_classes
 
-    for loader in (trained.loaders.train, trained.loaders.test):
+    for loader in (trained.run.loaders.train, trained.run.loaders.test):
         names, advice = class_names(loader.reader.dataset), "type dataset=<data with the classes of the training>"
         require_same_classes(trained.classes, names, "the training", "this data", advice)
 
@@ -194,7 +199,7 @@ def _warn_of_changed_data(trained: TrainedRun, config: Mapping[str, Any]) -> Non
         recorded = read_run(trained.folder)["data"]
     if before != now:
         return
-    for name, loader in (("training_data", trained.loaders.train), ("test_data", trained.loaders.test)):
+    for name, loader in (("training_data", trained.run.loaders.train), ("test_data", trained.run.loaders.test)):
         fingerprint = data_fingerprint(loader.reader.dataset)
         if recorded.get(name, fingerprint) != fingerprint:
             what = name.replace("_", " ")

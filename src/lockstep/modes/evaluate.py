@@ -39,10 +39,10 @@ class Evaluate(Mode):
         Raises TrainingDiverged if the loss is NaN or infinite.
         """
         from lockstep.snapshots.resume import compared
-        from lockstep.training.evaluation import SampleCount, evaluate
+        from lockstep.training.evaluate import SampleCount, evaluate
 
         loader, count = trained.loader(self.split), SampleCount()
-        metrics = evaluate(trained.state, loader, report=count)
+        metrics = evaluate(trained.run, loader, report=count, metrics=trained.metrics(loader))
         if not math.isfinite(metrics["loss"]):
             raise self._diverged(trained, metrics["loss"])
         count.reduce(trained.world)
@@ -63,11 +63,10 @@ class Evaluate(Mode):
 
     def _diverged(self, trained: TrainedRun, loss: float) -> TrainingDiverged:
         """The error, with the samples that hold a NaN. A collective."""
-        from lockstep.training.evaluation import broken_in
-        from lockstep.training.nan import OTHER_DATA, sentence_about
+        from lockstep.training.nonfinite import OTHER_DATA, broken_in, sentence_about
 
         what = f"the {self.split} loss of {trained.snapshot} is {loss}"
-        broken = broken_in(trained.loader(self.split), trained.world)
+        broken = broken_in(trained.loader(self.split), trained.run)
         if not broken:
             return TrainingDiverged(f"{what}; type mode.snapshot=<another one>")
         data = {"train": "training", "val": "validation"}.get(self.split, self.split)

@@ -80,7 +80,7 @@ class Export(Mode):
         # The suffix stays: torch.export asks for it.
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp{path.suffix}")
         try:
-            with trained.state.ema_weights():
+            with trained.run.averaged_weights():
                 self._write(trained, temporary)
             os.replace(temporary, path)
         except Exception as error:
@@ -100,13 +100,13 @@ class Export(Mode):
         from lockstep.modes.trained_net import TrainedNet
         from lockstep.strategies.tensor_bytes import as_saved, map_only
 
-        model = trained.state.strategy.model.eval()
+        model = trained.run.model.eval()
         if self.format in ("state_dict", "safetensors"):
             state = dict(model.state_dict())
             write_weights(map_only(torch.Tensor, as_saved, state), path, self.format)
             return
-        net = TrainedNet(model, trained.loaders.test.converter, "fp32", trained.classes)
-        loader = trained.loaders.test
+        net = TrainedNet(model, trained.run.loaders.test.converter, "fp32", trained.classes)
+        loader = trained.run.loaders.test
         samples, _ = loader.raw(torch.arange(min(EXAMPLES, len(loader.reader))))
         if not isinstance(samples, torch.Tensor):
             raise ConfigError(f"mode.format={self.format} needs samples of one tensor; type mode.format=state_dict")

@@ -35,7 +35,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT, INSET, RADIUS, LETTERS = (
     FINER * n for n in (420, 300, 70, 46, 30, 20, 12, 4, 12)
 )
 INK, GRID, DOT, PALE, BEST = "#222222", "#dddddd", "#3b75af", "#b3cbe2", "#d1495b"
-RISING = "lockstep.training.rate_finder.rising"
+RISING = "lockstep.training.lr_range.rising"
 
 
 class FindLr(Mode):
@@ -65,39 +65,43 @@ class FindLr(Mode):
 
     def work(self, config: RunConfig, record: "ConfigRecord", parts: "Parts") -> float:
         """Returns the suggestion. Raises ConfigError, on all ranks, if the loss never falls."""
-        from lockstep import build, build_state
+        from lockstep import build
         from lockstep.distributed.run_folder import hold_run_folder
-        from lockstep.training.loop import train_epoch
-        from lockstep.training.rate_finder import RateFinder, suggested
+        from lockstep.training.lr_range import RateFinder, suggested
 
         with join(config, parts) as (world, logs), hold_run_folder(config.run_dir, world):
             begin(config, record, world, logs)
-            if parts.strategy.own_epoch() is not None:
-                raise ConfigError("mode=find_lr needs steps that all ranks take together; type strategy=ddp")
             typed = config.optimizer.get("lr")
             if not typed:
                 raise ConfigError("mode=find_lr scales the rates from optimizer.lr; type optimizer.lr=0.1")
-            config, loaders = build.model_and_data(config, world, parts)
             changes: dict[str, Any] = {"trainer.max_steps": self.steps, "trainer.epochs": self.steps}
             changes |= {"trainer.max_time": None, "trainer.pause_after": None, "trainer.ema": None, "watch.nan": "stop"}
             rising = {"first": self.min_lr / typed, "last": self.max_lr / typed}
             changes["scheduler"] = {"_target_": RISING} | rising
-            state = build_state.train_state(config.changed(changes), parts.strategy, loaders)
-            finder, divergence, stream = RateFinder(state), None, loaders.train.batches(state.progress)
-            try:
-                while not state.finished:
-                    reporter.epoch_starts(state.progress.epoch + 1)
-                    train_epoch(state, stream, config.seed, watchers=[finder])
-            except TrainingDiverged as error:
-                divergence = error
+            run = build.build_run(config.changed(changes), world, parts)
+            if run.step.unit > 1:
+                raise ConfigError("mode=find_lr needs steps that all ranks take together; type strategy=ddp")
+            config, finder = run.config, RateFinder()
+            run.strategy.module.train()
+            reporter.epoch_starts(1)
+            for batch in run.loaders.train.batches(run.progress):
+                if run.progress.samples == 0:
+                    run.meter.clear()
+                    run.step.draws.begin_epoch()
+                run.step(batch)
+                run.progress.advance(batch)
+                finder.on_step_end(run)
+                if run.finished:
+                    break
+                run.end_epoch()
             losses = finder.losses
             ratio = self.max_lr / self.min_lr
             rates = [self.min_lr * ratio ** (step / (self.steps - 1)) for step in range(len(losses))]
             found = suggested(rates, losses)
             if world.is_rank_zero:
                 write_curves(config, rates, losses, found)
-            if found is None and divergence is not None:
-                raise divergence
+            if found is None and not math.isfinite(losses[-1]):
+                raise TrainingDiverged(f"the loss is {losses[-1]} at step {len(losses)}", "type mode.min_lr=<smaller>")
             if found is None:
                 raise ConfigError(
                     f"the loss does not fall by more than batches differ from optimizer.lr={rates[0]:.2g} to "
@@ -145,7 +149,7 @@ def draw(path: Path, rates: Sequence[float], losses: Sequence[float], found: flo
     """
     from PIL import Image, ImageDraw, ImageFont
 
-    from lockstep.training.rate_finder import START, smoothed
+    from lockstep.training.lr_range import START, smoothed
 
     curve, begin = smoothed(losses), max(losses[:START])
     low, high = (

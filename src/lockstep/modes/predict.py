@@ -69,36 +69,25 @@ def predict(trained: TrainedRun, split: str) -> Columns:
     """The columns of this rank's share, without rows where another rank computes the outputs."""
     import torch
 
-    from lockstep.data.partition import fold_in, seeded
-    from lockstep.data.reader import EVALUATION
     from lockstep.data.source import count_samples
     from lockstep.distributed import signals
     from lockstep.failures import reporter
-    from lockstep.training.evaluation import draws_of_samples
-    from lockstep.training.sample_noise import SampleNoise
-    from lockstep.training.setup import autocast
+    from lockstep.training.evaluate import evaluating
 
-    state, parts, rows = trained.state, list[Columns](), 0
-    strategy, settings = state.strategy, state.settings
+    run, parts, rows = trained.run, list[Columns](), 0
 
     def keep(outputs: "Tensor", targets: "Tensor") -> None:
-        named = state.task.predictions(outputs) | {"truth": targets}
+        named = run.task.predictions(outputs) | {"truth": targets}
         columns = [column for name, values in named.items() for column in _columns(name, values)]
         count = min(rows, count_samples(targets))  # a pipeline has some of them; targets may be packed
         of_samples = [(name, values.detach()) for name, values in columns if values.shape[:1] == (count,)]
         parts.append({name: _beside(targets, values).cpu() for name, values in of_samples})
 
-    reporter.enter("evaluation")
-    strategy.module.eval()
-    context = autocast(strategy.world.device, settings.precision)
     loader = trained.loader(split)
-    rank, size = loader.share
-    with state.ema_weights(), torch.no_grad(), seeded(fold_in(loader.seed, EVALUATION, rank)):
-        noise = SampleNoise()
-        for part in loader.evaluation(settings.eval_batch_size * size):
+    with evaluating(run, loader):
+        for part in loader.evaluation(run.config.evaluation.batch_size):
             rows = len(part.numbers)
-            with draws_of_samples(state, noise, loader, part):
-                strategy.eval_step(part.inputs, part.targets, keep, context)
+            run.strategy.evaluate(part, keep)
             reporter.heartbeat()
             if signals.stop_requested():
                 raise StoppedEarly("stopped early; no file was written", EXIT_STOPPED_WITHOUT_SNAPSHOT)

@@ -48,17 +48,15 @@ class Sample(Mode):
         """Raises ConfigError if the run was not trained on a text, or not on the symbols of the prompt."""
         import torch
 
-        from lockstep.training.setup import autocast
-
-        dataset = trained.loaders.train.reader.dataset
+        dataset = trained.run.loaders.train.reader.dataset
         if not hasattr(dataset, "coder"):
             raise ConfigError("mode=sample writes text, and this run was not trained on one; type mode=predict")
-        state, device = trained.state, trained.world.device
-        model = state.strategy.model.eval()
+        run, device = trained.run, trained.world.device
         coder = dataset.coder
         tokens = torch.tensor([int(token) for token in coder.encode([self.prompt])[0]], device=device)
         generator = torch.Generator(device).manual_seed(self.seed)
-        with state.ema_weights(), torch.no_grad(), autocast(device, state.settings.precision):
+        with run.averaged_weights(), torch.no_grad(), run.strategy.autocast:
+            model = run.model.eval()
             for _ in range(self.length):
                 tokens = torch.cat([tokens, self._next(model, tokens[-dataset.block :], generator)])
         print(coder.decode(tokens.tolist()))

@@ -77,8 +77,8 @@ class TrainedNet(nn.Module):
         Raises ConfigError for a net that was trained for another of this project's tasks than classification, or that
         returns something else than scores.
         """
-        if self.task.startswith("lockstep.tasks.") and not self.task.startswith("lockstep.tasks.classification"):
-            name = self.task.split(".")[2]
+        name = self.task.rpartition(".")[2]
+        if self.task.startswith("lockstep.tasks.") and name != "CrossEntropy":
             raise ConfigError(f"predict gives classes, and this net was trained for {name}; type net(samples)")
         with torch.no_grad():
             outputs = self(samples)

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from lockstep.data.partition import random_states_kept
 from lockstep.data.source import TARGET_KEYS, Tensors, of_each_sample, tensors_in, unwrapped
-from lockstep.training.weight_check import digest
+from lockstep.training.replicas import digest
 
 LARGEST_TENSOR = 2**30  # bytes; a larger one may be a file that is mapped into memory, and is sampled
 TENSOR_ROWS = 64  # sampled of such a tensor

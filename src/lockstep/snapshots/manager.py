@@ -1,6 +1,5 @@
 """Saves a run's snapshots when they are due, resumes a run from them, and leaves the model's weights at its end."""
 
-import copy
 import logging
 import math
 import re
@@ -21,7 +20,6 @@ from torch import Tensor
 from lockstep.distributed import signals
 from lockstep.distributed.environment import slurm_reason
 from lockstep.distributed.run_folder import go_on_words
-from lockstep.distributed.signals import StopVote
 from lockstep.distributed.world import DISK_TIMEOUT, World
 from lockstep.errors import (
     EXIT_STOPPED_WITHOUT_SNAPSHOT,
@@ -57,7 +55,6 @@ from lockstep.snapshots.state import (
     copy_to_cpu,
     model_state,
     plain_copy,
-    require_kept,
     require_plain,
     restore_state,
     restore_weights,
@@ -66,10 +63,9 @@ from lockstep.snapshots.state import (
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.tensor_bytes import as_saved, map_only
 from lockstep.text import first_line
-from lockstep.training.nan import SMALLER_STEPS
-from lockstep.training.state import TrainState
-from lockstep.training.watchers import Watcher
-from lockstep.training.weight_check import local_part
+from lockstep.training.nonfinite import SMALLER_STEPS, diverged
+from lockstep.training.replicas import local_part, require_same_weights
+from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -78,15 +74,15 @@ SHARDED_ABOVE = 2**30  # bytes of weights, optimizer state and average, from whi
 LAST, BEST = "model.pt", "model_best.pt"  # the weights that a run leaves at its end; BEST if the best are others
 
 
-class SnapshotManager(Watcher):
-    """Saves and restores `state`. Every rank calls every method but `newest`. Build it before the first step.
+class SnapshotManager:
+    """Saves and restores `run`. Every rank calls every method but `newest`. Build it before the first step.
 
     As a context manager it finishes the pending writes, however the run ends.
     """
 
     def __init__(
         self,
-        state: TrainState,
+        run: Run,
         run_dir: str | Path,
         fingerprint: dict[str, Any],
         config: dict[str, Any],
@@ -95,7 +91,6 @@ class SnapshotManager(Watcher):
         form: str,
         mirror: str | None = None,
         before_save: Callable[[], None] = lambda: None,
-        compare_weights: Callable[[], None] = lambda: None,
     ) -> None:
         """
         fingerprint: flat dict of plain values, what a snapshot must have in common with the run that resumes from it.
@@ -104,20 +99,16 @@ class SnapshotManager(Watcher):
         keep_last, form: see Saver.
         mirror: as snapshot.mirror.
         before_save: called on rank 0 before each save. It writes what must not be older than the snapshot.
-        compare_weights: called on all ranks before each save. It raises RanksDiffer if their weights differ.
         """
-        require_plain(state.strategy.model.state_dict())
-        self.state, self.world, self.run_dir = state, state.strategy.world, Path(run_dir)
+        require_plain(run.model.state_dict())
+        self.run, self.world, self.run_dir = run, run.world, Path(run_dir)
         self.folder = self.run_dir / "snapshots"
         self.fingerprint, self.config = fingerprint, config
         self.interval = SaveInterval(every)
-        self.before_save, self.compare_weights = before_save, compare_weights
-        self.vote = StopVote(self.world, flags=3)
+        self.before_save = before_save
         self.writer = BackgroundWriter(MAX_PENDING)
         self.mirror = Mirror(mirror, self.folder) if mirror is not None and self.world.is_rank_zero else None
-        self.saver = Saver(state, self.folder, self.writer, keep_last, form, self.mirror)
-        self.fresh_schedule = copy.deepcopy(state.scheduler.state_dict())
-        self.has_looked = False  # at what optimizer and scheduler keep
+        self.saver = Saver(run, self.folder, self.writer, keep_last, form, self.mirror)
         self.resumed_from: Path | None = None
         self.start_step = 0
         self.is_due = False
@@ -137,8 +128,6 @@ class SnapshotManager(Watcher):
         self.writer.close()
         if self.mirror is not None:
             self.mirror.close()
-        if error is None:
-            self.vote.close()
 
     # To begin.
 
@@ -166,18 +155,17 @@ class SnapshotManager(Watcher):
             return None
         saved, path = found
         with self.world.disk_access():  # parts are read from their files now
-            restore_state(self.state, saved)
-        self.state.set_clock(saved.get("seconds", 0.0))
+            restore_state(self.run, saved)
         log_config_changes(saved["config"], self.config)
-        self.interval.last_step = self.start_step = self.state.progress.step
+        self.start_step = self.run.progress.step
         # This snapshot precedes the epoch's evaluation. A newer one must follow it, or a kill would repeat it.
-        self.is_due = self.state.progress.samples == self.state.settings.epoch_samples
+        self.is_due = self.run.progress.samples == self.run.epoch_samples
         self.resumed_from = path
         reporter.resumed(str(path.absolute()), self.start_step)
         log.info("resumed from %s", path)
-        if self.state.finished:
+        if self.run.finished:
             message = "nothing to train: the run is at step %d already; type %s=<more> to go on"
-            log.info(message, self.start_step, self.state.reached_limit)
+            log.info(message, self.start_step, self.run.reached_limit)
         return path
 
     @contextmanager
@@ -196,35 +184,14 @@ class SnapshotManager(Watcher):
 
     # When to save, and when to stop.
 
-    def after_step(self, samples: int) -> None:
-        """Save if a snapshot is due. `samples`: global samples since the last call.
-
-        Raises StoppedEarly, with a snapshot of this step, after any rank was asked to stop. After the last step of an
-        epoch a due snapshot waits for `after_epoch`: a run killed between them would log the epoch's evaluation twice.
-        """
-        progress = self.state.progress
-        if not self.has_looked:  # here, not at the first snapshot: it may come hours later
-            self.has_looked = True
-            require_kept(self.state, self.fresh_schedule)
-        due, is_over = self.interval.due_by_clock(), self.state.time_is_over
-        stop, due_by_clock, time_is_over = self.vote.cast(signals.stop_requested(), due, is_over)
-        due_by_step = self.interval.due_after_step(progress.step)
-        self.is_due = self.is_due or bool(due_by_clock) or due_by_step
-        if time_is_over:
-            self.state.end_here()
-        if stop:
-            self.stop_before_evaluation()
-        if self.is_due and progress.samples < self.state.settings.epoch_samples:
-            self.save()
-
     def after_epoch(self) -> None:
         """Save if a snapshot is due, and at the end of the run."""
-        if self.is_due or self.state.finished or self.interval.due_after_epoch(self.state.progress.epoch):
+        if self.is_due or self.run.finished or self.interval.due_after_epoch(self.run.progress.epoch):
             self.save()
 
     def stop_before_evaluation(self) -> NoReturn:
         """Save the run as it was after its last step, so that a resumed run evaluates what is due then. Then stop."""
-        self.state.await_evaluation()
+        self.run.await_evaluation()
         self.stop()
 
     def stop(self) -> NoReturn:
@@ -239,7 +206,7 @@ class SnapshotManager(Watcher):
         reason = slurm_reason() if self.world.is_rank_zero else ""  # while the other ranks wait, as it takes its time
         self.world.barrier()
         signals.stop_listening()
-        stopped = f"stopped early at step {self.state.progress.step}{reason}"
+        stopped = f"stopped early at step {self.run.progress.step}{reason}"
         if newest == str(self.folder / f"{self._numbered()}.pt"):
             raise StoppedEarly(f"{stopped}; go on there with {go_on_words(self.run_dir)}")
         where = f"go on from {newest}" if newest else "start again"
@@ -253,7 +220,7 @@ class SnapshotManager(Watcher):
         self.world.barrier()
         signals.stop_listening()
         raise StoppedEarly(
-            f"stopped early at step {self.state.progress.step}, before the test; go on there with "
+            f"stopped early at step {self.run.progress.step}, before the test; go on there with "
             f"{go_on_words(self.run_dir)}"
         )
 
@@ -266,18 +233,17 @@ class SnapshotManager(Watcher):
         Raises TrainingDiverged, on all ranks and before anything is written, if the loss or a weight is not finite, and
         RanksDiffer if ranks hold different weights that should be the same.
         """
-        state = self.state
-        totals = state.meter.totals()
-        loss = totals[state.meter.places["loss"]].item()  # the sum over the epoch
+        run = self.run
+        totals = run.world.all_reduce_sum(run.meter.flush().clone())
+        loss = float(totals[0])  # the sum over the epoch
         if not math.isfinite(loss):
-            raise state.nan.non_finite_loss(loss, state.progress.step)
-        state.average_replicas()
+            raise diverged(run, f"the loss is {loss}", run.meter.first_non_finite())
         # An update can break the weights one step before a loss shows it.
-        broken = sum(not is_finite(local_part(value.detach())) for value in state.strategy.model.parameters())
-        if self.world.all_reduce_sum(torch.tensor(float(broken), device=self.world.device)).item():
-            raise TrainingDiverged(f"the weights are not finite at step {state.progress.step}", SMALLER_STEPS)
-        self.compare_weights()
-        contents = self.saver.collect(totals, self.fresh_schedule)
+        broken = not all(is_finite(local_part(value.detach())) for value in run.model.parameters())
+        if any(self.world.any_of([broken])):
+            raise TrainingDiverged(f"the weights are not finite at step {run.progress.step}", SMALLER_STEPS)
+        require_same_weights(run)
+        contents = self.saver.collect(totals)
         if name is None:
             self.is_due = False
         if self.world.is_rank_zero:
@@ -293,12 +259,12 @@ class SnapshotManager(Watcher):
         Rank 0 waits for its pending writes. Other ranks see what is on the disk.
         """
         self.writer.drain()
-        now = self.state.progress.step  # a later snapshot was passed over as damaged
+        now = self.run.progress.step  # a later snapshot was passed over as damaged
         own = [path for path in list_snapshots(self.folder) if step_of(path) <= now]
         return own[0] if own else self.resumed_from
 
     def _numbered(self) -> str:
-        return f"step_{self.state.progress.step:08d}"
+        return f"step_{self.run.progress.step:08d}"
 
     # The end.
 
@@ -308,16 +274,17 @@ class SnapshotManager(Watcher):
         If the best evaluation came before the last step, its weights go to model_best.pt. A run that has trained no
         step keeps the files of an earlier start. Raises ConfigError on all ranks if one cannot be written.
         """
-        state = self.state
+        run = self.run
         with self.world.disk_access():
             self.saver.finish()  # so that model.pt is the newest file
-        if state.progress.step == self.start_step:
+        if run.progress.step == self.start_step:
             model, snapshot = self.run_dir / LAST, self.resumed_from
             is_newest = model.exists() and (snapshot is None or model.stat().st_mtime >= snapshot.stat().st_mtime)
             if self.world.broadcast_json(is_newest):
                 return
-        with state.ema_weights():
-            weights = model_state(state.strategy)
+        run.strategy.module.train()
+        with run.averaged_weights():
+            weights = model_state(run.strategy)
             with self.world.disk_access():
                 problem = self._write_weights(weights) if self.world.is_rank_zero else None
         problem = self.world.broadcast_json(problem)
@@ -329,7 +296,7 @@ class SnapshotManager(Watcher):
 
         A model_best.pt of an earlier end of this run goes where the last weights are the best ones now.
         """
-        progress, best = self.state.progress, None
+        progress, best = self.run.progress, None
         if progress.best_step not in (None, progress.step):
             best = self._best_weights()
         # Beside tensors a state dict has what modules give in get_extra_state.
@@ -349,9 +316,9 @@ class SnapshotManager(Watcher):
         """What best.pt holds of the model. None if it is damaged, not there, or that of another step."""
         path, found = self.folder / "best.pt", self._best_in(self.folder)
         if found is not None:
-            return trained_weights(found[0], averaged=self.state.ema is not None)
+            return trained_weights(found[0], averaged=self.run.average is not None)
         if path.exists():
-            step = self.state.progress.best_step
+            step = self.run.progress.best_step
             log.warning("no %s: the snapshot of the best evaluation, after step %d, could not be written", BEST, step)
         return None
 
@@ -362,13 +329,13 @@ class SnapshotManager(Watcher):
             found = load_first_good([path]) if path.exists() else None
         except ConfigError:  # a damaged one is in the log
             return None
-        return found if found is not None and found[0]["progress"]["step"] == self.state.progress.best_step else None
+        return found if found is not None and found[0]["progress"]["step"] == self.run.progress.best_step else None
 
     def take_best_weights(self) -> int:
         """Give the model the weights of the best evaluation, for the test. Returns their step: the last one's where
         they are gone. A collective. The state is no longer that of the run: nothing may be saved after it.
         """
-        progress = self.state.progress
+        progress = self.run.progress
         if progress.best_step in (None, progress.step):
             return progress.step
         # A run that was resumed from another folder has its best evaluation there, if none was better since.
@@ -379,7 +346,7 @@ class SnapshotManager(Watcher):
             log.warning(gone, progress.best_step)
             return progress.step
         with self.world.disk_access():  # parts are read from their files now
-            restore_weights(self.state, found[0])
+            restore_weights(self.run, found[0])
         return int(progress.best_step or 0)
 
 
@@ -395,21 +362,22 @@ class SaveInterval:
             accepted = "epochs, steps or minutes, such as 50steps"
             raise ConfigError(f"snapshot.every={every} should be {accepted}; type snapshot.every=1epochs")
         self.count, self.unit = int(match[1] or 1), match[2]
-        self.last_step = 0
         self.last_time = time.monotonic()
 
+    @property
+    def steps(self) -> int:
+        """Between two snapshots; 0 if these are not counted in steps."""
+        return self.count if self.unit == "step" else 0
+
     def due_after_step(self, step: int) -> bool:
-        """Whether a multiple of the interval lies in the steps since the last call. Some strategies report several."""
-        due = self.unit == "step" and step // self.count > self.last_step // self.count
-        self.last_step = step
-        return due
+        return self.unit == "step" and step % self.count == 0
 
     def due_after_epoch(self, epoch: int) -> bool:
         """Whether `epoch`, the number of whole epochs done, ends an interval."""
         return self.unit == "epoch" and epoch % self.count == 0
 
     def due_by_clock(self) -> bool:
-        """True once per interval of minutes. The ranks' clocks differ, so they vote on it."""
+        """True once per interval of minutes. The ranks' clocks differ, so rank 0's decides."""
         due = self.unit == "min" and time.monotonic() - self.last_time >= 60 * self.count
         if due:
             self.last_time = time.monotonic()
@@ -476,7 +444,7 @@ class CopyMemory:
 
 
 class Saver:
-    """Saves `state` to `folder`, in one file or in parts, and a thread does the writing.
+    """Saves `run` to `folder`, in one file or in parts, and a thread does the writing.
 
     Every rank calls every method, but `put` only where `collect` gave something.
 
@@ -487,7 +455,7 @@ class Saver:
 
     def __init__(
         self,
-        state: TrainState,
+        run: Run,
         folder: Path,
         writer: BackgroundWriter,
         keep_last: int,
@@ -495,27 +463,27 @@ class Saver:
         mirror: Mirror | None,
     ) -> None:
         self.mirror = mirror
-        self.state, self.folder, self.writer, self.keep_last, self.form = state, folder, writer, keep_last, form
-        self.world = state.strategy.world
+        self.run, self.folder, self.writer, self.keep_last, self.form = run, folder, writer, keep_last, form
+        self.world = run.world
         self.damaged: set[Path] = set()  # on rank 0: passed over when the run was resumed, they push out no good ones
         self.part_memory = CopyMemory()
         self.thread_world: World | None = None  # of the writing threads, while the others use their own groups
 
-    def collect(self, totals: Tensor, scheduler_as_built: dict[str, Any]) -> dict[str, Any] | None:
+    def collect(self, totals: Tensor) -> dict[str, Any] | None:
         """The state as `put` takes it, not copied yet; None on a rank that writes nothing. A collective.
 
         Where it is saved in parts it has "parts", the end of the name of their folder.
         """
-        strategy = self.state.strategy
+        strategy = self.run.strategy
         if self.form != "full" and strategy.shards_state:
-            contents = collect_state(self.state, totals, scheduler_as_built, strategy.own_blocks)
+            contents = collect_state(self.run, totals, strategy.own_blocks)
             of_ranks = self.world.all_gather_json([bytes_in_parts(contents), secrets.token_hex(4)])
             is_large = self.world.size > 1 and sum(size for size, _ in of_ranks) >= SHARDED_ABOVE
             if is_large or self.form == "sharded":
                 if self.thread_world is None:
                     self.thread_world = self.world.for_thread(DISK_TIMEOUT)
                 return contents | {"parts": of_ranks[0][1]}
-        contents = collect_state(self.state, totals, scheduler_as_built, strategy.full_state)
+        contents = collect_state(self.run, totals, strategy.full_state)
         return contents if self.world.is_rank_zero else None
 
     def put(self, name: str, contents: dict[str, Any]) -> None:

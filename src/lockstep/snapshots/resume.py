@@ -19,7 +19,7 @@ from lockstep.snapshots.files import FORMAT, FORMAT_IN_PARTS, list_snapshots, lo
 from lockstep.snapshots.mirror import require_listed
 from lockstep.snapshots.state import restore_weights
 from lockstep.text import differing, first_line
-from lockstep.training.state import TrainState
+from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -225,8 +225,8 @@ def load_on_all_ranks(world: World, find: Callable[[], Found | None]) -> Found |
     return found
 
 
-def restore_trained(state: TrainState, paths: list[Path], model_config: dict[str, Any]) -> Found:
-    """Bring the weights of the first good snapshot of `paths`, one at least, into `state`. A collective.
+def restore_trained(run: Run, paths: list[Path], model_config: dict[str, Any]) -> Found:
+    """Bring the weights of the first good snapshot of `paths`, one at least, into `run`. A collective.
 
     model_config: {key: value} of the net that was built.
     Raises ConfigError on all ranks if the snapshot is of another net, and as `load_first_good` does.
@@ -239,10 +239,10 @@ def restore_trained(state: TrainState, paths: list[Path], model_config: dict[str
         return found
 
     reporter.enter("resume")
-    found = load_on_all_ranks(state.strategy.world, find)
+    found = load_on_all_ranks(run.world, find)
     assert found is not None
-    with state.strategy.world.disk_access():  # parts are read from their files now
-        restore_weights(state, found[0])
+    with run.world.disk_access():  # parts are read from their files now
+        restore_weights(run, found[0])
     return found
 
 

@@ -1,11 +1,11 @@
 """The state of a run as the whole model's, under the names that the model gave its parameters, and back.
 
 It is the same under every strategy and at every world size, so a snapshot moves between them. The config of the run
-that resumes wins. What it did not change continues where the snapshot left it: schedulers move lr, momentum and betas.
+that resumes wins. The model is in training mode whenever its state is taken or loaded: some modules keep other weights
+in evaluations.
 """
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -15,26 +15,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lockstep.compat import set_last_lr
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.tensor_bytes import Block, map_only, whole
-from lockstep.training.schedulers import FollowsObjective, WithWarmup
-from lockstep.training.state import TrainState
+from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)
-
-Group = dict[str, Any]
-"""The hyperparameters of a parameter group."""
 
 Spread = Callable[[dict[str, Any]], dict[str, Any]]
 
 PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None))
 HELD = "a snapshot holds tensors, numbers, texts and bytes, and lists, tuples, sets and dicts of them"
-NOT_HYPERPARAMETERS = ("params", "param_names")
 # How a step is computed, not what it computes. These follow the device and the strategy of each run.
 IMPLEMENTATION_FLAGS = frozenset({"fused", "foreach", "capturable", "differentiable"})
-MOVED_BY_SCHEDULE = frozenset({"lr", "momentum", "betas"})  # OneCycleLR and CyclicLR move more than the lr
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of each parameter group."""
+    kept = [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+    return [dict(group) for group in kept]
 
 
 def model_state(strategy: Strategy) -> dict[str, Any]:
@@ -42,77 +44,88 @@ def model_state(strategy: Strategy) -> dict[str, Any]:
     return strategy.full_state(strategy.model.state_dict())
 
 
-def collect_state(
-    state: TrainState, meter_totals: Tensor, scheduler_as_built: dict[str, Any], spread: Spread
-) -> dict[str, Any]:
+def collect_state(run: Run, meter_totals: Tensor, spread: Spread) -> dict[str, Any]:
     """What `restore_state` takes, complete on rank 0. A collective.
 
-    meter_totals: `state.meter.totals()`. scheduler_as_built: the scheduler's state dict before the first step.
-    spread: the strategy's `full_state`, or its `own_blocks` for this rank's part of a sharded snapshot.
+    meter_totals: over all ranks. spread: the strategy's `full_state`, or its `own_blocks` for this rank's part of a
+    sharded snapshot. Raises ConfigError for what a snapshot cannot hold.
     """
-    batch_size = state.settings.batch_size  # a step of the schedule is one of this size
-    require_kept(state, scheduler_as_built)
-    scheduler = {"class": _class_name(state.scheduler), "built": scheduler_as_built, "batch_size": batch_size}
-    model = state.strategy.model
-    weights = model.state_dict()
+    run.strategy.module.train()
+    model, optimizer, names = run.model, run.optimizer.state_dict(), _parameter_names(run.model, run.optimizer)
+    weights, step = model.state_dict(), run.step.state_dict()
     require_plain(weights)
+    for what, value in ((run.optimizer, optimizer | {"param_groups": None}), (run.step, step)):
+        for place, found in _lost(value):
+            kind, owner = type(found).__name__, type(what).__name__
+            advice = (
+                "keep list(x) of a collection there, torch.from_numpy(x) of an array, x.getstate() of random numbers"
+            )
+            raise ConfigError(f"{owner} keeps a {kind} in state_dict(){place}, and {HELD}; {advice}")
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False) if name in weights]
-    optimizer, names = state.optimizer.state_dict(), _parameter_names(model, state.optimizer)
-    other_states = {key: values for key, values in optimizer["state"].items() if key not in names}
+    states = {key: values for key, values in optimizer["state"].items() if key not in names}
     return {
         "model": spread(weights),
         "buffers": list(spread(dict.fromkeys(buffers))),
-        "optimizer": {
-            "state": spread({names[key]: values for key, values in optimizer["state"].items() if key in names}),
-            "param_groups": list(map(without_parameters, optimizer["param_groups"])),
-        },
-        "optimizer_beside": optimizer | {"state": other_states, "param_groups": None},  # what is of no parameter
-        "ema": None if state.ema is None else spread(state.ema.state()),
-        "initial_hyperparameters": state.initial_hyperparameters,
-        "scheduler": scheduler | {"state": state.scheduler.state_dict()},
-        "scaler": state.scaler.state_dict(),
-        "meter": {"names": state.meter.names, "totals": meter_totals},
-        "objective": list(state.objective or ()),
-        "skipped": [state.nan.skipped, state.nan.skipped_in_a_row],
-        "progress": asdict(state.progress),
-        "seconds": state.seconds,
+        "optimizer": spread({names[key]: values for key, values in optimizer["state"].items() if key in names}),
+        "optimizer_beside": optimizer | {"state": states, "param_groups": None},  # what is of no parameter
+        "groups": hyperparameters(run.optimizer),
+        "groups_as_built": list(run.hyperparameters),
+        "ema": None if run.average is None else spread(run.average.state_dict()),
+        "schedule": run.schedule.state_dict(),
+        "step": step,
+        "scaler": run.scaler.state_dict(),
+        "meter": {"names": run.meter.names, "totals": meter_totals},
+        "objective": [run.objective, run.direction],
+        "skipped": [0, 0] if run.step.skip is None else [run.step.skip.skipped, run.step.skip.in_a_row],
+        "progress": asdict(run.progress),
+        "seconds": run.clock.seconds,
     }
 
 
-def restore_state(state: TrainState, saved: dict[str, Any]) -> None:
-    """Bring `state` to what `collect_state` gave, also if it has trained since. Every rank passes all of it.
+def restore_state(run: Run, saved: dict[str, Any]) -> None:
+    """Bring `run` to what `collect_state` gave. Every rank passes all of it.
 
     The world and the strategy may be others than the snapshot's. What the config of this run changes stays changed.
-    Raises ConfigError if the optimizer has another number of parameter groups.
     """
-    restore_weights(state, saved)
+    restore_weights(run, saved)
     for name, value in saved["progress"].items():  # in place: others hold it
-        setattr(state.progress, name, value)
-    _restore_optimizer_and_schedule(state, saved)
+        setattr(run.progress, name, value)
+    run.clock.start(saved["seconds"], run.progress.step)
+    _restore_optimizer(run, saved)
+    run.schedule.load_state_dict(saved["schedule"]) if saved["schedule"] else None
+    run.schedule(run.progress.step)
     if saved["scaler"]:  # empty after a run without loss scaling
-        state.scaler.load_state_dict(saved["scaler"])
-    state.nan.restore(*saved["skipped"])
+        run.scaler.load_state_dict(saved["scaler"])
+    if run.step.skip is not None:
+        run.step.skip.restore(*saved["skipped"])
+    run.step.load_state_dict(saved["step"])
     # The sums of the epoch and the best evaluation go on, unless something else is measured now.
-    step = state.progress.step
-    if saved["meter"]["names"] == state.meter.names and len(saved["meter"]["totals"]) == len(state.meter.sums):
-        state.meter.restore(saved["meter"]["totals"])
+    step = run.progress.step
+    if saved["meter"]["names"] == run.meter.names:
+        run.meter.restore(saved["meter"]["totals"])
     else:
         log.info("the task's metrics changed: this epoch's training metrics begin at step %d", step)
-    if saved["objective"] != list(state.objective or ()):
-        log.info("the objective changed: the best evaluation before step %d does not count", step)
-        state.forget_best()
-    elif (state.ema is None) != (saved["ema"] is None):
-        log.info("trainer.ema changed: the best evaluation before step %d does not count", step)
-        state.forget_best()
+    changed = [
+        name
+        for name, (one, other) in {
+            "the monitor": (saved["objective"], [run.objective, run.direction]),
+            "trainer.ema": (saved["ema"] is None, run.average is None),
+        }.items()
+        if one != other
+    ]
+    if changed:
+        log.info("%s changed: the best evaluation before step %d does not count", changed[0], step)
+        run.forget_best()
 
 
-def restore_weights(state: TrainState, saved: dict[str, Any]) -> None:
+def restore_weights(run: Run, saved: dict[str, Any]) -> None:
     """The part of `restore_state` that an evaluation needs: weights, buffers and the average of the weights."""
-    strategy = state.strategy
+    strategy = run.strategy
+    strategy.module.train()
     weights = whole(strategy.shard_state(saved["model"]))
     strategy.model.load_state_dict(with_buffers(strategy.model, weights, saved["buffers"]))
-    if state.ema is not None:
-        state.ema.restore(_to_layout_of_weights(strategy, saved["ema"] or {}, saved["model"]))
+    if run.average is not None:
+        run.average.load_state_dict(_to_layout_of_weights(strategy, saved["ema"] or {}, saved["model"]))
 
 
 def with_buffers(model: nn.Module, weights: dict[str, Any], names: list[str]) -> dict[str, Any]:
@@ -144,35 +157,6 @@ def require_plain(weights: dict[str, Any]) -> None:
                 f"{owner} gives a {type(found).__name__}, and {HELD}; return torch.from_numpy(x) of an array there, "
                 f"and list(x) of another collection"
             )
-
-
-def require_kept(state: TrainState, scheduler_as_built: dict[str, Any]) -> None:
-    """Raise ConfigError if the optimizer or the scheduler keeps what `plain_copy` would lose.
-
-    What a scheduler has had since it was built, such as a function or a table, a resumed run builds again.
-    """
-    optimizer = state.optimizer.state_dict()
-    kept = {key: value for key, value in optimizer.items() if key != "param_groups"}
-    for place, value in _lost(kept):
-        raise ConfigError(
-            f"{type(state.optimizer).__name__} keeps a {type(value).__name__} in state_dict(){place}, and {HELD}; keep "
-            f"list(x) of a collection there, torch.from_numpy(x) of an array, and x.getstate() of random numbers"
-        )
-    built = dict(_lost(scheduler_as_built))
-    for place, value in _lost(state.scheduler.state_dict()):
-        if not callable(value) and not (place in built and _is_alike(value, built[place])):
-            raise ConfigError(
-                f"{type(state.scheduler).__name__} changes a {type(value).__name__} in state_dict(){place}, and {HELD}"
-                f"; give it a state_dict with list(x) of a collection, and x.getstate() of random numbers, and a "
-                f"load_state_dict that takes them"
-            )
-
-
-def _is_alike(one: Any, other: Any) -> bool:
-    """Whether two objects have the same state, as far as a copy of them would."""
-    with suppress(Exception):
-        return bool(one.__reduce_ex__(2) == other.__reduce_ex__(2) or one == other)  # an array has no one answer
-    return False
 
 
 def _lost(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
@@ -227,55 +211,26 @@ def plain_copy(value: Any, copy: Callable[[Tensor], Tensor] = copy_to_cpu) -> An
     return value.item() if _is_number(value) else None
 
 
-def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any]) -> None:
-    """A schedule goes on from its own state. Another one, or one whose steps are of another batch size, is moved to
-    the run's position instead. One that follows evaluations keeps its state."""
-    scheduler, schedule = state.scheduler, saved["scheduler"]
-    place, same_steps = state.schedule_place, schedule["batch_size"] == state.settings.batch_size
-    goes_on = schedule["class"] == _class_name(scheduler) and (same_steps or isinstance(scheduler, FollowsObjective))
-    state.trained.unfreeze(saved["optimizer"]["state"])
-
-    indexed, names = state.optimizer.state_dict(), _parameter_names(state.strategy.model, state.optimizer)
-    named = _to_layout_of_weights(state.strategy, saved["optimizer"]["state"], saved["model"])
+def _restore_optimizer(run: Run, saved: dict[str, Any]) -> None:
+    """Of hyperparameters that the config has changed, this run's values stay; of others, what the run has made of them."""
+    indexed, names = run.optimizer.state_dict(), _parameter_names(run.model, run.optimizer)
+    named = _to_layout_of_weights(run.strategy, saved["optimizer"], saved["model"])
     by_index = {index: named[name] for index, name in names.items() if name in named}
-    built, saved_groups = indexed["param_groups"], saved["optimizer"]["param_groups"]
-    if len(saved_groups) != len(built):
-        raise ConfigError(
-            f"the optimizer has {len(built)} parameter groups and the snapshot's had {len(saved_groups)}; "
-            f"type the optimizer=... that it was made with"
-        )
-    initial, saved_initial = state.initial_hyperparameters, saved["initial_hyperparameters"]
-    groups = [
-        group | resumed_group(saved_groups[i], saved_initial[i], without_parameters(group), initial[i], goes_on)
-        for i, group in enumerate(built)
-    ]
-    beside = saved.get("optimizer_beside", {"state": {}})
-    state.optimizer.load_state_dict(beside | {"state": by_index | beside["state"], "param_groups": groups})
-    _keep_types(state.optimizer, by_index)
-
-    if not goes_on:
-        log.info(
-            "the run has had another scheduler or batch size: the schedule goes on as after %d of its own steps", place
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch misses the steps of the optimizer
-            for _ in range(place):
-                scheduler.step()
-        return
-    # What has moved away from the state before the first step is progress, and goes on. The rest is settings, such as
-    # base_lrs and total_steps: these stay this run's.
-    scheduler.load_state_dict(_merged(schedule["built"], schedule["state"], scheduler.state_dict()))
-    if isinstance(scheduler, WithWarmup):
-        scheduler.take_over_factor(schedule["state"]["factor"])  # also where it equals the one of a first step
-    rates = [group["lr"] for group in state.optimizer.param_groups]
-    set_last_lr(scheduler, [rate.clone() if torch.is_tensor(rate) else rate for rate in rates])
-    if isinstance(scheduler, FollowsObjective) and not same_steps:
-        scheduler.resume_at(place)
-
-
-def without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a parameter group."""
-    return {key: value for key, value in group.items() if key not in NOT_HYPERPARAMETERS}
+    groups = [dict(group) for group in indexed["param_groups"]]
+    if len(groups) == len(saved["groups"]):
+        for group, before, then, now in zip(
+            groups, saved["groups"], saved["groups_as_built"], run.hyperparameters, strict=True
+        ):
+            same = [key for key in before.keys() & then.keys() & now.keys() if _is_same(then[key], now[key])]
+            group |= {key: _in_form_of(group[key], before[key]) for key in same if key not in IMPLEMENTATION_FLAGS}
+    beside = saved["optimizer_beside"]
+    run.optimizer.load_state_dict(beside | {"state": by_index | beside["state"], "param_groups": groups})
+    parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+    for index, values in by_index.items():  # torch has cast all to the type of the weight
+        held = run.optimizer.state[parameters[index]]
+        for key, value in values.items():
+            if isinstance(value, Tensor) and key != "step" and held[key].dtype != value.dtype:
+                held[key] = value.to(held[key].device)
 
 
 def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
@@ -315,43 +270,6 @@ def _like(weight: Tensor, values: Any, saved_type: torch.dtype) -> Any:
     return map_only(Tensor, convert, values)
 
 
-def _keep_types(optimizer: torch.optim.Optimizer, by_index: dict[int, dict[str, Any]]) -> None:
-    """Put back what torch's load_state_dict has cast to the type of the weight. by_index: what was loaded."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, values in by_index.items():
-        held = optimizer.state[parameters[index]]
-        for key, value in values.items():
-            if isinstance(value, Tensor) and key != "step" and held[key].dtype != value.dtype:
-                held[key] = value.to(held[key].device)
-
-
-def _class_name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-# Hyperparameters and schedules.
-
-
-def resumed_group(saved: Group, saved_initial: Group, built: Group, initial: Group, same_schedule: bool) -> Group:
-    """The hyperparameters of one parameter group after a resume, without its parameters.
-
-    saved: as the snapshot holds them. saved_initial: as that run built them, before its scheduler changed any. built,
-    initial: the same of this run. An lr that the config changed keeps the factor which the schedule has reached.
-    same_schedule: the schedule goes on from its own state; else it moves what it moves from this run's values.
-    Keys that a scheduler added (initial_lr, max_lr) are this run's: it computed them from its own lr and settings.
-    """
-    group = {key: value for key, value in saved.items() if key not in IMPLEMENTATION_FLAGS} | built
-    for key in built.keys() & saved.keys() & saved_initial.keys() & initial.keys() - IMPLEMENTATION_FLAGS:
-        if key in MOVED_BY_SCHEDULE and not same_schedule:
-            continue
-        if _is_same(saved_initial[key], initial[key]):
-            group[key] = _in_form_of(built[key], saved[key])
-        elif key == "lr":
-            old, now = float(saved_initial[key]), float(initial[key])
-            group[key] = _in_form_of(built[key], float(saved[key]) * now / old if old else now)
-    return group
-
-
 def _is_same(one: Any, other: Any) -> bool:
     """Equality of nested plain values and tensors. A list equals a tuple: YAML knows only lists."""
     if torch.is_tensor(one) and torch.is_tensor(other):
@@ -361,21 +279,6 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_is_same, one, other))
     return bool(one == other)
-
-
-def _merged(saved_built: Any, saved: Any, ours: Any) -> Any:
-    """`ours`, with every nested value from `saved` that moved away from `saved_built`."""
-    if _is_same(saved_built, saved):
-        return ours
-    if isinstance(saved_built, dict) and isinstance(saved, dict) and isinstance(ours, dict):
-        return {
-            key: _merged(saved_built[key], saved[key], value) if key in saved_built and key in saved else value
-            for key, value in ours.items()
-        }
-    lists = [value for value in (saved_built, saved, ours) if isinstance(value, list)]
-    if len(lists) == 3 and len(saved_built) == len(saved) == len(ours):
-        return [_merged(*values) for values in zip(saved_built, saved, ours, strict=True)]
-    return saved
 
 
 def _in_form_of(like: Any, value: Any) -> Any:

@@ -13,7 +13,7 @@ from lockstep.data.partition import fold_in
 from lockstep.data.source import count_samples, map_tensors
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import JobSpec, Strategy
+from lockstep.strategies.base import JobSpec, Outputs, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
 
 log = logging.getLogger(__name__)
@@ -49,10 +49,12 @@ class DataParallel(Strategy):
                 "type trainer.compile=false"
             )
 
-    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync, precision: str = "fp32") -> None:
-        super().setup(model, world, gradient_sync, precision)
+    def setup(
+        self, model: nn.Module, outputs: Outputs, world: World, gradient_sync: GradientSync, precision: str = "fp32"
+    ) -> None:
+        super().setup(model, outputs, world, gradient_sync, precision)
         if world.device.type == "cuda":
-            self.module = UnevenDataParallel(model, self.first_share)
+            self.module = UnevenDataParallel(self.module, self.first_share)
         else:
             log.info("strategy=data_parallel finds no GPU: the model trains as a plain module on %s", world.device)
 

@@ -18,16 +18,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.schema import Count
+from lockstep.data.loader import LoadedPart
 from lockstep.distributed.host import return_large_blocks
 from lockstep.distributed.sync_batch_norm import BatchNorm
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
 from lockstep.strategies.base import (
-    WATCHED_STEPS,
     JobSpec,
-    LossFunction,
+    Loss,
+    Outputs,
     Strategy,
-    UnusedParameters,
     refuse_gradient_hooks,
     refuse_scripted,
     refuse_sparse_gradients,
@@ -38,47 +38,6 @@ from lockstep.strategies.tensor_bytes import parameters_on_disk
 
 WHOLE_WEIGHTS = (torch.optim.Adafactor, torch.optim.Rprop)  # their steps fail on DTensors
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-
-class FirstPasses:
-    """Looks at the first passes of a block for a change of its weights in the forward pass, as in a teacher.
-
-    It is made to gathered weights, and FSDP2 forgets it without a word.
-
-    It is made before FSDP2 wraps the block, so that its last hook comes before the weights are cut again. A teacher
-    that begins as a copy of the student does not change in the first pass: so it looks at several.
-    """
-
-    def __init__(self, block: nn.Module, name: str) -> None:
-        self.block, self.name, self.passes_left = block, name, WATCHED_STEPS
-        self.hooks = [block.register_forward_hook(self._compare)]
-
-    def begin(self) -> None:
-        """After FSDP2 has wrapped the block: this hook comes when the weights are gathered."""
-        self.hooks.append(self.block.register_forward_pre_hook(self._note))
-
-    def _note(self, block: nn.Module, inputs: Any) -> None:
-        self.before = self._sums()
-
-    def _compare(self, block: nn.Module, inputs: Any, outputs: Any) -> None:
-        changed = [name for name, value in self._sums().items() if value != self.before.get(name, value)]
-        if changed:
-            raise ConfigError(
-                f"the forward pass changes the weight {changed[0]}, and strategy=fsdp forgets that; "
-                f"type strategy=ddp, or keep what is no trained weight in a buffer (register_buffer)"
-            )
-
-    def end_pass(self) -> None:
-        """After the backward pass."""
-        self.passes_left -= 1
-        if not self.passes_left:
-            for hook in self.hooks:
-                hook.remove()
-
-    def _sums(self) -> dict[str, float]:
-        weights = gathered(self.block, self.name)
-        sums = [weight.detach().abs().double().sum() for weight in weights.values()]
-        return dict(zip(weights, torch.stack(sums).nan_to_num(-1).tolist(), strict=True)) if sums else {}
 
 
 class UsedWeights:
@@ -139,7 +98,9 @@ class UsedWeights:
                     f"class of a block that holds them>]"
                 )
             if used != self.expected and not self.finds_unused:
-                raise UnusedParameters(sorted(self.expected ^ used), rank)
+                names = first_of(sorted(self.expected ^ used))
+                what = f"rank {rank} has no gradient of {names} in some step, and the ranks add up the same ones"
+                raise ConfigError(f"{what}; type strategy.find_unused_parameters=true, or parameters.freeze=[<them>]")
         for name, parameter in self.weights.items():
             if name not in self.expected:
                 parameter.grad = None
@@ -147,7 +108,8 @@ class UsedWeights:
 
 def gathered(block: nn.Module, block_name: str) -> dict[str, nn.Parameter]:
     """{name: weight} of those that FSDP2 gathers for this block: those of blocks inside of it are in parts."""
-    named = block.named_parameters(prefix=block_name)
+    root = getattr(block, "model", block) if not block_name else block  # the wrapper of a whole model
+    named = root.named_parameters(prefix=block_name)
     return {name: weight for name, weight in named if not isinstance(weight, DTensor)}
 
 
@@ -164,9 +126,8 @@ class FSDP(Strategy):
     find_unused_parameters: some parameters get no gradient in some steps, or not on all ranks.
     """
 
-    ranks_agree = False  # each rank holds its own part
+    replicas_equal = False  # each rank holds its own part
     shards_state = True
-    communicates_in_forward = True
 
     def __init__(
         self,
@@ -205,7 +166,7 @@ class FSDP(Strategy):
                 )
         refuse_scripted(model, "fsdp")
         refuse_gradient_hooks(model, "fsdp")
-        refuse_sparse_gradients(model, "fsdp")
+        refuse_sparse_gradients(model, world_size)
         gathered = set[nn.Parameter]()
         for block in [*blocks, model]:
             types = {p.dtype: name for name, p in block.named_parameters() if p.requires_grad and p not in gathered}
@@ -226,10 +187,12 @@ class FSDP(Strategy):
     def device_before_setup(self, world: World) -> torch.device:
         return world.device if world.size == 1 else torch.device("cpu")
 
-    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync, precision: str = "fp32") -> None:
-        super().setup(model, world, gradient_sync, precision)
+    def setup(
+        self, model: nn.Module, outputs: Outputs, world: World, gradient_sync: GradientSync, precision: str = "fp32"
+    ) -> None:
+        super().setup(model, outputs, world, gradient_sync, precision)
         if world.size == 1:
-            self.ranks_agree = True
+            self.replicas_equal = True
             return
         self.ranks_per_model = world.size // self.replicas
         for parameter in model.parameters():
@@ -245,17 +208,10 @@ class FSDP(Strategy):
         precisions = MixedPrecisionPolicy(cast_forward_inputs=False)
         if precision == "bf16" and not any(isinstance(module, BatchNorm) for module in model.modules()):
             precisions = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        names = {module: name for name, module in model.named_modules()}
-        blocks = [*blocks_to_wrap(model, self.wrap_classes, self.wrap_min_parameters), model]
-        self.first_passes = list[FirstPasses]()
+        names = {module: name for name, module in model.named_modules()} | {self.module: ""}
+        blocks = [*blocks_to_wrap(model, self.wrap_classes, self.wrap_min_parameters), self.module]
         for block in blocks:
-            first_passes = FirstPasses(block, names[block])
-            frozen = {name for name, weight in gathered(block, names[block]).items() if not weight.requires_grad}
-            if frozen:
-                block.register_forward_hook(partial(self._refuse_unfrozen, names[block], frozen))
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=precisions)
-            first_passes.begin()
-            self.first_passes.append(first_passes)
         self.used = UsedWeights(model, {names[block]: block for block in blocks}, world, self.find_unused_parameters)
         for wrapped in self._wrapped_modules():
             # The loss is weighted for a sum over ranks, and gloo has no average.
@@ -264,52 +220,28 @@ class FSDP(Strategy):
             if hasattr(wrapped, "set_reduce_scatter_unused_params"):
                 wrapped.set_reduce_scatter_unused_params(True)  # else gradients are added up by their places
 
-    def _refuse_unfrozen(self, name: str, frozen: set[str], block: nn.Module, inputs: Any, outputs: Any) -> None:
-        """A forward hook, before the weights are cut again: FSDP2 forgets which of them a forward pass has unfrozen."""
-        weights = gathered(block, name)
-        unfrozen = {name: weight for name, weight in weights.items() if name in frozen and weight.requires_grad}
-        if unfrozen:
-            self.unfreeze([*unfrozen.values()], f"{first_of([*unfrozen])} was unfrozen in a forward pass")
-
     def _wrapped_modules(self) -> Iterator[FSDPModule]:
-        for module in self.model.modules():
+        for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 yield module
 
     def forward_backward(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        loss_function: LossFunction,
-        autocast: AbstractContextManager[Any],
-        is_last: bool,
+        self, part: LoadedPart, loss: Loss, weight: Tensor, last: bool, outputs: Outputs | None = None
     ) -> None:
-        if self.world.size == 1:
-            super().forward_backward(inputs, targets, loss_function, autocast, is_last)
-            return
-        assert isinstance(self.model, FSDPModule)
-        self.model.set_requires_gradient_sync(is_last)
-        super().forward_backward(inputs, targets, loss_function, autocast, is_last)
-        for passes in self.first_passes:
-            passes.end_pass()
-        if self.first_passes and not self.first_passes[0].passes_left:
-            self.first_passes = []
-        if is_last:
+        if self.world.size > 1:
+            assert isinstance(self.module, FSDPModule)
+            self.module.set_requires_gradient_sync(last)
+        super().forward_backward(part, loss, weight, last, outputs)
+        if last and self.world.size > 1:
             self.used.end_step()
 
-    def eval_step(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        count: Callable[[Tensor, Tensor], None],
-        autocast: AbstractContextManager[Any],
-    ) -> None:
-        super().eval_step(inputs, targets, count, autocast)
+    def evaluate(self, part: LoadedPart, count: Callable[[Any, Any], None]) -> None:
+        super().evaluate(part, count)
         for wrapped in self._wrapped_modules():
             wrapped.reshard()  # without a backward pass nothing else frees the gathered weights
 
-    def grad_norm(self) -> Tensor:
-        norm = super().grad_norm()
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        norm = super().clip_grad_norm(parameters, max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def full_state(self, named: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ A communication hook gets one bucket of gradients after the other, the same on e
 (Li et al. 2020, section 4). To add one: a class here or in a file of yours, and `conf/gradient_sync/<name>.yaml`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -28,14 +28,12 @@ Future = torch.futures.Future[Tensor]
 class GradientSync:
     """One all-reduce per bucket, DDP's default, by the algorithm of the backend's choice. The others derive from it.
 
-    ranks_agree: whether all ranks have the same gradient afterwards, and so the same weights.
-    replicas_bitwise_equal: whether it has the same bits, too, so that the ranks' weights can be compared.
+    replicas_bitwise_equal: whether all ranks have the same bits afterwards, so that their weights can be compared.
     is_exact: whether that gradient is the mean of the ranks' own, up to rounding.
     needs_hooks: whether it works only in a strategy that runs DistributedDataParallel.
     """
 
     name = "all_reduce"
-    ranks_agree = True
     replicas_bitwise_equal = True
     is_exact = True
     needs_hooks = False
@@ -45,12 +43,6 @@ class GradientSync:
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:
         """Register a communication hook on `module`."""
-
-    def before_forward(self, module: DistributedDataParallel) -> None:
-        """Called before every forward pass in training."""
-
-    def average_replicas(self, tensors: Iterable[Tensor]) -> None:
-        """Average `tensors` over the ranks in place, if ranks hold different weights between two averages."""
 
 
 class Auto(GradientSync):
@@ -175,50 +167,6 @@ class PowerSGD(GradientSync):
             return future
 
         module.register_comm_hook(PowerSGDState(None, **self.state_options), one_bucket_at_a_time)
-
-
-class LocalSGD(GradientSync):
-    """Ranks step on their own gradients, and average their weights from time to time (Stich 2019).
-
-    sync_every: steps between two averages of the weights.
-    """
-
-    name = "local_sgd"
-    is_exact = False
-    needs_hooks = True
-    ranks_agree = False
-
-    def __init__(self, sync_every: Count) -> None:
-        self.sync_every = sync_every
-        self.steps_apart = 0  # steps since all ranks held the same weights
-
-    def validate(self, job: JobSpec) -> None:
-        if job.precision == "fp16":
-            raise ConfigError(
-                "gradient_sync=local_sgd would scale each rank's fp16 loss differently; type trainer.precision=bf16"
-            )
-
-    def attach(self, module: DistributedDataParallel, world: World) -> None:
-        self.world = world
-        module.register_comm_hook(None, self._no_communication)
-
-    def _no_communication(self, _: Any, bucket: GradBucket) -> Future:
-        self.steps_apart += bucket.is_last()
-        return finished_future(bucket.buffer())
-
-    def before_forward(self, module: DistributedDataParallel) -> None:
-        if self.steps_apart >= self.sync_every:
-            self.average_replicas(module.parameters())
-
-    @torch.no_grad()
-    def average_replicas(self, tensors: Iterable[Tensor]) -> None:
-        """Average in place, unless no step was taken since the last average."""
-        if not self.steps_apart:
-            return
-        tensors = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-        for tensor, total in zip(tensors, self.world.all_reduce_sums(tensors), strict=True):
-            tensor.copy_(total.div_(self.world.size))
-        self.steps_apart = 0
 
 
 def mean_hook(world: World, sum_in_place: SumInPlace) -> Callable[[Any, GradBucket], Future]:

@@ -10,7 +10,7 @@ from lockstep.config.schema import Count
 from lockstep.data.source import map_tensors
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import refuse_scripted
+from lockstep.strategies.base import Outputs, refuse_scripted
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.gradient_sync import GradientSync
 
@@ -35,17 +35,20 @@ class ModelParallel(DDP):
         return False
 
     def validate_model(self, model: nn.Module, world_size: int) -> None:
+        super().validate_model(model, world_size)
         refuse_scripted(model, "model_parallel")
         layer_groups(model, self.devices)
 
-    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync, precision: str = "fp32") -> None:
+    def setup(
+        self, model: nn.Module, outputs: Outputs, world: World, gradient_sync: GradientSync, precision: str = "fp32"
+    ) -> None:
         mine = rank_devices(world, self.devices)
         for group, device in zip(layer_groups(model, self.devices), mine, strict=True):
             for child in group.values():
                 child.to(device)
                 child.register_forward_pre_hook(_MoveInputs(device), with_kwargs=True)
         model.register_forward_hook(lambda module, inputs, outputs: map_tensors(lambda t: t.to(mine[0]), outputs))
-        super().setup(model, world, gradient_sync, precision)
+        super().setup(model, outputs, world, gradient_sync, precision)
 
 
 class _MoveInputs:

@@ -4,7 +4,7 @@ Every rank reads every batch. The first stage uses its inputs, the last one its 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any, Literal
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lockstep.config.schema import Count
 from lockstep.data.partition import Part
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import JobSpec, LossFunction, Strategy, refuse_scripted
+from lockstep.data.loader import LoadedPart
+from lockstep.strategies.base import JobSpec, Loss, Outputs, Strategy, refuse_own_step, refuse_scripted
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.model_parallel import layer_groups
 from lockstep.strategies.tensor_bytes import map_only, whole_block
@@ -56,9 +57,8 @@ class Pipeline(Strategy):
     micro_batches: parts of a global batch that are in the pipeline.
     """
 
-    ranks_agree = False  # each rank holds its own layers
+    replicas_equal = False  # each rank holds its own layers
     shards_state = True
-    communicates_in_forward = True
     supports_sync_bn = False  # each layer is on one rank, which has all of its statistics
 
     def __init__(self, schedule: Literal["1F1B", "GPipe"], micro_batches: Count) -> None:
@@ -76,11 +76,7 @@ class Pipeline(Strategy):
             )
         if job.compile:
             raise ConfigError("strategy=pipeline runs the layers, not the compiled model; type trainer.compile=false")
-        if job.profile:
-            raise ConfigError(
-                "strategy=pipeline alternates forward and backward passes, so a step has no phases to measure; "
-                "type profiler.enabled=false"
-            )
+        refuse_own_step(job, "pipeline")
 
     def validate_model(self, model: nn.Module, world_size: int) -> None:
         if world_size == 1:
@@ -96,25 +92,25 @@ class Pipeline(Strategy):
     def device_before_setup(self, world: World) -> torch.device:
         return world.device if world.size == 1 else torch.device("cpu")
 
-    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync, precision: str = "fp32") -> None:
-        super().setup(model, world, gradient_sync, precision)
+    def setup(
+        self, model: nn.Module, outputs: Outputs, world: World, gradient_sync: GradientSync, precision: str = "fp32"
+    ) -> None:
+        super().setup(model, outputs, world, gradient_sync, precision)
         if world.size == 1:
-            self.ranks_agree = True
+            self.replicas_equal = True
             return
         stages = [Stage(OrderedDict(layers)) for layers in layer_groups(model, world.size)]
         self.stage = stages[world.rank].to(world.device)
         # This rank needs the shapes that enter its stage, so it keeps the stages before it without their weights.
         self.shapes = [_without_values(stage) for stage in stages[: world.rank + 1]]
         self.module = self.model = self.stage
+        self.stage.set_autocast(self.autocast)
 
-    def batch_norm_sees(self) -> str:
-        return "one micro-batch"
-
-    def data_parallel_size(self, world_size: int) -> int:
+    def data_share_of(self, world_size: int) -> int:
         return 1
 
-    def data_parallel_rank(self, world: World) -> int:
-        return 0
+    def data_share(self, world: World) -> tuple[int, int]:
+        return 0, 1
 
     def parts(self, number: int, count: int, micro_batches: int) -> list[Part]:
         """Every rank has all samples, and numbers of its own: each stage draws other random numbers than the others."""
@@ -122,37 +118,20 @@ class Pipeline(Strategy):
         return [part._replace(number=part.number * self.world.size + self.world.rank) for part in parts]
 
     def forward_backward(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        loss_function: LossFunction,
-        autocast: AbstractContextManager[Any],
-        is_last: bool,
+        self, part: LoadedPart, loss: Loss, weight: Tensor, last: bool, outputs: Outputs | None = None
     ) -> None:
         if self.world.size == 1:
-            super().forward_backward(inputs, targets, loss_function, autocast, is_last)
-        else:
-            self._run(inputs, targets, loss_function, autocast)
+            super().forward_backward(part, loss, weight, last, outputs)
+        else:  # torch's schedule calls backward, with 1 for the root
+            self._run(part.inputs, part.targets, lambda found, targets: loss(found, targets) * weight)
 
-    def eval_step(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        count: Callable[[Tensor, Tensor], None],
-        autocast: AbstractContextManager[Any],
-    ) -> None:
+    def evaluate(self, part: LoadedPart, count: Callable[[Any, Any], None]) -> None:
         if self.world.size == 1:
-            super().eval_step(inputs, targets, count, autocast)
+            super().evaluate(part, count)
         else:
-            self._run(inputs, targets, count, autocast)
+            self._run(part.inputs, part.targets, count)
 
-    def _run(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        loss_function: Callable[[Tensor, Tensor], Any],
-        autocast: AbstractContextManager[Any],
-    ) -> None:
+    def _run(self, inputs: Tensor, targets: Tensor, loss_function: Callable[[Tensor, Tensor], Any]) -> None:
         """All of a batch, in micro-batches of one size and perhaps a smaller last one."""
         for name, values in (("sample", inputs), ("target", targets)):
             if not isinstance(values, Tensor):
@@ -160,7 +139,6 @@ class Pipeline(Strategy):
                     f"strategy=pipeline passes one tensor from rank to rank, and a {name} here is a "
                     f"{type(values).__name__} of tensors; type strategy=fsdp"
                 )
-        self.stage.set_autocast(autocast)
         self.loss_function = loss_function
         rows = max(1, -(-len(inputs) // self.micro_batches))
         even = len(inputs) // rows * rows
@@ -198,15 +176,13 @@ class Pipeline(Strategy):
     def _loss(self, outputs: Tensor, targets: Tensor) -> Any:
         return self.loss_function(outputs, targets)
 
-    def clip_grad_norm(self, max_norm: float) -> None:
-        clip_grads_with_norm_(self.model.parameters(), max_norm, self.grad_norm())
-
-    def grad_norm(self) -> Tensor:
-        norm = super().grad_norm()
-        if self.world.size == 1:
-            return norm
-        norm = norm.to(self.world.device, torch.float64)  # of frozen layers torch's norm is a float32 on the CPU
-        return self.world.all_reduce_sum(norm.square()).sqrt()
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if self.world.size > 1:
+            norm = norm.to(self.world.device, torch.float64)  # of frozen layers torch's norm is a float32 on the CPU
+            norm = self.world.all_reduce_sum(norm.square()).sqrt()
+        clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
 
     def sync_buffers(self) -> None:
         """No two ranks hold the same buffers."""

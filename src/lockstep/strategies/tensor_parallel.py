@@ -1,8 +1,8 @@
 """Each matrix in parts, one per rank, which computes with it (Shoeybi et al. 2019; torch's parallelize_module)."""
 
 import difflib
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,17 +16,18 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lockstep.config.schema import Count
+from lockstep.data.loader import LoadedPart
 from lockstep.data.partition import fold_in
 from lockstep.data.source import tensors_in
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
 from lockstep.strategies.base import (
     JobSpec,
-    LossFunction,
+    Loss,
+    Outputs,
     Strategy,
     refuse_gradient_hooks,
     refuse_sparse_gradients,
-    weights_behind,
 )
 from lockstep.strategies.fsdp import replica_groups, validate_replicas
 from lockstep.strategies.gradient_sync import GradientSync
@@ -48,9 +49,8 @@ class TensorParallel(Strategy):
         `TensorPlan`.
     """
 
-    ranks_agree = False  # each rank holds its own part
+    replicas_equal = False  # each rank holds its own part
     shards_state = True
-    communicates_in_forward = True
     supports_sync_bn = False  # the ranks of a group compute the same samples, which a sum over all would count again
 
     def __init__(self, replicas: Count, plan: Plan) -> None:
@@ -71,16 +71,18 @@ class TensorParallel(Strategy):
         self.plan.validate(model, world_size // self.replicas)
         if world_size > 1:
             refuse_gradient_hooks(model, "tensor_parallel")
-            refuse_sparse_gradients(model, "tensor_parallel")
+            refuse_sparse_gradients(model, world_size)
 
-    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync, precision: str = "fp32") -> None:
-        super().setup(model, world, gradient_sync, precision)
+    def setup(
+        self, model: nn.Module, outputs: Outputs, world: World, gradient_sync: GradientSync, precision: str = "fp32"
+    ) -> None:
+        super().setup(model, outputs, world, gradient_sync, precision)
         if world.size == 1:
-            self.ranks_agree = True
+            self.replicas_equal = True
             return
         self.ranks_per_model = world.size // self.replicas
         ranks, shares_model, self.shares_batch = replica_groups(self.replicas, world)
-        self.is_first_of_group = world.rank in ranks[:, 0]
+        self.counts = world.rank in ranks[:, 0]
         model.to(memory_format=torch.contiguous_format)  # DTensor cannot cut another layout
         self.shares_model = shares_model
         mesh = DeviceMesh.from_group(shares_model, world.device.type)
@@ -97,35 +99,26 @@ class TensorParallel(Strategy):
             if changes_in_place:  # torch refuses that for what comes out of a DTensor
                 model.get_submodule(name).register_forward_hook(lambda layer, inputs, outputs: outputs.clone())
 
-    def data_parallel_size(self, world_size: int) -> int:
+    def data_share_of(self, world_size: int) -> int:
         return self.replicas
 
-    def data_parallel_rank(self, world: World) -> int:
-        return world.rank // (world.size // self.replicas)
+    def data_share(self, world: World) -> tuple[int, int]:
+        return world.rank // (world.size // self.replicas), self.replicas
 
-    def counts_samples(self) -> bool:
-        return self.world.size == 1 or self.is_first_of_group
-
-    def sum_counts(self, counts: Tensor) -> Tensor:
-        count = counts.sum()
-        if self.replicas > 1:
-            dist.all_reduce(count, group=self.shares_batch)
-        return count
+    def sum_counts(self, counts: Tensor) -> tuple[Any, Tensor]:
+        count = counts.sum().double()
+        work = dist.all_reduce(count, group=self.shares_batch, async_op=True) if self.replicas > 1 else None
+        return work, count
 
     def forward_backward(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        loss_function: LossFunction,
-        autocast: AbstractContextManager[Any],
-        is_last: bool,
+        self, part: LoadedPart, loss: Loss, weight: Tensor, last: bool, outputs: Outputs | None = None
     ) -> None:
         if self.world.size > 1:
             self.region.begin()
-        super().forward_backward(inputs, targets, loss_function, autocast, is_last)
-        if is_last and self.world.size > 1:
+        super().forward_backward(part, loss, weight, last, outputs)
+        if last and self.world.size > 1:
             self._sum_gradients_inside()
-        if is_last and self.replicas > 1:
+        if last and self.replicas > 1:
             self._sum_gradients()
 
     @torch.no_grad()
@@ -149,21 +142,17 @@ class TensorParallel(Strategy):
         for gradient, values in zip(gradients, vector.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(values.view(gradient.shape))
 
-    def clip_grad_norm(self, max_norm: float) -> None:
-        norm = self.grad_norm()
-        for parameters in self._cut_and_whole():
-            clip_grads_with_norm_(parameters, max_norm, norm)
-
-    def grad_norm(self) -> Tensor:
-        norms = [get_total_norm([p.grad for p in some if p.grad is not None]) for some in self._cut_and_whole()]
-        return get_total_norm([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
-
-    def _cut_and_whole(self) -> list[list[nn.Parameter]]:
-        """The parameters with a gradient, in one list or two: torch cannot mix DTensors with others in one call."""
-        trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """torch cannot mix DTensors with others in one call."""
+        trained = [parameter for parameter in parameters if parameter.grad is not None]
         cut: list[nn.Parameter] = [parameter for parameter in trained if isinstance(parameter, DTensor)]
         whole = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
-        return [parameters for parameters in (cut, whole) if parameters]
+        both = [some for some in (cut, whole) if some]
+        norms = [get_total_norm([p.grad for p in some if p.grad is not None]) for some in both]
+        norm = get_total_norm([one.full_tensor() if isinstance(one, DTensor) else one for one in norms])
+        for some in both:
+            clip_grads_with_norm_(some, max_norm, norm)
+        return norm
 
     def full_state(self, named: dict[str, Any]) -> dict[str, Any]:
         return gather_full(named, self.world)
@@ -172,7 +161,7 @@ class TensorParallel(Strategy):
         return cut_like_parameters(named, self.model)
 
     def own_blocks(self, named: dict[str, Any]) -> dict[str, Any]:
-        return own_blocks(named, self.world, self.data_parallel_rank(self.world) == 0)
+        return own_blocks(named, self.world, self.data_share(self.world)[0] == 0)
 
 
 class CutRegion:
@@ -375,3 +364,19 @@ def _require_both_halves(model: nn.Module, named: Mapping[str, str | ParallelSty
         raise ConfigError(
             f"strategy.plan needs the inputs of {linear[0]} in parts, and no colwise layer makes them; type {EXAMPLE}"
         )
+
+
+def weights_behind(starts: Iterable[Any], ends: Iterable[Any] = ()) -> list[Tensor]:
+    """The weights in autograd's graph from the nodes `starts` on, up to the nodes `ends`."""
+    weights, seen, nodes = list[Tensor](), set(ends), list(starts)
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        weight = getattr(node, "variable", None)  # of the nodes that add to .grad
+        if weight is not None:
+            weights.append(weight)
+        with suppress(RuntimeError):  # before torch 2.14 a function of the user's may not tell
+            nodes += [following for following, _ in node.next_functions]
+    return weights

@@ -6,7 +6,7 @@ batch statistics, on one thread. The results are added in one fixed tree, whiche
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from itertools import compress
 from operator import ne
 from typing import Any, NamedTuple
@@ -23,7 +23,8 @@ from lockstep.distributed.shared_memory import SharedMemorySum, tree_sum
 from lockstep.distributed.sync_batch_norm import BatchNorm
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import JobSpec, LossFunction, Strategy
+from lockstep.data.loader import LoadedPart
+from lockstep.strategies.base import JobSpec, Loss, Outputs, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
 
@@ -82,8 +83,10 @@ class VirtualRanks(Strategy):
                 f"{', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in types))}; type strategy=ddp"
             )
 
-    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync, precision: str = "fp32") -> None:
-        super().setup(model, world, gradient_sync, precision)
+    def setup(
+        self, model: nn.Module, outputs: Outputs, world: World, gradient_sync: GradientSync, precision: str = "fp32"
+    ) -> None:
+        super().setup(model, outputs, world, gradient_sync, precision)
         torch.set_num_threads(1)  # with more, the sums in a convolution depend on how many there are
         per_rank = self.count // world.size
         self.share = range(world.rank * per_rank, (world.rank + 1) * per_rank)  # of the virtual ranks
@@ -125,19 +128,14 @@ class VirtualRanks(Strategy):
         """The same parts at any world size; neighbours go to one rank."""
         return [Part(own, *cut(count, self.count, own)) for own in self.share]
 
-    def sum_counts(self, counts: Tensor) -> Tensor:
+    def sum_counts(self, counts: Tensor) -> tuple[Any, Tensor]:
         """Added in the order of the virtual ranks: sums of weights that are no whole numbers depend on it."""
-        of_all = counts.new_zeros(self.count)
+        of_all = torch.zeros(self.count, dtype=torch.float64, device=counts.device)
         of_all[self.share.start : self.share.stop] = counts
-        return self.world.all_reduce_sum(of_all).sum()
+        return self.world.all_reduce_async(of_all), of_all
 
     def forward_backward(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        loss_function: LossFunction,
-        autocast: AbstractContextManager[Any],
-        is_last: bool,
+        self, part: LoadedPart, loss: Loss, weight: Tensor, last: bool, outputs: Outputs | None = None
     ) -> None:
         """One virtual rank's passes. After this rank's last one, `.grad` holds the whole batch's gradient."""
         if self.computed == 0:
@@ -150,7 +148,7 @@ class VirtualRanks(Strategy):
         for parameter, gradient in zip(self.parameters, row.gradients, strict=True):
             parameter.grad = gradient  # of zeros, to which the backward pass adds
         weights_before = versions(self.weights)
-        super().forward_backward(inputs, targets, loss_function, autocast, is_last)
+        super().forward_backward(part, loss, weight, last, outputs)
         weights_now = versions(self.weights)
         if weights_now != weights_before:
             changed = map(ne, weights_now, weights_before)
@@ -161,9 +159,9 @@ class VirtualRanks(Strategy):
             )
         added = [now != then for now, then in zip(versions(row.gradients), before, strict=True)]
         self.used.update(number for number, is_used in enumerate(added) if is_used)
-        self._keep_buffers(row, count_samples(targets), is_last)
+        self._keep_buffers(row, count_samples(part.targets), last)
         self.computed += 1
-        if is_last:
+        if last:
             self._combine()
 
     @torch.no_grad()

@@ -297,6 +297,14 @@ def _refusal(overrides: Sequence[str], config: RunConfig, fixed: Sequence[str]) 
     return ""
 
 
+def named_objective(config: RunConfig) -> str | None:
+    """What chooses the best weights of a job."""
+    from lockstep.build import objective_of
+    from lockstep.tasks.base import Task
+
+    return objective_of(config, instantiate_as(Task, config.task, "task"))
+
+
 def run_sweep(context: HydraContext, master: DictConfig, task: TaskFunction, words: Sequence[str]) -> None:
     """Run the jobs that the words of a command ask for. master: see `HydraJobs`."""
     name = master.hydra.runtime.choices["hydra/launcher"]
@@ -317,7 +325,7 @@ def run_sweep(context: HydraContext, master: DictConfig, task: TaskFunction, wor
     node: Any = OmegaConf.to_container(jobs.base.launch, resolve=True)
     check_nodes("launch", node)
     launcher = instantiate_as(Launcher, node, "launch")
-    objectives = [config.objective for _, config in checked if config.objective is not None]
+    objectives = list(filter(None, (named_objective(config) for _, config in checked)))
     check_search(settings, objectives, launcher.runs_elsewhere)
     modules = preflight_jobs(checked, plan)
 

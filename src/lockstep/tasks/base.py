@@ -1,51 +1,25 @@
 """The contract of a task: what is minimised, and what is measured.
 
-Below it stands what tasks share: a loss and metrics of the user's own, and scores from counts for each class.
-
-To add one: a class in a file of its own here, and `conf/task/<name>.yaml` with its `_target_`, its metrics and the
-metric to monitor. A task that can show more than numbers returns a `Report`.
+To add one: a class in a file of its own here or of yours, and `conf/task/<name>.yaml` with its `_target_`. A task that
+can show more than numbers returns a `Report`.
 """
 
-import inspect
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.data.source import count_samples, tensors_in
 from lockstep.distributed.backend import float64_device
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.text import show
-
-COUNTS = ("right", "predicted", "true")  # for each class: hits, predictions of it, and samples of it
-SCORES = ("precision", "recall", "f1", "iou")
 
 Function = Callable[[Tensor, Tensor], Tensor]
-"""(outputs, targets) -> a value for each sample (N,), or several (N, ...), whose mean counts."""
+"""(outputs, targets) -> a loss for each sample (N,), or one for each target, in the shape of the targets."""
 
 ReadSample = Callable[[int], Tensor]
 """The test sample of a number, as the data set has it."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """Which samples this rank evaluates, in this order: rank, rank + size, rank + 2 size, ... below `samples`.
-
-    split: "val" or "test", the set that they are of.
-    """
-
-    rank: int
-    size: int
-    samples: int
-    split: str = "test"
 
 
 class Report:
@@ -54,8 +28,8 @@ class Report:
     `add` is called for each batch, then `reduce`, then on rank 0 perhaps `figures`. This one shows nothing.
     """
 
-    def add(self, outputs: Tensor, targets: Tensor) -> None:
-        """Take in the next samples of this rank's share. It must not wait for the device."""
+    def add(self, outputs: Any, targets: Any, numbers: Tensor) -> None:
+        """Take in some samples of this rank, by their numbers (N,) in the split. It must not wait for the device."""
 
     def reduce(self, world: World) -> None:
         """Bring together what the ranks have. A collective. A rank may have had no samples."""
@@ -65,109 +39,164 @@ class Report:
         return {}
 
 
-class Task:
-    """A loss and its metrics, as sums over samples: sums add up over any split of the data, means do not.
+class Sums(NamedTuple):
+    """What some samples add to the means of a task, name by name.
 
-    A mean is a sum over a whole global batch or data set, divided by its `count`: of samples, or of what a task says.
-
-    metrics: min or max for each metric: whether lower or higher is better. loss is the first.
-    monitor: the metric of the default objective, which decides which weights are the best.
-
-    Attributes:
-    sums: {name: number of values} of what a call returns. By default one value for each metric. A task whose metrics
-        are no means, such as F1, returns counts instead, and makes metrics of their totals in `finish`.
-    counts: what `count` counts, in the plural.
+    loss: 0-d, with its gradient, in float32 at least. values: 0-d, without. counts: what each is divided by in the end.
     """
 
+    loss: Tensor
+    values: list[Tensor]
+    counts: list[int | Tensor]
+
+
+class Task:
+    """A loss, and what else is measured: values of samples or tokens, of which a mean over all of them is shown.
+
+    better: whether "min" or "max" is better, of each value by its name. loss is the first.
+    monitor: the value that chooses the best weights, if the config says auto.
+    derived: those that `finish` computes from the others.
+    counts: what is counted, in the plural.
+    ignored: the target that counts nowhere, if there is one.
+    """
+
+    better: Mapping[str, str] = {"loss": "min"}
+    derived: Sequence[str] = ()
+    monitor = "loss"
     counts = "samples"
+    ignored: int | None = None
 
-    def __init__(self, metrics: dict[str, str], monitor: str) -> None:
-        if monitor not in metrics:
-            names = " or ".join(f"task.monitor={name}" for name in metrics)
-            raise ConfigError(f"task.monitor={monitor} is not a metric of this task; type {names}")
-        self.metrics, self.monitor = metrics, monitor
-        self.sums = dict.fromkeys(metrics, 1)
+    def outputs(self, model: nn.Module, inputs: Any) -> Any:
+        """What the model computes of `inputs` for a loss. All that is called in here is synchronised over the ranks."""
+        return model(inputs)
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """(outputs of the model, targets) -> (the summed loss, which has a gradient; {name: sum}).
+    def __call__(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
+        """{name of `names`: its values}: one for each sample (N,), or for each target, in the shape of `targets`.
 
-        The sums have the names and numbers of values of `self.sums`; one value is a 0-d tensor. "loss" is one of them.
+        "loss" is one of them, and has a gradient.
         """
         raise NotImplementedError
 
-    def count(self, targets: Any) -> float | Tensor:
-        """What these targets, a tensor (N, ...) or a tuple or dict of such, add to what a mean is divided by: N.
+    def count(self, targets: Any) -> int | Tensor:
+        """What these targets add to what the sum of the loss is divided by: the samples, which all ranks know.
 
-        A task that counts something else, such as tokens, boxes or the weights of samples, returns a number or, where
-        it depends on values, a 0-d tensor on their device. The ranks then add up their counts before each step.
+        A task that counts something else, such as tokens or the weights of classes, returns a 0-d tensor. The ranks
+        then add up their counts in each step.
         """
         return count_samples(targets)
+
+    def finish(self, means: dict[str, float]) -> dict[str, float]:
+        """The means of an epoch or an evaluation, perhaps with others that follow from them."""
+        return means
+
+    def scores(self, outputs: Any) -> Any:
+        """What metrics of torchmetrics get of the outputs, such as probabilities (N, classes, ...)."""
+        return outputs
+
+    def predictions(self, outputs: Any) -> dict[str, Tensor]:
+        """{column: (N,) or (N, values, ...)}: what mode=predict writes of the outputs (N, ...)."""
+        return {"output": outputs}
+
+    def report(self, split: str, samples: int, images: int) -> Report | None:
+        """What an evaluation shall show. None: nothing but the means.
+
+        split: "val" or "test". samples: that it has. images: how many of them are shown at most.
+        """
+        return None
 
     def check_targets(self, targets: Any, numbers: Any, classes: int | None) -> None:
         """Raise ConfigError for targets that this task does not take. It is called where samples are read.
 
-        numbers: of their samples. classes: as dataset.classes. Here: as many targets as samples, if these are counted.
+        numbers: of their samples. classes: as dataset.classes. Here: as many targets as samples.
         """
         rows = next((len(tensor) for tensor in tensors_in(targets) if tensor.dim()), 1)
         if self.counts_samples and rows != len(numbers):
-            what = (
-                f"loader.collate_fn makes {rows} targets of {len(numbers)} samples, and a step takes the mean over all"
-            )
+            what = f"loader.collate_fn makes {rows} targets of {len(numbers)} samples, and a step takes the mean of all"
             raise ConfigError(f"{what}; type task._target_=<module>.<a task whose count says what it counts>")
 
     @property
+    def names(self) -> list[str]:
+        """Of the values that a call gives."""
+        return [name for name in self.better if name not in self.derived]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move the tensors and modules that it computes with, such as weights of classes or a teacher.
+
+        dtype: of the model. Tensors of floats keep their own, but where the device lacks it.
+        """
+        for name, part in vars(self).items():
+            if isinstance(part, nn.Module):
+                setattr(self, name, part.to(device, dtype))
+            elif isinstance(part, Tensor):
+                lacks = device.type == "mps" and part.dtype == torch.float64
+                setattr(self, name, part.to(device, torch.float32 if lacks else part.dtype))
+
+    def counts_by_value(self, targets: Any, ignores: bool) -> bool:
+        """Whether ranks have to add up what `count` gives of such targets. Else samples count, whose number all know.
+
+        ignores: whether some of them may be `self.ignored`.
+        """
+        return not self.counts_samples
+
+    @property
     def counts_samples(self) -> bool:
-        """Whether `count` is the number of samples, which all ranks know without asking each other."""
+        """Whether `count` is that of this class."""
         return type(self).count is Task.count
 
-    def finish(self, totals: dict[str, Tensor], count: float) -> dict[str, float]:
-        """{metric: value} from the sums over all ranks (float64, on the CPU) and the count that is behind them."""
-        return {name: total.item() / (count or 1) for name, total in totals.items()}
+    def sums(self, outputs: Any, targets: Any, ignores: bool = True) -> Sums:
+        """What these samples add to each mean. ignores: whether some targets may be `self.ignored`.
 
-    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
-        """{column: (N,) or (N, values, ...)}: what mode=predict writes of the outputs (N, ...)."""
-        return {"output": outputs}
+        Where none is, values of the shape of the targets are first averaged over each sample, and samples count.
+        """
+        found, rows = self(outputs, targets), count_samples(targets)
+        ignored = self.ignored if ignores else None
+        by_target = isinstance(targets, Tensor) and targets.dim() > 1
+        values, counts = list[Tensor](), list[int | Tensor]()
+        for name in self.names:
+            value = found[name] if name in found else _missing(self, name, found)
+            if value.shape == (rows,):
+                count: int | Tensor = rows
+            elif by_target and value.shape == targets.shape:
+                count = rows if ignored is None else (targets != ignored).sum()
+                value = value.flatten(1).to(_wide(value)).mean(1) if ignored is None else value
+            else:
+                raise self._of_wrong_shape(name, value, rows, targets)
+            if name == "loss":
+                count = self.count(targets) if self.counts_by_value(targets, ignores) else rows
+            values.append(value.sum(dtype=_wide(value)) if value.is_floating_point() else value.count_nonzero())
+            counts.append(count)
+        return Sums(values[0], [value.detach() for value in values], counts)
 
-    def report(self, share: Share, images: int) -> Report | None:
-        """What an evaluation shall show. images: how many test samples at most. None: nothing but the metrics."""
-        return None
+    def _of_wrong_shape(self, name: str, value: Any, rows: int, targets: Any) -> ConfigError:
+        shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        of_targets = f", or {list(targets.shape)}" if isinstance(targets, Tensor) and targets.dim() > 1 else ""
+        what = f"{name_of(self)} gives {name} as {shape}, and a value for each sample is wanted, {[rows]}{of_targets}"
+        advice = 'reduction="none" where it calls a loss of torch' if shape == [] else f"{name} with a value a sample"
+        return ConfigError(f"{what}: the ranks add them up; type {advice}")
 
     def mode(self, objective: str) -> str:
-        """ "min" or "max" for an objective such as "val/accuracy". Raises ConfigError if no evaluation measures it."""
+        """ "min" or "max" for an objective such as "val/accuracy". Raises ConfigError if it is not measured."""
         split, _, name = objective.partition("/")
-        if name not in self.metrics:
-            names = " or ".join(f"monitor={split}/{name}" for name in self.metrics)
+        if name not in self.better:
+            names = " or ".join(f"monitor={split}/{name}" for name in self.better)
             raise ConfigError(f"monitor={objective} is not measured; type {names}")
-        return self.metrics[name]
+        return self.better[name]
 
 
-def check_class_numbers(targets: Any, numbers: Any, classes: int | None, ignored: int | None) -> None:
-    """Raise ConfigError for the first whole number that is no class from 0 to `classes` - 1, nor `ignored`.
-
-    targets: (N,), or (N, ...) for a class at each place. numbers: of the samples.
-    """
-    if classes is None or not isinstance(targets, Tensor) or targets.is_floating_point():
-        return
-    values = targets.long()  # the number of classes may be more than a small type holds
-    wrong = (values < 0) | (values >= classes)
-    if ignored is not None:
-        wrong &= values != ignored
-    for row, *place in wrong.nonzero().tolist()[:1]:
-        label, where = int(values[(row, *place)]), f" at {place}" if place else ""
-        advice = f"dataset.classes={label + 1}" if label >= 0 else f"its target as 0 to {classes - 1}"
-        advice += f", or task.ignored_label={label} if it counts nowhere" if place else ""
-        what = f"sample {numbers[row]} has the target {label}{where}, and the classes are 0 to {classes - 1}"
-        raise ConfigError(f"{what}; type {advice}")
+def _missing(task: Task, name: str, found: Any) -> Tensor:
+    given = ", ".join(found) if isinstance(found, Mapping) else f"a {type(found).__name__}"
+    raise ConfigError(
+        f"{name_of(task)} gives {given}, and no {name}; return a dict that has it, as docs/tasks.md shows"
+    )
 
 
-def counted(task: Task, targets: Any) -> int | Tensor:
-    """What `task` counts: samples, whose number all ranks know; or what it says itself, as a 0-d float64 tensor."""
-    count = task.count(targets)
-    if task.counts_samples:
-        return int(count)
-    count = as_float64(count) if isinstance(count, Tensor) else count
-    device = float64_device(next(tensors_in(targets)).device)
-    return torch.as_tensor(count, dtype=torch.float64, device=device)
+def _wide(value: Tensor) -> torch.dtype:
+    """In float16 and bfloat16 a sum of many small numbers is far off."""
+    return torch.float32 if value.dtype.itemsize < 4 else value.dtype
+
+
+def name_of(part: object) -> str:
+    return f"{type(part).__module__}.{type(part).__qualname__}"
 
 
 def as_float64(tensor: Tensor) -> Tensor:
@@ -176,179 +205,17 @@ def as_float64(tensor: Tensor) -> Tensor:
 
 
 def at_least_float32(outputs: Tensor) -> Tensor:
-    """Half-precision outputs as float32: a loss is a sum of many small numbers."""
-    return outputs.float() if outputs.dtype.itemsize < 4 else outputs
+    """Half-precision outputs as float32."""
+    return outputs.to(_wide(outputs))
 
 
-def modules_of(task: Task) -> list[nn.Module]:
-    """The modules that a task computes with, such as a loss with class weights."""
-    own = getattr(task, "own", None)
-    parts = [own.loss, *own.measures.values()] if isinstance(own, OwnParts) else []
-    return [part for part in [*vars(task).values(), *parts] if isinstance(part, nn.Module)]
-
-
-class CrossEntropy(nn.CrossEntropyLoss):
-    """torch's, with a weight for each class in float64: a call takes them in the type of its logits.
-
-    class_weights: None, or "balanced", which the training data replaces before a run: all classes weigh the same.
-    """
-
-    def __init__(self, class_weights: list[float] | Literal["balanced"] | None, **options: Any) -> None:
-        weight = None
-        if class_weights is not None and class_weights != "balanced":
-            if not any(class_weights):
-                raise ConfigError(
-                    f"task.class_weights={show(list(class_weights))} has no weight above 0, so no sample counts; "
-                    f"type task.class_weights=balanced"
-                )
-            weight = torch.tensor(class_weights, dtype=torch.float64)
-        super().__init__(weight, **options)
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(
-            logits,
-            targets,
-            None if self.weight is None else self.weight.to(logits.dtype),
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-        )
-
-
-class OwnParts:
-    """A loss in place of a task's, and metrics beside its metrics.
-
-    A class or function of torch that has `reduction` gets reduction="none": the ranks add up samples, and a mean over a
-    rank's samples could not be added. One that is given tensors becomes a module, see `WithTensors`.
-
-    loss: a loss of your own in place of the task's.
-    measures: metrics of your own, by name.
-    """
-
-    def __init__(self, loss: Function | None, measures: Mapping[str, Function]) -> None:
-        if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
-            names = ", ".join(name for name, _ in loss.named_parameters())
-            raise ConfigError(
-                f"task.loss has weights of its own ({names}), and only the model's are trained and saved; keep them in "
-                f"the model, and type task._target_=<module>.<a task that takes what the model returns>"
-            )
-        self.loss = None if loss is None else _prepared("task.loss", loss)
-        self.measures = {name: _prepared(f"task.measures.{name}", function) for name, function in measures.items()}
-
-    def replace(
-        self, outputs: Tensor, targets: Tensor, loss: Tensor, sums: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """What a task returns, with the user's parts. loss, sums: the task's own."""
-        if self.loss is not None:
-            loss = _sum("task.loss", self.loss(outputs, targets), len(outputs))
-        measured = {
-            name: _sum(f"task.measures.{name}", function(outputs, targets), len(outputs))
-            for name, function in self.measures.items()
-        }
-        return loss, sums | {"loss": loss} | measured
-
-
-class WithTensors(nn.Module):
-    """A function with some arguments, whose tensors are buffers: they get the type and the device of the run."""
-
-    def __init__(self, function: partial[Tensor]) -> None:
-        super().__init__()
-        self.function, self.names = function, [name for name, v in function.keywords.items() if isinstance(v, Tensor)]
-        for name in self.names:
-            self.register_buffer(name, function.keywords[name])
-
-    def forward(self, *arguments: Any) -> Tensor:
-        return self.function(*arguments, **{name: self.get_buffer(name) for name in self.names})
-
-
-def _prepared(key: str, function: Function) -> Function:
-    """`function` without its reduction. Raises ConfigError for a sum over the batch."""
-    typed = getattr(function, "reduction", None) or getattr(function, "keywords", {}).get("reduction")
-    if typed == "sum":
-        raise ConfigError(
-            f"{key} has reduction=sum, which grows with the batch, and a loss here is a mean over its samples; "
-            f"type ++{key}.reduction=mean"
-        )
-    if hasattr(function, "reduction"):
-        function.reduction = "none"
-    else:
-        with suppress(TypeError, ValueError):  # written in C
-            if "reduction" in inspect.signature(function).parameters:
-                function = partial(function, reduction="none")  # type: ignore[call-arg]
-    if isinstance(function, partial) and any(isinstance(value, Tensor) for value in function.keywords.values()):
-        function = WithTensors(function)
-    return function if typed != "batchmean" else lambda *values: function(*values).flatten(1).sum(1)
-
-
-def _sum(key: str, values: Any, count: int) -> Tensor:
-    if not isinstance(values, Tensor):
-        raise ConfigError(
-            f"{key} gives a {type(values).__name__}, and a tensor with a value for each sample is wanted; "
-            f"return the shape {[count]} there"
-        )
-    if not values.is_floating_point():
-        values = as_float64(values)
-    if values.dim() == 0 or len(values) != count:
-        raise ConfigError(
-            f"{key} gives the shape {list(values.shape)} for {count} samples, and a value for each sample is wanted, "
-            f"since the ranks add them up; return {[count]}, or type +{key}.reduction=none"
-        )
-    summed: Tensor = values.flatten(1).mean(1).sum() if values.dim() > 1 else values.sum()
-    return summed
-
-
-def class_counts(predictions: Tensor, targets: Tensor, classes: int) -> dict[str, Tensor]:
-    """{count: (classes,) whole numbers} of class numbers of one shape. Targets that are no class are left out.
-
-    Counts add up over ranks and batches; scores do not.
-    """
-
-    def count(numbers: Tensor, where: Tensor) -> Tensor:
-        """How often each class is in `numbers`. bincount would wait for a GPU."""
-        places = torch.where(where & (numbers < classes), numbers, classes).flatten()
-        counts = torch.zeros(classes + 1, dtype=torch.int64, device=numbers.device)
-        return counts.scatter_add_(0, places, torch.ones_like(places))[:classes]
-
-    is_class = (targets >= 0) & (targets < classes)
-    is_right = is_class & (predictions == targets)
-    return {
-        "right": count(targets, is_right),
-        "predicted": count(predictions, is_class),
-        "true": count(targets, is_class),
-    }
-
-
-def class_scores(totals: dict[str, Tensor]) -> dict[str, float]:
-    """{"f1": mean over the classes, "f1_0": of class 0, ...} for each of SCORES, from the totals of COUNTS.
-
-    A class that is neither predicted nor true is left out of the mean, as in scikit-learn, and has the score 0 itself.
-    """
-    right, predicted, true = (totals[name].double() for name in COUNTS)
-    per_class = {
-        "precision": right / predicted.clamp(min=1),
-        "recall": right / true.clamp(min=1),
-        "f1": 2 * right / (predicted + true).clamp(min=1),
-        "iou": right / (predicted + true - right).clamp(min=1),
-    }
-    occurs = predicted + true > 0
-    scores = {}
-    for name, values in per_class.items():
-        scores[name] = values[occurs].mean().item() if occurs.any() else math.nan
-        scores |= {f"{name}_{number}": value for number, value in enumerate(values.tolist())}
-    return scores
-
-
-def require_known(metrics: dict[str, str], means: tuple[str, ...], classes: int | None) -> None:
-    """Raise ConfigError for a metric that is neither one of `means` nor a score, of all classes or of one.
-
-    classes: None if it is not known yet how many there are.
-    """
-    for name in metrics:
-        score = re.fullmatch(rf"({'|'.join(SCORES)})(?:_(\d+))?", name)
-        if name in means or (score and (classes is None or int(score[2] or 0) < classes)):
-            continue
-        known = ", ".join([*means, *SCORES])
-        numbers = "" if classes is None else f" with a class from 0 to {classes - 1}"
-        raise ConfigError(
-            f"task.metrics.{name} is not measured by this task; type one of {known}, or f1_<class>{numbers}"
-        )
+def require_one_tensor(task: Task, outputs: Any, targets: Any) -> None:
+    """Raise ConfigError if a task of this project gets something else than tensors, such as what a net of transformers
+    returns."""
+    if not isinstance(outputs, Tensor):
+        inside = "its logits alone" if hasattr(outputs, "logits") else "one tensor"
+        what = f"the model returns an object of {type(outputs).__name__}, and {type(task).__name__} needs {inside}"
+        raise ConfigError(f"{what}; type model._target_=<module>.<a class that returns that>, or a task of your own")
+    if not isinstance(targets, Tensor):
+        what = f"a target is a {type(targets).__name__}, and {type(task).__name__} needs one tensor"
+        raise ConfigError(f"{what}; type task._target_=<module>.<a task that takes it>")

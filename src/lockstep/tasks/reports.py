@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.distributed.backend import float64_device
 from lockstep.distributed.world import World
-from lockstep.tasks.base import ReadSample, Report, Share, as_float64, at_least_float32
+from lockstep.tasks.base import ReadSample, Report, as_float64, at_least_float32
 
 MOST_CLASSES = 200  # for a confusion matrix
 ROW = 5  # numbers of a row of the table of shown samples: score, number, prediction, truth, confidence
@@ -50,14 +50,13 @@ class ClassReport(Report):
     confusion: (classes, classes), how often a class (row) was taken for a class (column); None if there are too many.
     """
 
-    def __init__(self, share: Share, images: int) -> None:
-        self.share, self.images = share, images
-        self.seen = 0
+    def __init__(self, split: str, images: int) -> None:
+        self.split, self.images = split, images
         self.confusion: Tensor | None = None
         self.worst: Tensor | None = None  # (at most `images`, ROW) float64
         self.shown: list[Shown] = []
 
-    def add(self, outputs: Tensor, targets: Tensor) -> None:
+    def add(self, outputs: Tensor, targets: Tensor, numbers: Tensor) -> None:
         if outputs.shape[:1] + outputs.shape[2:] != targets.shape or targets.is_floating_point():
             return  # a task of the user's that is derived from Classification may have other targets
         confidence, prediction = at_least_float32(outputs).softmax(dim=1).max(dim=1)
@@ -65,12 +64,9 @@ class ClassReport(Report):
             counts = _confusion(prediction.flatten(), targets.flatten(), outputs.shape[1])
             self.confusion = counts if self.confusion is None else self.confusion + counts
         if targets.dim() == 1:
-            self._keep_worst(confidence, prediction, targets)
-        self.seen += len(targets)
+            self._keep_worst(confidence, prediction, targets, numbers.to(targets.device))
 
-    def _keep_worst(self, confidence: Tensor, prediction: Tensor, targets: Tensor) -> None:
-        positions = torch.arange(self.seen, self.seen + len(targets), device=targets.device)
-        numbers = self.share.rank + self.share.size * positions
+    def _keep_worst(self, confidence: Tensor, prediction: Tensor, targets: Tensor, numbers: Tensor) -> None:
         score = torch.where(prediction == targets, 1 - confidence, 1 + confidence)
         is_class = targets >= 0  # others, such as -100, become empty rows: to drop them would wait for a GPU
         score, confidence = score * is_class, confidence * is_class
@@ -107,10 +103,10 @@ class ClassReport(Report):
                 )
                 for shown in self.shown
             ]
-            figures[f"{self.share.split}/worst_first"] = draw_tiles(tiles)
+            figures[f"{self.split}/worst_first"] = draw_tiles(tiles)
         if self.confusion is not None and self.confusion.sum() > 0:
             names = [_name(classes, number) for number in range(len(self.confusion))]
-            figures[f"{self.share.split}/confusion_matrix"] = draw_confusion(self.confusion.tolist(), names)
+            figures[f"{self.split}/confusion_matrix"] = draw_confusion(self.confusion.tolist(), names)
         return figures
 
 
@@ -134,27 +130,22 @@ class ValueReport(Report):
     points: (points, 2), predicted and true. They are the same samples at any number of ranks.
     """
 
-    def __init__(self, share: Share) -> None:
-        self.share, self.seen = share, 0
-        self.every = max(1, -(-share.samples // MOST_POINTS))
-        self.points = torch.zeros(-(-share.samples // self.every), 2, dtype=torch.float64)
+    def __init__(self, split: str, samples: int) -> None:
+        self.split = split
+        self.every = max(1, -(-samples // MOST_POINTS))
+        self.points = torch.zeros(-(-samples // self.every), 2, dtype=torch.float64)
 
-    def add(self, outputs: Tensor, targets: Tensor) -> None:
-        first = self.share.rank + self.share.size * self.seen
-        numbers = range(first, first + self.share.size * len(targets), self.share.size)
-        rows = [row for row, number in enumerate(numbers) if number % self.every == 0]
-        slots = [numbers[row] // self.every for row in rows]
-        values = torch.stack([_first_values(outputs[rows]), _first_values(targets[rows])], dim=1)
-        self.points = self.points.to(as_float64(values).device)
-        self.points[slots] = as_float64(values)
-        self.seen += len(targets)
+    def add(self, outputs: Tensor, targets: Tensor, numbers: Tensor) -> None:
+        rows = (numbers % self.every == 0).nonzero().flatten()
+        values = [_first_values(one)[rows.to(one.device)].cpu().double() for one in (outputs, targets)]
+        self.points[numbers[rows] // self.every] = torch.stack(values, 1)
 
     def reduce(self, world: World) -> None:
         self.points = world.all_reduce_sum(self.points.to(float64_device(world.device))).cpu()
 
     def figures(self, sample: ReadSample, classes: Sequence[str]) -> dict[str, Tensor]:
         points = [(predicted, true) for predicted, true in self.points[self.points.isfinite().all(1)].tolist()]
-        return {f"{self.share.split}/predicted_against_true": draw_points(points)} if points else {}
+        return {f"{self.split}/predicted_against_true": draw_points(points)} if points else {}
 
 
 def _first_values(values: Tensor) -> Tensor:

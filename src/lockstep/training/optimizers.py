@@ -1,18 +1,126 @@
-"""Optimizers that torch has in parts only."""
+"""The optimizer of a run: parameter groups by rule, and Muon beside another one."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, Literal
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Len
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lockstep.config.schema import Count, Fraction, NotNegative, Positive
+from lockstep.config.nodes import instantiate
+from lockstep.config.schema import Count, Fraction, NotNegative, Parameters, Positive
+from lockstep.data.source import tensors_in
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError, first_of
+from lockstep.models.base import matching_parameters, require_matches, sparse_parameters
+from lockstep.strategies.base import Strategy
+from lockstep.training.replicas import local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration: they bring all singular values near 1
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
+def build_optimizer(node: dict[str, Any], rules: Parameters, strategy: Strategy) -> Optimizer:
+    """The optimizer of a node, on the parameters that are trained, in groups by rule. A collective.
+
+    Raises ConfigError for what is none, for what a snapshot could not hold, and for a rule with a hyperparameter that
+    it does not have.
+    """
+    groups = [
+        (("parameters.groups"), _patterns(group), {k: v for k, v in group.items() if k != "match"})
+        for group in rules.groups
+    ]
+    if rules.no_decay:
+        groups.append(("parameters.no_decay", [str(name) for name in rules.no_decay], {"weight_decay": 0.0}))
+    node = dict(node)
+    if "fused" in node and node["fused"] is None:
+        node["fused"] = can_fuse(strategy.model)
+    optimizer = instantiate(node, parameter_groups(strategy.model, strategy.world, groups))
+    if not isinstance(optimizer, Optimizer):
+        what = f"optimizer._target_ gives an object of {type(optimizer).__name__}, and torch.optim.Optimizer is wanted"
+        raise ConfigError(f"{what}; type optimizer=<an option in conf/optimizer>, or return one")
+    _require_plain(optimizer)
+    for key, _, values in groups:
+        for name in values:
+            if name not in optimizer.defaults:  # torch would keep it, and never read it
+                what = f"{key}: {type(optimizer).__name__} has no {name}, but {', '.join(optimizer.defaults)}"
+                raise ConfigError(f"{what}; type {key}=[] or one of these")
+    return optimizer
+
+
+def _patterns(group: dict[str, Any]) -> list[str]:
+    match = group["match"]
+    return [str(name) for name in match] if isinstance(match, Sequence) and not isinstance(match, str) else [str(match)]
+
+
+def parameter_groups(
+    model: nn.Module, world: World, rules: Sequence[tuple[str, list[str], dict[str, Any]]]
+) -> list[Any]:
+    """What an optimizer takes: the trained parameters, in groups if there are rules. A collective.
+
+    rules: (key, patterns, hyperparameters); of several that match a parameter, the last one wins. The groups and their
+    order are the same on all ranks, though a rank may hold only some layers: a group can be empty. Raises ConfigError
+    for a pattern that no rank's model has.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not rules:
+        return list(trained.values()) or [{"params": []}]  # a rank of a pipeline may hold frozen layers only
+    matched = [_matched(model, world, key, patterns) for key, patterns, _ in rules]
+    kinds = {name: [number for number, names in enumerate(matched) if name in names] for name in trained}
+    everyones = [kind for there in world.all_gather_json(list(kinds.values())) for kind in there]
+    groups = []
+    for kind in sorted(set(map(tuple, everyones))):
+        group: dict[str, Any] = {"params": [trained[name] for name in trained if kinds[name] == list(kind)]}
+        for number in kind:
+            group |= rules[number][2]
+        groups.append(group)
+    return groups
+
+
+def _matched(model: nn.Module, world: World, key: str, patterns: list[str]) -> set[str]:
+    """The parameters of this rank that a rule names."""
+    found = [matching_parameters(model, pattern) for pattern in patterns]
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    everyones = world.all_gather_json([[bool(some) for some in found], names])
+    has_match = [any(flags) for flags in zip(*(flags for flags, _ in everyones), strict=True)]
+    require_matches(key, patterns, has_match, [name for _, there in everyones for name in there])
+    return set[str]().union(*found)
+
+
+def can_fuse(model: nn.Module) -> bool:
+    """Whether torch's fused optimizers can step on all weights: no complex ones, no parts of weights on several ranks,
+    no sparse gradients."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return not sparse_parameters(model) and all(p.is_floating_point() and local_part(p) is p for p in trained)
+
+
+def _require_plain(optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer whose state no snapshot would have, or whose step needs a loss."""
+    name, given = type(optimizer).__name__, optimizer.state_dict()
+    if not {"state", "param_groups"} <= given.keys():
+        what = f"{name}.state_dict gives {first_of(list(given))}, and a snapshot needs state and param_groups"
+        raise ConfigError(f"{what}; keep what belongs to a parameter in self.state[parameter], or type optimizer=adamw")
+    if any(
+        True for _ in tensors_in({key: value for key, value in given.items() if key not in ("state", "param_groups")})
+    ):
+        what = f"{name} keeps tensors beside its state"
+        raise ConfigError(f"{what}; keep them in self.state[parameter], or type optimizer=adamw")
+    inner = [key for key, value in vars(optimizer).items() if isinstance(value, Optimizer)]
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        apart = [key for key in inner if getattr(optimizer, key).state is not optimizer.state]
+        if apart:
+            what = f"{name} has optimizers of its own, and no snapshot has the state of {first_of(apart)}"
+            advice = f"self.{apart[0]}.state = self.state in __init__ and __setstate__, or type optimizer=adamw"
+            raise ConfigError(f"{what}; write {advice}")
+    step = inspect.signature(optimizer.step).parameters.values()
+    needed = [p.name for p in step if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if needed:
+        what = f"{name}.step needs {needed[0]}, and a step here has computed the loss already"
+        raise ConfigError(f"{what}; type optimizer=adamw, or def step(self, {needed[0]}=None)")
+
+
+class MuonWithAdamW(Optimizer):
     """Muon (Jordan et al. 2024, torch.optim.Muon) for matrices, AdamW for all other parameters.
 
     A parameter group with use_muon=false is AdamW's as a whole: an embedding, or the last layer. Of several groups each
@@ -24,7 +132,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     weight_decay: decoupled weight decay.
     adamw_lr: learning rate of all other parameters.
     betas: AdamW's decay of the two moments.
-    fused: one kernel for all weights of AdamW; auto: where torch can.
+    fused: one kernel for all weights of AdamW; null: where torch can.
     """
 
     def __init__(
@@ -35,11 +143,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         weight_decay: NotNegative,
         adamw_lr: Positive,
         betas: Annotated[Sequence[Fraction], Len(2, 2)],
-        fused: bool | Literal["auto"] | None,
+        fused: bool | None,
     ) -> None:
         groups = _as_groups(params)
-        matrices = [_part(group, True, _is_matrix) for group in groups]
-        others = [_part(group, False, _is_matrix) for group in groups]
+        matrices, others = ([_part(group, of_muon, 2, 2) for group in groups] for of_muon in (True, False))
         self.muon = torch.optim.Muon(matrices, lr, momentum=momentum, weight_decay=weight_decay)
         self.adamw = torch.optim.AdamW(
             others, adamw_lr, (betas[0], betas[1]), weight_decay=weight_decay, fused=fused is True
@@ -64,7 +171,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.adamw.step()
 
 
-class MuonWithSGD(torch.optim.Optimizer):
+class MuonWithSGD(Optimizer):
     """Muon (Jordan et al. 2024) for weights of two and more dimensions, SGD with Nesterov's momentum for the rest.
 
     A filter (out, in, height, width) is taken as a matrix of `out` rows. Before each step a weight of Muon's is scaled
@@ -91,10 +198,9 @@ class MuonWithSGD(torch.optim.Optimizer):
         weight_decay: NotNegative,
     ) -> None:
         groups = _as_groups(params)
-        of_muon = {"lr": lr, "momentum": momentum}
-        of_sgd = {"lr": sgd_lr, "momentum": sgd_momentum}
-        matrices = [of_muon | _part(group, True, _is_filter) | {"use_muon": True} for group in groups]
-        others = [of_sgd | _part(group, False, _is_filter) | {"use_muon": False} for group in groups]
+        of_muon, of_sgd = {"lr": lr, "momentum": momentum}, {"lr": sgd_lr, "momentum": sgd_momentum}
+        matrices = [of_muon | _part(group, True, 2, None) | {"use_muon": True} for group in groups]
+        others = [of_sgd | _part(group, False, 2, None) | {"use_muon": False} for group in groups]
         known = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "steps": steps, "use_muon": True}
         super().__init__([*matrices, *others], known)
 
@@ -130,19 +236,11 @@ def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     return groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
 
 
-def _part(group: dict[str, Any], of_muon: bool, suits_muon: Callable[[Tensor], bool]) -> dict[str, Any]:
-    """The group with those of its parameters that are Muon's, or with the others."""
-    is_muons = [group.get("use_muon", True) and suits_muon(parameter) for parameter in group["params"]]
+def _part(group: dict[str, Any], of_muon: bool, least: int, most: int | None) -> dict[str, Any]:
+    """The group with those of its parameters that are Muon's, of `least` to `most` dimensions, or with the others."""
+    is_muons = [group.get("use_muon", True) and least <= p.dim() <= (most or p.dim()) for p in group["params"]]
     chosen = [parameter for parameter, is_one in zip(group["params"], is_muons, strict=True) if is_one == of_muon]
     return group | {"params": chosen}
-
-
-def _is_matrix(parameter: Tensor) -> bool:
-    return parameter.dim() == 2
-
-
-def _is_filter(parameter: Tensor) -> bool:
-    return parameter.dim() >= 2
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:

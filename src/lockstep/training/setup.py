@@ -2,17 +2,24 @@
 
 import logging
 import os
-from contextlib import AbstractContextManager
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import checkpoint
 
+from lockstep.data.partition import random_states_kept
 from lockstep.distributed.host import has_native_bf16
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.models.base import has_lazy_layers
+from lockstep.models.base import has_lazy_layers, require_matches
 
 log = logging.getLogger(__name__)
 
@@ -130,11 +137,73 @@ def prepare_model(
     return model
 
 
-def grad_scaler(world: World, precision: str) -> torch.amp.GradScaler:
-    """Loss scaling for fp16 (Micikevicius et al. 2018). It does nothing for the other precisions."""
-    return torch.amp.GradScaler(world.device.type, enabled=precision == "fp16")
-
-
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
     """The autocast context of `precision`. fp32 and fp64 compute in the parameters' own type."""
     return torch.autocast(device.type, AUTOCAST_TYPES.get(precision), enabled=precision in AUTOCAST_TYPES)
+
+
+def checkpoint_activations(model: nn.Module, patterns: Sequence[object]) -> None:
+    """Let the outermost modules that `patterns` name, by the rules of fnmatch, compute their values again in the
+    backward pass, in place of keeping them (Chen et al. 2016). Names of weights stay.
+
+    Raises ConfigError for a pattern without a module, and for a module that is not called.
+    """
+    modules, found = {name: module for name, module in model.named_modules() if name}, list[str]()
+    texts = [str(pattern) for pattern in patterns]
+    matched = [any(fnmatchcase(name, text) for name in modules) for text in texts]
+    require_matches("trainer.checkpoint_activations", texts, matched, modules)
+    for name, module in modules.items():  # parents come before their children
+        if any(name.startswith(f"{outer}.") for outer in found) or not any(fnmatchcase(name, text) for text in texts):
+            continue
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | torch.jit.ScriptModule):
+            what = f"trainer.checkpoint_activations cannot compute {name} again: it only holds blocks, or is scripted"
+            advice = f'"{name}.*"' if any(module.children()) else "[]"
+            raise ConfigError(f"{what}; type 'trainer.checkpoint_activations=[{advice}]'")
+        found.append(name)
+        module.__class__ = _checkpointing(type(module))  # type: ignore[arg-type]
+
+
+@cache
+def _checkpointing(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `kind` with its name. A module around it would change the names of its weights."""
+    return type(kind.__name__, (_Checkpointed, kind), {"__module__": kind.__module__})
+
+
+class _Checkpointed(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return super().forward(*args, **kwargs)
+        options: Any = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), _as_now(self))}
+        return checkpoint(super().forward, *args, **options, **kwargs)
+
+
+def _as_now(block: nn.Module) -> AbstractContextManager[None]:
+    """A block in which `block` computes as it does now: running statistics and counters in buffers move once in a step,
+    and numpy and random draw the same again, as torch does."""
+    then = {place: buffer.clone() for place, buffer in _buffers(block).items()}
+    numpy_state, state = np.random.get_state(), random.getstate()
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        now = _buffers(block)
+        with random_states_kept():
+            np.random.set_state(numpy_state)
+            random.setstate(state)
+            _set(then)
+            try:
+                yield
+            finally:
+                _set(now)
+
+    return again()
+
+
+def _buffers(block: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    return {
+        (module, name): buffer for module in block.modules() for name, buffer in module.named_buffers(recurse=False)
+    }
+
+
+def _set(buffers: dict[tuple[nn.Module, str], Tensor]) -> None:
+    for (module, name), buffer in buffers.items():
+        setattr(module, name, buffer)

@@ -2,40 +2,46 @@
 
 from collections.abc import Sequence
 from statistics import fmean, stdev
+from typing import TYPE_CHECKING
 
+import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep.training.state import TrainState
-from lockstep.training.watchers import Watcher
+from lockstep.training.callbacks import Callback
+from lockstep.training.schedules import Schedule
+
+if TYPE_CHECKING:
+    from lockstep.training.run import Run
 
 START = 10  # steps whose losses tell where the loss begins, and how much batches differ
 PART = 1 / 3
 WINDOW = 5  # losses on each side of one that it is averaged with; an average of earlier losses alone would lag
 
 
-def rising(optimizer: Optimizer, total_steps: int, first: float, last: float) -> LambdaLR:
+def rising(optimizer: Optimizer, total_steps: int, first: float, last: float) -> Schedule:
     """All rates times a factor that rises exponentially, from `first` to `last` in the last step."""
-    return LambdaLR(optimizer, lambda step: first * (last / first) ** (step / (total_steps - 1)))
+    return Schedule(optimizer, lambda step: first * (last / first) ** (min(step, total_steps - 1) / (total_steps - 1)))
 
 
-class RateFinder(Watcher):
+class RateFinder(Callback):
     """Keeps the loss of each step over all ranks, and ends the training when it diverges.
 
     losses: an attribute, of each step before its update, so that the rate of a step shows in the loss of the next.
     """
 
-    def __init__(self, state: TrainState) -> None:
-        self.state, self.losses, self.lowest = state, list[float](), float("inf")
+    def __init__(self) -> None:
+        self.losses, self.lowest = list[float](), float("inf")
+        self.before = torch.zeros(())
 
-    def after_step(self, samples: int) -> None:
-        """Raises TrainingDiverged, on all ranks, if the loss is not finite."""
-        state, step = self.state, self.state.progress.step
-        self.losses.append(state.nan.require_finite(state.meter.means_since_last(), step)["loss"])
+    def on_step_end(self, run: "Run") -> None:
+        totals = run.world.all_reduce_sum(run.meter.flush().clone())
+        is_first = run.progress.samples <= run.batch_size  # of an epoch, whose sums begin at zero
+        recent, self.before = totals - (0 if is_first else self.before), totals
+        self.losses.append(run.meter.means(recent).get("loss", float("nan")))
         begin, newest = fmean(self.losses[:START]), fmean(self.losses[-START:])
         self.lowest = min(self.lowest, newest)
-        if newest > begin + max(abs(begin), begin - self.lowest):
-            state.end_here()
+        if not newest <= begin + max(abs(begin), begin - self.lowest):
+            run.clock.end_at(run.progress.step)
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:

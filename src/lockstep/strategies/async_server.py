@@ -1,0 +1,130 @@
+"""The asynchronous parameter server: rank 0 holds the weights, workers train on the weights they last received.
+
+A worker computes the gradient of a whole global batch, sends it and receives the newest weights. The server takes an
+optimizer step for each gradient when it arrives, and no worker waits for another (Dean et al. 2012, Downpour SGD).
+Other workers' gradients may have changed the weights in the meantime: a gradient is stale by that many steps. Batches,
+steps and learning rates are those of any other run; with one worker the numbers are, too.
+
+Rank 0 does not train: a training thread in the same process would delay every answer.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.config.schema import Count
+from lockstep.data.loader import Batch
+from lockstep.data.partition import Part
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
+from lockstep.strategies.base import JobSpec, Strategy
+from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
+from lockstep.training.step import Step
+
+
+class AsyncParameterServer(Strategy):
+    """Ranks hold different weights between two synchronisations: every `sync_every` steps, and at an epoch's end.
+
+    sync_every: optimizer steps after which all ranks synchronise.
+    """
+
+    replicas_equal = False
+    supports_sync_bn = False  # workers compute different batches at the same time
+
+    def __init__(self, sync_every: Count) -> None:
+        self.sync_every = sync_every
+
+    def validate(self, job: JobSpec) -> None:
+        name = "strategy=async_parameter_server"
+        if job.world_size < 2:
+            raise ConfigError(f"{name} has no worker in a world of 1; type launch=spawn launch.nproc_per_node=3")
+        if job.sync_bn == "on":
+            raise ConfigError(f"{name} computes different batches at the same time; type sync_bn=off")
+        if job.deterministic:
+            raise ConfigError(f"{name} applies gradients in the order they arrive; type trainer.deterministic=false")
+        if job.precision == "fp16":
+            raise ConfigError(f"{name} would scale each worker's fp16 loss differently; type trainer.precision=bf16")
+        if job.nan == "skip":
+            raise ConfigError(f"{name} has no gradient that all ranks know; type watch.nan=stop, or strategy=ddp")
+        if job.save_unit == "step":
+            raise ConfigError(
+                f"{name} saves only when its ranks synchronise; type snapshot.every=1epochs or snapshot.every=10min"
+            )
+
+    def data_share_of(self, world_size: int) -> int:
+        return 1  # a worker computes whole batches
+
+    def data_share(self, world: World) -> tuple[int, int]:
+        return 0, 1
+
+    def evaluation_share(self, world: World) -> tuple[int, int]:
+        return world.rank, world.size
+
+    def parts(self, number: int, count: int, micro_batches: int) -> list[Part]:
+        """Workers take turns. The server has no work."""
+        turn = number % (self.world.size - 1) + 1
+        return super().parts(number, count, micro_batches) if turn == self.world.rank else []
+
+    def sum_counts(self, counts: Tensor) -> tuple[Any, Tensor]:
+        return None, counts.sum().double()  # this rank has the whole batch
+
+
+class ServedStep(Step):
+    """A step of the server, which takes the next gradient, or of a worker, whose turn it may be.
+
+    Running statistics travel with the gradients; the server keeps those that arrived last.
+    """
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        assert isinstance(self.strategy, AsyncParameterServer)
+        self.world, self.unit = self.strategy.world, self.strategy.sync_every
+        self.trained = list(self.strategy.model.parameters())
+        self.tensors = [*self.trained, *self.strategy.model.buffers()]
+        self.flags = torch.empty(len(self.trained), dtype=torch.bool, device=self.world.device)
+
+    def __call__(self, batch: Batch) -> None:
+        if self.world.is_rank_zero:
+            self._serve()
+        elif batch.parts:
+            self.optimizer.zero_grad()
+            self.forward_backward(batch)
+            self._ask()
+        if (self.progress.step + 1) % self.unit == 0:
+            self.synchronise()
+
+    def _serve(self) -> None:
+        # gloo, on the CPU: NCCL cannot receive from any rank.
+        message = to_bytes([*self.tensors, self.flags]).cpu()
+        worker: int = dist.recv(message, group=self.world.control)
+        gradients = [torch.empty_like(parameter) for parameter in self.trained]
+        from_bytes(message, [*gradients, *self.strategy.model.buffers(), self.flags])
+        for parameter, gradient, has in zip(self.trained, gradients, self.flags.tolist(), strict=True):
+            parameter.grad = gradient if has else None
+        self.update()
+        dist.send(to_bytes(self.tensors).cpu(), worker, group=self.world.control)
+
+    def _ask(self) -> None:
+        has = torch.tensor([p.grad is not None for p in self.trained], device=self.world.device)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trained]
+        message = to_bytes([*gradients, *self.strategy.model.buffers(), has]).cpu()
+        dist.send(message, 0, group=self.world.control)
+        weights = message[: -len(has)]  # the answer is as long, without the flags
+        dist.recv(weights, 0, group=self.world.control)
+        from_bytes(weights, self.tensors)
+
+    def synchronise(self) -> None:
+        """Copy the server's weights, buffers and average to every rank. A collective."""
+        tensors = list(self.tensors)
+        if self.average is not None:
+            averages = self.average.state_dict()
+            if not averages:  # of a worker, whose own average is overwritten
+                self.average.update()
+                averages = self.average.state_dict()
+            tensors += averages.values()
+        message = to_bytes(tensors).cpu()
+        dist.broadcast(message, 0, group=self.world.control)
+        from_bytes(message, tensors)
+        self.schedule(self.progress.step + 1)

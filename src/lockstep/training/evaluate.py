@@ -1,0 +1,247 @@
+"""An evaluation: each sample counts once, and it leaves no trace in the model."""
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.loader import Loader
+from lockstep.data.partition import fold_in, seeded
+from lockstep.data.reader import EVALUATION
+from lockstep.data.source import class_names, count_samples
+from lockstep.distributed import signals
+from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly, TrainingDiverged
+from lockstep.failures import reporter
+from lockstep.loggers.base import Logger
+from lockstep.tasks.base import Report
+from lockstep.training.metrics import Meter
+from lockstep.training.nonfinite import OTHER_DATA, SMALLER_STEPS, broken_in, sentence_about
+from lockstep.training.run import Run
+
+log = logging.getLogger(__name__)
+
+ASKED_EVERY = 8  # parts, after which the ranks ask whether one of them was told to stop
+
+
+def stop() -> NoReturn:
+    """A rank was asked to stop, and there is nothing to save."""
+    raise StoppedEarly("stopped early; the numbers are dropped, type the command again", EXIT_STOPPED_WITHOUT_SNAPSHOT)
+
+
+def evaluate(
+    run: Run,
+    loader: Loader,
+    on_stop: Callable[[], NoReturn] = stop,
+    report: Report | None = None,
+    metrics: "Metrics | None" = None,
+) -> dict[str, float]:
+    """{metric: mean over every sample of the data set, each counted once}, with the averaged weights if there are any.
+
+    A collective: every rank calls it and gets the same numbers. After a rank was asked to stop, the evaluation ends,
+    its numbers are dropped, and `on_stop` is called on every rank.
+
+    report: gets all outputs of this rank. metrics: of torchmetrics.
+    """
+    meter, strategy, ignores = Meter(run.task, run.world), run.strategy, not loader.is_whole
+    numbers = torch.empty(0)  # of the samples that are still to be counted; a pipeline counts some at a time
+
+    def count(outputs: Any, targets: Any) -> None:
+        nonlocal numbers
+        now, numbers = numbers.tensor_split([count_samples(targets)])
+        if not strategy.counts:
+            return
+        sums = run.task.sums(outputs, targets, ignores)
+        meter.add(0, sums.values, sums.counts)
+        if report is not None:
+            report.add(outputs, targets, now)
+        if metrics is not None:
+            metrics.add(run.task.scores(outputs), targets, now)
+
+    with evaluating(run, loader):
+        for number, part in enumerate(loader.evaluation(run.config.evaluation.batch_size), start=1):
+            numbers = part.numbers
+            strategy.evaluate(part, count)
+            reporter.heartbeat()
+            if number % ASKED_EVERY == 0 and run.world.any_of([signals.stop_requested()])[0]:
+                on_stop()
+    means = meter.means(run.world.all_reduce_sum(meter.flush()))
+    return means | ({} if metrics is None else metrics.compute(run))
+
+
+@contextmanager
+def evaluating(run: Run, loader: Loader) -> Iterator[None]:
+    """Inside the block the model holds the averaged weights, and evaluates without gradients. After it, its buffers and
+    all random states are what they were."""
+    reporter.enter("evaluation")
+    strategy = run.strategy
+    # Not inference_mode: buffers that FSDP creates inside it could not be used for training afterwards.
+    with run.averaged_weights(), torch.no_grad(), seeded(fold_in(loader.seed, EVALUATION, loader.share[0])):
+        strategy.sync_buffers()
+        with buffers_kept(strategy.model):
+            strategy.module.eval()
+            try:
+                yield
+            finally:
+                strategy.module.train()
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """After the block the buffers, and the weights of an embedding with max_norm, are what they were before it.
+
+    Some modules change them in an evaluation, too, such as the observers of a quantisation: each rank by its share, and
+    the training would go on with what the test data has left.
+    """
+    owned = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    owned += [(module, "weight") for module in embeddings if module.max_norm is not None]
+    before = [(getattr(module, name), getattr(module, name).clone()) for module, name in owned]
+    yield
+    for (module, name), (tensor, copy) in zip(owned, before, strict=True):
+        now = getattr(module, name)
+        if now is tensor and now.shape == copy.shape:
+            now.copy_(copy)
+        else:
+            setattr(module, name, copy)
+
+
+class Metrics:
+    """Metrics of torchmetrics over an evaluation, in float64.
+
+    One that keeps samples, as AUROC does, gets those of all ranks, in the order of the data set. Of the others each
+    rank has its share, and their states are brought together by their own rules.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], samples: int) -> None:
+        self.samples, self.kept = samples, list[tuple[Tensor, Tensor, Tensor]]()  # (scores, targets, numbers)
+        self.by_share = {name: metric for name, metric in metrics.items() if not keeps_samples(metric)}
+        self.by_sample = {name: metric for name, metric in metrics.items() if name not in self.by_share}
+        for metric in metrics.values():
+            metric.reset()
+
+    def add(self, scores: Tensor, targets: Tensor, numbers: Tensor) -> None:
+        """numbers: (N,) of the samples in the data set."""
+        for metric in self.by_share.values():
+            if len(targets):
+                metric.update(scores.double(), targets)
+        if self.by_sample:
+            self.kept.append((scores.double(), targets, numbers))
+
+    def compute(self, run: Run) -> dict[str, float]:
+        """{name: value}, the same on every rank. A collective."""
+        world = run.world
+
+        def gathered(state: Tensor, group: Any = None) -> list[Tensor]:
+            states = state.new_zeros(world.size, *state.shape)
+            states[world.rank] = state
+            return list(world.all_reduce_sum(states))
+
+        for metric in self.by_share.values():
+            metric.sync(dist_sync_fn=gathered, distributed_available=lambda: world.size > 1)
+        whole = self._whole(run) if self.by_sample else ()
+        for metric in self.by_sample.values():
+            metric.update(*whole)
+        found = dict[str, float]()
+        for name, metric in (self.by_share | self.by_sample).items():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # of a rank without samples
+                value = metric.compute()
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                what = f"evaluation.metrics.{name} gives {value}, and one number is wanted"
+                raise ConfigError(f"{what}; type +evaluation.metrics.{name}.average=macro")
+            found[name] = float(value)
+        return found
+
+    def _whole(self, run: Run) -> list[Tensor]:
+        """The scores and targets of all samples, on every rank, in the order of the data set."""
+        columns = [torch.cat(column) for column in zip(*self.kept, strict=True)]
+        mine = [[list(column.shape[1:]), str(column.dtype).removeprefix("torch.")] for column in columns[:2]]
+        forms = next(filter(None, run.world.all_gather_json(mine)))  # of a pipeline, one rank has the outputs
+        wholes = []
+        for place, (shape, dtype) in enumerate(forms):
+            device = run.meter.device
+            whole = torch.zeros(self.samples, *shape, dtype=torch.float64, device=device)
+            if columns:
+                whole[columns[2].to(device)] = columns[place].to(device, torch.float64)
+            wholes.append(run.world.all_reduce_sum(whole).to(getattr(torch, dtype)))
+        return wholes
+
+
+def keeps_samples(metric: Any) -> bool:
+    return any(isinstance(state, list) for state in metric.metric_state.values())
+
+
+class SampleCount(Report):
+    """samples: an attribute, how many were evaluated: data that cannot be read may be left out."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def add(self, outputs: Any, targets: Any, numbers: Tensor) -> None:
+        self.samples += count_samples(targets)
+
+    def reduce(self, world: Any) -> None:
+        self.samples = sum(world.all_gather_json(self.samples))
+
+
+class Evaluator:
+    """Evaluates `run` on the split `name`, "val" or "test". A report for `logger` shows `images` samples; 0: none."""
+
+    def __init__(
+        self, run: Run, loader: Loader, logger: Logger, images: int, name: str, metrics: Mapping[str, Any]
+    ) -> None:
+        self.run, self.loader, self.logger, self.images, self.name = run, loader, logger, images, name
+        self.metrics = metrics
+
+    def means(self, on_stop: Callable[[], NoReturn], report: Report | None = None) -> dict[str, float]:
+        """As `evaluate`, which it calls. A collective. Raises TrainingDiverged if the loss is NaN or infinite."""
+        metrics = Metrics(self.metrics, len(self.loader.reader)) if self.metrics else None
+        means = evaluate(self.run, self.loader, on_stop, report, metrics)
+        if not math.isfinite(means["loss"]):
+            raise self._diverged(means["loss"])
+        for callback in self.run.callbacks:
+            callback.on_evaluation(self.run, self.name, means)
+        return means
+
+    def __call__(self, on_stop: Callable[[], NoReturn]) -> dict[str, float]:
+        """As `means`, and the logger gets the report. A collective."""
+        loader, report = self.loader, None
+        # A report counts samples to know their numbers, and shows some of them.
+        if self.images > 0 and not loader.is_stream:
+            report = self.run.task.report(self.name, len(loader.reader), self.images)
+        means = self.means(on_stop, report)
+        if report is not None:
+            report.reduce(self.run.world)
+            classes, step = class_names(loader.reader.dataset), self.run.progress.step
+            self.logger.log_report(report, loader.shown, classes, step, self.name)
+        return means
+
+    def _diverged(self, loss: float) -> TrainingDiverged:
+        """The error, with the samples that hold a NaN. A collective."""
+        name = {"val": "validation"}.get(self.name, self.name)
+        what, broken = f"the {name} loss is {loss} at step {self.run.progress.step}", broken_in(self.loader, self.run)
+        if not broken:
+            return TrainingDiverged(what, SMALLER_STEPS)
+        return TrainingDiverged(f"{what}; in the {name} data {sentence_about(broken)}", OTHER_DATA)
+
+
+def images_wanted(loggers: Iterable[Mapping[str, Any]]) -> int:
+    """How many samples a report of the task shows, as the config of these loggers asks; 0: there is no report."""
+    return max((node.get("images") or 0 for node in loggers), default=0)
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """What a run evaluates: `of_each`, each time one is due, and `test`, at the end; None: the test set stays shut."""
+
+    of_each: Sequence[Evaluator]
+    test: Evaluator | None
+
+    def each(self) -> list[tuple[str, Evaluator]]:
+        return [(evaluator.name, evaluator) for evaluator in self.of_each]

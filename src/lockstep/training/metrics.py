@@ -1,0 +1,87 @@
+"""The sums of a task over the steps of an epoch, or over an evaluation, kept on the device."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.distributed.backend import float64_device
+from lockstep.distributed.world import World
+from lockstep.tasks.base import Task
+
+AT_ONCE = 64  # entries that are added up together: the calls for a sum of two numbers cost more than the sum
+LOSSES_KEPT = 1000
+
+
+class Meter:
+    """Adds up a task's values and what they are divided by, in float64.
+
+    Counts are exact up to 2**53, so an accuracy is the whole number of one process, divided once.
+
+    names: of the values. totals: (2 n,) of this rank: the n values, and then the n counts.
+    """
+
+    def __init__(self, task: Task, world: World) -> None:
+        self.task, self.world, self.names = task, world, task.names
+        self.device = float64_device(world.device)
+        self.waiting: list[tuple[int, Sequence[Tensor], Sequence[int | Tensor]]] = []  # (step, values, counts)
+        self.losses = deque[tuple[list[int], Tensor]](maxlen=LOSSES_KEPT)  # (steps, their losses (n,))
+        self.clear()
+
+    def clear(self) -> None:
+        """Start again from zero, with a new epoch."""
+        self.waiting.clear()
+        self.losses.clear()
+        self.totals = torch.zeros(2 * len(self.names), dtype=torch.float64, device=self.device)
+
+    def add(self, step: int, values: Sequence[Tensor], counts: Sequence[int | Tensor]) -> None:
+        """What `Task.sums` gave for some samples of this rank in `step`. Never waits for the device."""
+        self.waiting.append((step, values, counts))
+        if len(self.waiting) >= AT_ONCE:
+            self.flush()
+
+    def discard(self, step: int) -> None:
+        """Take out what was added for `step`, the last one, whose update is left out."""
+        self.waiting = [entry for entry in self.waiting if entry[0] != step]
+
+    def flush(self) -> Tensor:
+        """`totals`, complete."""
+        if self.waiting:
+            steps, values, counts = zip(*self.waiting, strict=True)
+            self.waiting = []
+            columns = [torch.stack(column) for column in zip(*values, strict=True)]
+            self.losses.append((list(steps), columns[0]))
+            sums = [column.to(self.device).sum(0, dtype=torch.float64) for column in columns]
+            known = [sum(one for one in column if isinstance(one, int)) for column in zip(*counts, strict=True)]
+            self.totals += torch.stack([*sums, *torch.tensor(known, dtype=torch.float64).to(self.device)])
+            for place, column in enumerate(zip(*counts, strict=True), start=len(self.names)):
+                others = [one.to(self.device, torch.float64) for one in column if isinstance(one, Tensor)]
+                if others:
+                    self.totals[place] += torch.stack(others).sum()
+        return self.totals
+
+    def means(self, totals: Tensor) -> dict[str, float]:
+        """{name: mean} of totals over all ranks; empty if nothing was counted."""
+        values, counts = totals.tolist()[: len(self.names)], totals.tolist()[len(self.names) :]
+        if not any(counts):
+            return {}
+        named = {name: value / (count or 1) for name, value, count in zip(self.names, values, counts, strict=True)}
+        return self.task.finish(named)
+
+    def first_non_finite(self) -> int | None:
+        """The first of the steps that are kept whose loss is NaN or infinite on some rank. A collective."""
+        self.flush()
+        found = [(steps, losses.tolist()) for steps, losses in self.losses]
+        bad = [
+            step for steps, losses in found for step, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)
+        ]
+        everyones = self.world.all_gather_json(min(bad, default=None))
+        return min((step for step in everyones if step is not None), default=None)
+
+    def restore(self, totals: Tensor) -> None:
+        """Go on from totals over all ranks, perhaps of another world size: rank 0 holds them all."""
+        self.clear()
+        if self.world.is_rank_zero:
+            self.totals = totals.to(self.device)

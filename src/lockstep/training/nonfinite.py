@@ -1,0 +1,142 @@
+"""What happens to a loss or a gradient that is NaN or infinite, and which samples broke it."""
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.compat import foreach_norm
+from lockstep.data.loader import Loader
+from lockstep.data.source import tensors_in
+from lockstep.errors import TrainingDiverged, first_of
+from lockstep.strategies.base import Strategy
+from lockstep.training.run import Run
+
+log = logging.getLogger(__name__)
+
+SKIPS_IN_A_ROW = 10  # more of them mean that the weights are bad, not a batch
+SAMPLES_NAMED = 16  # in a sentence
+SMALLER_STEPS = "type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0"
+OTHER_DATA = "repair these samples or remove them from the data set"
+
+Broken = tuple[int, str, str]
+"""The number of a sample, "NaN" or "infinite values", and "inputs" or "targets"."""
+
+
+class SkipNonFinite:
+    """watch.nan=skip: leaves the updates out whose gradient is not finite on some rank. The host waits in each step.
+
+    skipped, in_a_row: attributes, updates left out so far, and since the last one that was taken.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.skipped = self.in_a_row = 0
+        self.before: list[tuple[Tensor, Tensor]] = []  # buffers, and copies of them: the forward pass changes them
+
+    def restore(self, skipped: int, in_a_row: int) -> None:
+        """Go on from a snapshot's numbers."""
+        self.skipped, self.in_a_row = skipped, in_a_row
+
+    def begin(self) -> None:
+        """Before the forward pass."""
+        self.before = [(buffer, buffer.clone()) for buffer in self.strategy.model.buffers()]
+
+    @torch.no_grad()
+    def refuses(self, step: int, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether the update of `step`, counted from 1, is left out; then the buffers are what they were before it.
+
+        Raises TrainingDiverged, on all ranks, after ten such steps in a row.
+        """
+        bad = not are_finite([parameter.grad for parameter in parameters if parameter.grad is not None])
+        if not self.strategy.replicas_equal:  # ranks hold other parts
+            (bad,) = self.strategy.world.any_of([bad])
+        if not bad:
+            self.in_a_row = 0
+            return False
+        self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
+        what = f"the gradient is not finite at step {step}"
+        if self.in_a_row > SKIPS_IN_A_ROW:
+            raise TrainingDiverged(f"{what}, as in the {SKIPS_IN_A_ROW} steps before", SMALLER_STEPS)
+        for buffer, copy in self.before:
+            if buffer.shape == copy.shape:  # some grow
+                buffer.copy_(copy)
+        log.warning("%s; the update of this step is left out", what)
+        return True
+
+
+def are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all values are. Reads them: on a GPU the host waits. Huge values overflow in a norm."""
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    if not local:
+        return True
+    total = torch.stack([norm.to(local[0].device) for norm in foreach_norm(local)]).sum()
+    return math.isfinite(total.item()) or all(bool(tensor.isfinite().all()) for tensor in local)
+
+
+def diverged(run: Run, what: str, step: int | None) -> TrainingDiverged:
+    """The error for a loss that is not finite, with the samples that broke it. A collective.
+
+    what: the first words. step: that of the loss, counted from 1, as far as it is known.
+    """
+    if step is None:
+        return TrainingDiverged(what, SMALLER_STEPS)
+    loader, position = run.loaders.train, run.progress
+    skipped = run.progress.step - step + 1  # steps back from here, all in this epoch
+    start = max(0, -(-position.samples // run.batch_size) - skipped) * run.batch_size
+    parts, mine = loader.numbers_at(position.epoch, start), list[Broken]()
+    for numbers in parts:
+        mine += broken_samples(*loader.read(numbers, position.epoch))
+    samples = [number for numbers in parts for number in loader.whole(numbers).tolist()]
+    everyones = run.world.all_gather_json({"samples": samples, "broken": mine})
+    broken = [tuple(found) for rank in everyones for found in rank["broken"]]
+    ranks = [rank for rank, found in enumerate(everyones) if found["broken"]] or range(len(everyones))
+    where = " and ".join(
+        f"on rank {rank} with the samples {first_of(everyones[rank]['samples'], SAMPLES_NAMED)}" for rank in ranks
+    )
+    sentence = f"{what} at step {step} {where}"
+    if not broken:
+        return TrainingDiverged(sentence, SMALLER_STEPS)
+    advice = f"{OTHER_DATA}, or to leave out their batches type watch.nan=skip"
+    return TrainingDiverged(f"{sentence}; {sentence_about(broken)}", advice)
+
+
+def broken_samples(indices: Tensor, inputs: Any, targets: Any) -> list[Broken]:
+    """Those of a batch. indices: the numbers of its samples (N,). Reads values: on a GPU the host waits.
+
+    A tensor with other rows than samples, such as sequences that a collate_fn packs, names none.
+    """
+    found = list[Broken]()
+    for place, value in (("inputs", inputs), ("targets", targets)):
+        for tensor in filter(torch.is_floating_point, tensors_in(value)):
+            if tensor.shape[:1] != indices.shape:
+                continue
+            rows = tensor.reshape(len(tensor), -1) if len(tensor) else tensor[:, None]
+            for kind, is_broken in (("NaN", rows.isnan().any(1)), ("infinite values", rows.isinf().any(1))):
+                found += [(number, kind, place) for number in indices.to(tensor.device)[is_broken].tolist()]
+    return found
+
+
+def broken_in(loader: Loader, run: Run) -> list[Broken]:
+    """The samples of an evaluation that hold NaN or infinite values. A collective."""
+    parts = loader.evaluation(run.config.evaluation.batch_size)
+    mine = [found for part in parts for found in broken_samples(loader.whole(part.numbers), part.inputs, part.targets)]
+    return [tuple(found) for rank in run.world.all_gather_json(mine) for found in rank]
+
+
+def sentence_about(broken: Iterable[Sequence[Any]]) -> str:
+    """ "sample 17 has NaN in its inputs". broken: one at least."""
+    groups = dict[tuple[str, str], set[int]]()
+    for number, kind, place in broken:
+        groups.setdefault((kind, place), set()).add(number)
+    words = []
+    for (kind, place), numbers in groups.items():
+        names = first_of(sorted(numbers), SAMPLES_NAMED)
+        one = len(numbers) == 1
+        words.append(
+            f"sample {names} has {kind} in its {place}" if one else f"the samples {names} have {kind} in their {place}"
+        )
+    return " and ".join(words)

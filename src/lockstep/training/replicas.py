@@ -1,0 +1,75 @@
+"""Compares the weights of all ranks now and then: a flipped bit on one rank is found and named."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import RanksDiffer, first_of
+
+if TYPE_CHECKING:
+    from lockstep.training.run import Run
+
+PIECE = 2**16  # words that are multiplied by the same weights
+
+
+def require_same_weights(run: "Run") -> None:
+    """Raise RanksDiffer, on all ranks, if those hold different weights that shall hold the same ones. A collective."""
+    tensors, world = run.strategy.replicated_tensors(), run.world
+    if world.size == 1 or not tensors:
+        return
+    digests = torch.stack([digest(local_part(tensor)).to(world.device) for tensor in tensors.values()])
+    apart = run.strategy.ranks_per_model  # ranks so far apart hold the same
+    totals = world.all_gather_json(int(digest(digests)))
+    if all(total == totals[rank % apart] for rank, total in enumerate(totals)):
+        return
+    parts, found = world.all_gather_json(digests.tolist()), list[str]()
+    for rank, own in enumerate(parts):
+        first = rank % apart
+        names = [name for name, ours, theirs in zip(tensors, own, parts[first], strict=True) if ours != theirs]
+        if names:
+            found.append(f"rank {rank} has other values in {first_of(names, 3)} than rank {first}")
+    raise RanksDiffer(f"the weights differ between ranks at step {run.progress.step}: {'; '.join(found)}")
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """A 0-d int64 tensor on the same device, in which every bit of `tensor` counts.
+
+    It is the sum of all values, read as 64-bit words, times odd weights that depend on the position, modulo 2**64. A
+    change of one bit changes a word by a power of two, and an odd multiple of that is never 0 modulo 2**64.
+    """
+    words = _words(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach())
+    length = words.numel()
+    if length <= PIECE:
+        return (words * _odd_weights(words.device)[:length]).sum()
+    whole = length // PIECE * PIECE
+    rows = [(some * _odd_weights(words.device)).sum(1) for some in words[:whole].view(-1, PIECE).split(64)]
+    return digest(torch.cat([*rows, digest(words[whole:]).view(1)]))
+
+
+def _words(values: Tensor) -> Tensor:
+    """(n,) int64: the bytes of `values` in their logical order, with zeros up to whole words. Mostly without a copy."""
+    flat = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+    size = flat.element_size()
+    if flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:
+        return flat.view(torch.int64)
+    words = torch.zeros(-(-flat.numel() * size // 8), dtype=torch.int64, device=flat.device)
+    words.view(flat.dtype)[: flat.numel()] = flat
+    return words
+
+
+_weights = dict[torch.device, Tensor]()
+
+
+def _odd_weights(device: torch.device) -> Tensor:
+    """PIECE odd int64 numbers, the same on every rank and in every run."""
+    if device not in _weights:
+        draw = torch.Generator().manual_seed(0)
+        _weights[device] = (torch.randint(-(2**63), 2**63 - 1, (PIECE,), generator=draw) | 1).to(device)
+    return _weights[device]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is. Without the import of DTensor, which takes long."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part

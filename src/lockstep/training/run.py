@@ -1,0 +1,226 @@
+"""What a training run is, for everybody who looks at it, and how far it has come."""
+
+import math
+import re
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.config.schema import RunConfig
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
+from lockstep.failures import reporter
+from lockstep.strategies.base import Strategy
+from lockstep.tasks.base import Task
+
+if TYPE_CHECKING:
+    from lockstep.build import Loaders
+    from lockstep.data.loader import Batch
+    from lockstep.training.callbacks import Callback
+    from lockstep.training.ema import WeightAverage
+    from lockstep.training.metrics import Meter
+    from lockstep.training.schedules import Schedule
+    from lockstep.training.step import Step
+
+SECONDS = {"s": 1, "min": 60, "h": 3600}
+
+
+def time_limit(max_time: str | None) -> float:
+    """The seconds of trainer.max_time, infinite without it. Raises ConfigError."""
+    if max_time is None:
+        return math.inf
+    match = re.fullmatch(r"(?!0+(\.0+)?\D)(\d+(\.\d+)?)\s*(s|min|h)", max_time)
+    if match is None:
+        accepted = "a time such as 90s, 30min or 2h"
+        raise ConfigError(f"trainer.max_time={max_time} should be {accepted}; type trainer.max_time=null")
+    return float(match[2]) * SECONDS[match[4]]
+
+
+@dataclass
+class Progress:
+    """How far a run is. A snapshot stores it.
+
+    epoch: whole epochs done. samples: global samples used of the current epoch. step: optimizer steps done.
+    best, best_step: the best evaluation so far, and the step of it. evals_since_best: evaluations since then.
+    evaluation_pending: the run stopped early after its last step and before the evaluation of it.
+    """
+
+    epoch: int = 0
+    samples: int = 0
+    step: int = 0
+    best: float | None = None
+    best_step: int | None = None
+    evals_since_best: int = 0
+    evaluation_pending: bool = False
+
+    def advance(self, batch: "Batch") -> None:
+        """An optimizer step over `batch` is done."""
+        self.samples += batch.count
+        self.step += 1
+        reporter.step_ended(self.epoch + 1, self.step)
+
+
+@dataclass
+class Run:
+    """A run's parts. Everybody may read them; `progress` and what the parts hold change as it goes on.
+
+    objective: such as "val/accuracy", which chooses the best weights; None: the last ones are the result.
+    direction: whether "min" or "max" of it is better. batch_size: samples of a global batch. hyperparameters: of each
+    parameter group, before a schedule changed any.
+    """
+
+    config: RunConfig
+    strategy: Strategy
+    task: Task
+    step: "Step"
+    optimizer: torch.optim.Optimizer
+    schedule: "Schedule"
+    scaler: torch.amp.GradScaler
+    meter: "Meter"
+    progress: Progress
+    loaders: "Loaders"
+    batch_size: int
+    average: "WeightAverage | None" = None
+    objective: str | None = None
+    direction: str = "min"
+    callbacks: "Sequence[Callback]" = ()
+    hyperparameters: "Sequence[dict[str, Any]]" = ()
+    clock: "Clock" = field(default_factory=lambda: Clock())
+
+    @property
+    def world(self) -> World:
+        return self.strategy.world
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.strategy.model
+
+    @property
+    def epoch_samples(self) -> int:
+        """Of all ranks."""
+        return len(self.loaders.train)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.epoch_samples // self.batch_size)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps in the whole run."""
+        steps = self.config.trainer.epochs * self.steps_per_epoch
+        return min(steps, self.config.trainer.max_steps or steps)
+
+    @property
+    def finished(self) -> bool:
+        return self.reached_limit is not None
+
+    @property
+    def reached_limit(self) -> str | None:
+        """The config key of the limit that the run has reached, None if it can train on."""
+        trainer, progress, patience = self.config.trainer, self.progress, self.config.evaluation.patience
+        if progress.evaluation_pending:
+            return None
+        if trainer.max_steps is not None and progress.step >= trainer.max_steps:
+            return "trainer.max_steps"
+        if progress.step >= self.clock.last_step:
+            return "trainer.max_time"
+        if patience is not None and progress.evals_since_best >= patience:
+            return "evaluation.patience"
+        if progress.epoch >= trainer.epochs:
+            return "trainer.epochs"
+        if trainer.pause_after is not None and progress.epoch >= trainer.pause_after:
+            return "trainer.pause_after"
+        return None
+
+    @property
+    def steps_left(self) -> int:
+        """Optimizer steps to the end of this epoch, or of the run if that is nearer."""
+        of_epoch = -(-(self.epoch_samples - self.progress.samples) // self.batch_size)
+        last = min(self.config.trainer.max_steps or math.inf, self.clock.last_step)
+        return int(max(0, min(of_epoch, last - self.progress.step)))
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Inside the block the model has its averaged weights, if the run keeps any. Begin it in training mode."""
+        return nullcontext() if self.average is None else self.average.applied()
+
+    def tell_callbacks(self) -> None:
+        """A step has ended."""
+        for callback in self.callbacks:
+            callback.on_step_end(self)
+
+    def end_epoch(self) -> None:
+        """Go on to the next epoch if all samples of this one are used."""
+        if self.progress.samples >= self.epoch_samples:
+            self.progress.epoch, self.progress.samples = self.progress.epoch + 1, 0
+
+    def await_evaluation(self) -> None:
+        """Go back to the end of the last step: a resumed run ends the epoch again, and evaluates what is due then."""
+        if self.progress.samples == 0:
+            self.progress.epoch, self.progress.samples = self.progress.epoch - 1, self.epoch_samples
+        self.progress.evaluation_pending = self.finished
+
+    @property
+    def evaluation_due(self) -> bool:
+        return self.finished or self._evaluates_each_time
+
+    @property
+    def _evaluates_each_time(self) -> bool:
+        every = self.config.evaluation.every if self.config.trainer.final is None else self.config.trainer.epochs
+        return self.progress.epoch % every == 0
+
+    def update_best(self, value: float) -> bool:
+        """Record an evaluation of the objective, the same number on every rank. Returns True if it is the best so far.
+
+        Where a limit ends the run in mid-epoch or between two evaluations, nothing is recorded: the same run with more
+        steps would not have evaluated there.
+        """
+        progress = self.progress
+        is_cut = self.reached_limit in ("trainer.pause_after", "trainer.max_steps", "trainer.max_time")
+        is_extra = is_cut and progress.epoch < self.config.trainer.epochs and not self._evaluates_each_time
+        if progress.samples or is_extra or math.isnan(value):
+            return False
+        self.schedule.evaluated(value)
+        best = progress.best
+        if best is None or (value < best if self.direction == "min" else value > best):
+            progress.best, progress.best_step, progress.evals_since_best = value, progress.step, 0
+            return True
+        progress.evals_since_best += 1
+        return False
+
+    def forget_best(self) -> None:
+        """Evaluations from now on measure something else than those before."""
+        self.progress.best, self.progress.best_step, self.progress.evals_since_best = None, None, 0
+        self.schedule.forget_best()
+
+
+class Clock:
+    """How long a run has trained, with its evaluations and snapshots, in earlier lives, too.
+
+    limit: seconds of trainer.max_time. last_step: the step at which it ends the run; infinite until the ranks agree.
+    """
+
+    def __init__(self, limit: float = math.inf) -> None:
+        self.limit, self.before, self.started = limit, 0.0, time.monotonic()
+        self.last_step = math.inf
+
+    @property
+    def seconds(self) -> float:
+        return self.before + time.monotonic() - self.started
+
+    def start(self, before: float, step: int) -> None:
+        """Training begins, or goes on after `before` seconds and `step` steps."""
+        self.before, self.started = before, time.monotonic()
+        if before >= self.limit:
+            self.last_step = step
+
+    @property
+    def is_over(self) -> bool:
+        return self.seconds >= self.limit
+
+    def end_at(self, step: int) -> None:
+        """All ranks have agreed that the run ends at this step."""
+        self.last_step = min(self.last_step, step)

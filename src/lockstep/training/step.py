@@ -1,0 +1,148 @@
+"""One optimizer step. All is chosen in constructors; in a step nothing is looked up, checked or decided.
+
+To write a step of your own: a class derived from `Step` with `__call__`, and `conf/step/<name>.yaml` with its
+`_target_` and its keys, see docs/experiments.md.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.data.loader import Batch
+from lockstep.strategies.base import Strategy
+from lockstep.tasks.base import Task
+from lockstep.training.ema import WeightAverage
+from lockstep.training.metrics import Meter
+from lockstep.training.nonfinite import SkipNonFinite
+from lockstep.training.rng import Draws
+from lockstep.training.run import Progress
+from lockstep.training.schedules import Schedule
+
+
+class Step:
+    """Forward, backward, averaging, clipping, update.
+
+    A subclass passes the keyword arguments that it does not take itself on to this constructor. What it keeps in
+    `state_dict` is in the snapshot.
+
+    scaler: of the loss, for fp16; else one that does nothing. ignores: whether some targets may count nowhere.
+    progress: how far the run is; `progress.step` steps are done. average: of the weights. skip: for watch.nan=skip.
+    unit: an attribute, after how many steps all ranks hold the same.
+    """
+
+    unit = 1
+
+    def __init__(
+        self,
+        *,
+        strategy: Strategy,
+        task: Task,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        scaler: torch.amp.GradScaler,
+        meter: Meter,
+        draws: Draws,
+        progress: Progress,
+        max_grad_norm: float | None = None,
+        average: WeightAverage | None = None,
+        skip: SkipNonFinite | None = None,
+        ignores: bool = True,
+    ) -> None:
+        self.strategy, self.task, self.optimizer, self.schedule = strategy, task, optimizer, schedule
+        self.scaler, self.meter, self.draws, self.progress = scaler, meter, draws, progress
+        self.max_grad_norm, self.average, self.skip = max_grad_norm, average, skip
+        self.ignores, self.scales = ignores, scaler.is_enabled()
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.grad_norm: Tensor | None = None  # of the last step, before it was clipped
+        self.weights: dict[int, Tensor] = {}  # {samples of a batch: what multiplies the sum of the losses}
+        self.pending: tuple[Any, Tensor, Tensor] | None = None  # (the sum under way, counts, the weight)
+
+    def __call__(self, batch: Batch) -> None:
+        self.optimizer.zero_grad()
+        self.forward_backward(batch)
+        self.update()
+
+    def forward_backward(self, batch: Batch, **options: Any) -> None:
+        """The gradient of the mean loss over the global batch, added to `.grad`, averaged over the ranks.
+
+        options: of `Strategy.forward_backward`.
+        """
+        step = self.progress.step
+        self.draws.begin_step(step)
+        if self.skip is not None:
+            self.skip.begin()
+        weight = self.weight(batch)
+        for part in batch.parts:
+            with self.draws.of_part(step, part, batch):
+                self.strategy.forward_backward(part, self.loss, weight, part is batch.parts[-1], **options)
+
+    def weight(self, batch: Batch) -> Tensor:
+        """0-d: what multiplies the sum of a part's losses before the backward pass, W / N.
+
+        N is the count of the whole global batch, and W what the averaging of gradients divides by. A mean of the ranks'
+        means would be wrong wherever ranks have unequally many samples or tokens. Where the ranks have to add up their
+        counts, they do so during the forward pass, and `loss` fills the weight in.
+        """
+        weight = self.weights.get(batch.count)
+        if weight is None:
+            device, dtype = self.strategy.world.device, self.strategy.loss_type
+            weight = torch.tensor(self.strategy.gradient_divisor() / batch.count, device=device, dtype=dtype)
+            targets = batch.parts[0].targets if batch.parts else None
+            if targets is not None and self.task.counts_by_value(targets, self.ignores):
+                counts = [torch.as_tensor(self.task.count(part.targets), device=device) for part in batch.parts]
+                work, total = self.strategy.sum_counts(torch.stack(counts))
+                self.pending = work, total, weight
+                return weight
+            self.weights[batch.count] = weight
+        return self.scaler.scale(weight) if self.scales else weight
+
+    def _fill_in(self) -> None:
+        assert self.pending is not None
+        (work, counts, weight), self.pending = self.pending, None
+        if work is not None:
+            work.wait()
+        total = counts.sum()
+        value = self.strategy.gradient_divisor() / total.where(total > 0, 1)  # of nothing, the loss is 0
+        weight.copy_(self.scaler.scale(value.to(weight)) if self.scales else value)
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        """The summed loss of a part, measured in the train metrics."""
+        sums = self.task.sums(outputs, targets, self.ignores)
+        if self.strategy.counts:
+            self.meter.add(self.progress.step + 1, sums.values, sums.counts)
+        if self.pending is not None:
+            self._fill_in()
+        return sums.loss
+
+    def unmeasured_loss(self, outputs: Any, targets: Any) -> Tensor:
+        """As `loss`, for a second pass: a sample counts once a step in the metrics."""
+        return self.task.sums(outputs, targets, self.ignores).loss
+
+    def update(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Unscale, clip, step, schedule and average, with the gradients in `.grad`.
+
+        optimizer: another one than the run's, which has no schedule.
+        """
+        chosen = self.optimizer if optimizer is None else optimizer
+        if self.scales:
+            self.scaler.unscale_(chosen)
+        if self.skip is not None and self.skip.refuses(self.progress.step + 1, self.parameters):
+            self.meter.discard(self.progress.step + 1)
+        else:
+            if self.max_grad_norm is not None:
+                self.grad_norm = self.strategy.clip_grad_norm(self.parameters, self.max_grad_norm)
+            self.scaler.step(chosen) if self.scales else chosen.step()
+            if self.average is not None:
+                self.average.update()
+        if self.scales:
+            self.scaler.update()
+        if chosen is self.optimizer:
+            self.schedule(self.progress.step + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a snapshot keeps of this step, beside the run's own: tensors and plain values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The reverse, before the first step of a resumed run."""
