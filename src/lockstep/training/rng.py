@@ -42,6 +42,9 @@ MAY_DRAW = {
 """Their operations are looked at one by one, which takes some microseconds for each."""
 
 
+UNWATCHED = nullcontext()
+
+
 class Draws:
     """Seeds torch, numpy and random in each step, the same on all ranks.
 
@@ -55,26 +58,27 @@ class Draws:
         self.generators = [torch.default_generator]
         if device.type == "cuda":
             self.generators.append(torch.cuda.default_generators[index])
-        self.is_watched = True  # a model that drew nothing in an epoch's first step need not be looked at in the others
+        self.is_watched, self.step, self.step_seed = True, 0, 0
 
     def begin_epoch(self) -> None:
         self.is_watched = True
 
     def begin_step(self, step: int) -> None:
-        """step: counted from 0. numpy and random are seeded always: a loss of the user's may draw from them."""
-        seed = fold_in(self.seed, step)
-        seed_numpy_and_random(seed)
-        self.set_seed(seed)
+        """step: counted from 0. numpy and random give all parts the same numbers: one that decides about a layer, or
+        mixes a batch, is that of one process."""
+        self.step, self.step_seed = step, fold_in(self.seed, step)
+        seed_numpy_and_random(self.step_seed)
 
-    def of_part(self, step: int, part: LoadedPart, batch: Batch) -> AbstractContextManager[Any]:
-        """The block in which `part` of the batch of `step` is passed forward and backward."""
+    def of_part(self, part: LoadedPart, count: int) -> AbstractContextManager[Any]:
+        """The block in which `part` of a batch of `count` samples is passed forward and backward."""
         if not self.by_sample:
-            self.set_seed(fold_in(self.seed, step, part.number))
-            return nullcontext()
-        self.set_seed(fold_in(self.seed, step))
-        return self.samples.of(part.start, len(part.numbers), batch.count) if self.is_watched else nullcontext()
+            self.set_seed(fold_in(self.seed, self.step, part.number))
+            return UNWATCHED
+        self.set_seed(self.step_seed)
+        return self.samples.of(part.start, len(part.numbers), count) if self.is_watched else UNWATCHED
 
     def end_step(self) -> None:
+        """A model that has drawn nothing is not looked at until the next epoch begins."""
         self.is_watched = self.samples.has_drawn
 
     def set_seed(self, seed: int) -> None:

@@ -139,7 +139,7 @@ def prepare_model(
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
     """The autocast context of `precision`. fp32 and fp64 compute in the parameters' own type."""
-    return torch.autocast(device.type, AUTOCAST_TYPES.get(precision), enabled=precision in AUTOCAST_TYPES)
+    return torch.autocast(device.type, AUTOCAST_TYPES[precision]) if precision in AUTOCAST_TYPES else nullcontext()
 
 
 def checkpoint_activations(model: nn.Module, patterns: Sequence[object]) -> None:

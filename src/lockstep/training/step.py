@@ -68,14 +68,14 @@ class Step:
 
         options: of `Strategy.forward_backward`.
         """
-        step = self.progress.step
-        self.draws.begin_step(step)
+        self.draws.begin_step(self.progress.step)
         if self.skip is not None:
             self.skip.begin()
         weight = self.weight(batch)
         for part in batch.parts:
-            with self.draws.of_part(step, part, batch):
+            with self.draws.of_part(part, batch.count):
                 self.strategy.forward_backward(part, self.loss, weight, part is batch.parts[-1], **options)
+        self.draws.end_step()
 
     def weight(self, batch: Batch) -> Tensor:
         """0-d: what multiplies the sum of a part's losses before the backward pass, W / N.
