@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lockstep.distributed.backend import choose_backend, validate_backend
 from lockstep.distributed.signals import StopVote
-from lockstep.distributed.world import init_distributed, require_same_config
+from lockstep.distributed.world import join_world, require_same_config
 from lockstep.errors import ConfigError
 from support.worlds import in_world
 
@@ -26,7 +26,7 @@ VARIABLES = {
 
 
 def _talk(folder: str) -> dict[str, Any]:
-    with init_distributed("auto", **OPTIONS) as world:
+    with join_world("auto", **OPTIONS) as world:
         said: dict[str, Any] = {"rank": world.rank, "gathered": world.all_gather_json([world.rank**2, None])}
         said["told"] = world.broadcast_json({"rank": world.rank + 7, "text": "é" * (9 * world.rank)})
         said["sum"] = world.all_reduce_sum(torch.tensor([1.0, world.rank])).tolist()
@@ -87,7 +87,7 @@ def test_three_ranks_speak(tmp_path):
 
 
 def _recorded_votes() -> list[str]:
-    with init_distributed("auto", 60) as world:
+    with join_world("auto", 60) as world:
         vote = StopVote(world, flags=1, pause=0)
         with torch.profiler.profile() as profiler:
             world.all_reduce_sum(torch.ones(1))
@@ -104,7 +104,7 @@ def test_a_profiler_may_stop_before_a_vote_is_counted():
 def _fail_on_rank_1() -> tuple[str, float] | None:
     began = time.monotonic()
     try:
-        with init_distributed("gloo", 60) as world:
+        with join_world("gloo", 60) as world:
             world.barrier()  # gloo has connected all pairs: before that, the launcher ends who waits
             if world.rank == 1:
                 raise ValueError("rank 1 gives up")
@@ -140,7 +140,7 @@ def _state_of(rank: int) -> dict[str, Any]:
 
 def _gathered_state() -> list[bool]:
     """On rank 0: whether each rank's state arrived as it was sent."""
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         gathered = world.gather_state(_state_of(world.rank))
         expected = [_state_of(rank) for rank in range(world.size)][: len(gathered)]
         assert [[_exact(value) for value in state.values()] for state in gathered] == [
@@ -159,7 +159,7 @@ def test_state_is_gathered_bit_for_bit_on_rank_0():
 
 def _set_variables(ranks_here: str) -> tuple[dict[str, str], list[str]]:
     os.environ["LOCAL_WORLD_SIZE"] = ranks_here
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         inside = {name: os.environ[name] for name in VARIABLES if name in os.environ}
         world.barrier()  # a rank that leaves would end the other's connection while it is made
     return inside, [name for name in VARIABLES if name in os.environ]

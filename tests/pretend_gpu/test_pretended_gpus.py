@@ -11,7 +11,7 @@ import torch
 
 from lockstep.config.nodes import instantiate_as
 from lockstep.data import Tensors
-from lockstep.distributed.world import init_distributed
+from lockstep.distributed.world import join_world
 from lockstep.errors import ConfigError
 from lockstep.preflight import preflight
 from lockstep.strategies.base import Strategy
@@ -117,7 +117,7 @@ def device_of_rank(gpus: list[int], of_each_task: bool) -> str:
         device.pretend(mine, "gloo")
     if of_each_task:
         os.environ["SLURM_GPUS_PER_TASK"] = "1"
-    with init_distributed("auto") as world:
+    with join_world("auto") as world:
         world.barrier()  # the other one may still connect
         return str(world.device)
 
@@ -137,7 +137,7 @@ def test_all_ranks_take_one_backend(gpus: list[int], of_each_task: bool, devices
 
 def device_of_nccl() -> str:
     device.pretend(2, "nccl")
-    with init_distributed("nccl") as world:
+    with join_world("nccl") as world:
         world.barrier()
     return str(device.seen.bound)
 
@@ -149,7 +149,7 @@ def test_nccl_starts_at_once_unless_a_rank_is_alone(ranks: int, devices: list[st
 
 def device_before_the_cut(name: str) -> str:
     device.pretend(2, "nccl")
-    with init_distributed("nccl") as world:
+    with join_world("nccl") as world:
         world.barrier()
         return str(instantiate_as(Strategy, composed(f"strategy={name}").strategy, "s").device_before_setup(world))
 

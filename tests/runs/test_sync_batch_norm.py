@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm, convert_sync_batch_norm, validate_batch_norms
-from lockstep.distributed.world import init_distributed
+from lockstep.distributed.world import join_world
 from lockstep.errors import ConfigError
 from lockstep.tasks.classification import Classification
 from support.configs import composed
@@ -42,7 +42,7 @@ def gradients_and_buffers(model: nn.Module, inputs: torch.Tensor, targets: torch
 def on_a_share(shares: list[int], variants: list[tuple[float | None, bool]]) -> list[list[float]]:
     """Of each variant, this rank's gradients, summed over the ranks, and its buffers after one training step."""
     found = []
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         for variant in variants:
             model = convert_sync_batch_norm(net(*variant), world)
             assert sum(isinstance(module, SyncBatchNorm) for module in model.modules()) == 2
@@ -70,7 +70,7 @@ def evaluate() -> bool:
     plain = net(0.1, True)
     plain(batch()[0])
     expected = plain.eval()(batch()[0])
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         synced = convert_sync_batch_norm(plain, world)
         assert list(synced.state_dict()) == list(net(0.1, True).state_dict())
         equal = torch.equal(synced(batch()[0]), expected) if world.is_rank_zero else True
@@ -93,7 +93,7 @@ class Twice(nn.Module):
 
 
 def converted_twice() -> list[bool]:
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         model = convert_sync_batch_norm(Twice(), world)
         norms = [model.norm, model.same, model.inner[0], model.again[0]]  # type: ignore[index]
         return [isinstance(norm, SyncBatchNorm) and norm is model.norm for norm in norms]
