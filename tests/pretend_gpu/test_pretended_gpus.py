@@ -48,8 +48,9 @@ def test_a_training_on_gpus_is_that_of_the_cpu_and_the_host_waits_for_nothing(na
         moved = sum(rank["weights_moved"] for rank in found)
         assert 0 < moved <= 4 * len(weights(tmp_path / "cpu"))
     if name != "async_parameter_server":  # its steps come in any order
-        # The parts of data_parallel, in bf16, are added up in another order than those of one CPU.
-        limit = 1e-2 if name == "data_parallel, bf16" else 1e-6
+        # bf16: the parts of data_parallel are added up in another order, and fused batch norms round elsewhere.
+        rounds = name in ("data_parallel, bf16", "sync_bn, bf16, a share without samples")
+        limit = 1e-2 if rounds else 1e-6
         assert distance(weights(tmp_path / "cpu"), weights(tmp_path / "gpu")) < limit
 
 

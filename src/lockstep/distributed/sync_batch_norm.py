@@ -74,12 +74,12 @@ class SyncBatchNorm(BatchNorm):  # type: ignore[misc, valid-type]
     def forward(self, input: Tensor) -> Tensor:
         """input: (N, C, ...). Returns the same shape. A collective in training, unlike in evaluation."""
         self._check_input_dim(input)
-        is_alone = self.size == 1 and self.counts_inputs
+        is_alone, output = self.size == 1 and self.counts_inputs, input
         if is_alone or (self.track_running_stats and not self.training):
             output = super().forward(input)
         else:
             counted = input if self.counts_inputs else input[:0]
-            output: Tensor = _Normalise.apply(counted, self.weight, self.bias, self)
+            output = _Normalise.apply(counted, self.weight, self.bias, self)
             output = output if self.counts_inputs else torch.cat([output, input])
         return self.act(self.drop(output)) if self.has_activation else output
 
