@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -71,16 +72,11 @@ class SharedMemorySum:
             memory = mmap.mmap(file.fileno(), 0)
         self.slots = torch.frombuffer(memory, dtype=dtype).view(-1, length)  # one per rank, and the sum
         rank, peers = self.world.rank, [rank for rank in range(self.world.size) if rank != self.world.rank]
-        self.readers = {self._pipe(folder / f"{peer}-{rank}", os.O_RDONLY | os.O_NONBLOCK): peer for peer in peers}
+        without_waiting = os.O_RDONLY | os.O_NONBLOCK
+        self.readers = {peer: FileIO(os.open(folder / f"{peer}-{rank}", without_waiting)) for peer in peers}
         self.world.barrier()  # a pipe can be opened for writing only after it is open for reading
-        self.writers = {self._pipe(folder / f"{rank}-{peer}", os.O_WRONLY): peer for peer in peers}
+        self.writers = {peer: FileIO(os.open(folder / f"{rank}-{peer}", os.O_WRONLY), "w") for peer in peers}
         self.world.barrier()
-
-    def _pipe(self, path: Path, flags: int) -> int:
-        pipe = os.open(path, flags)
-        # A rank that fails in a job of a sweep goes on to the next job. Its closed pipes end the other ranks' wait.
-        self.world.resources.callback(os.close, pipe)
-        return pipe
 
     def __call__(self, vector: Tensor) -> None:
         """Sum `vector` (n,) over the ranks, in place.
@@ -100,17 +96,17 @@ class SharedMemorySum:
 
     def _wait_for_all(self) -> None:
         """Wait until every rank is here. A byte in a pipe also orders memory: its reader sees all earlier writes."""
-        for pipe, peer in self.writers.items():
+        for peer, pipe in self.writers.items():
             try:
-                os.write(pipe, b".")
+                pipe.write(b".")
             except BrokenPipeError:
                 raise ConnectionError(f"rank {peer} is gone: closed by peer") from None
-        for pipe, peer in self.readers.items():
+        for peer, pipe in self.readers.items():
             arrival = select.poll()
             arrival.register(pipe, select.POLLIN)
             if not arrival.poll(min(1000 * self.world.timeout, LONGEST_WAIT)):
                 raise TimeoutError(f"Timed out waiting {self.world.timeout:g} s for rank {peer}")
-            if not os.read(pipe, 1):
+            if not pipe.read(1):
                 raise ConnectionError(f"rank {peer} is gone: closed by peer")
 
 

@@ -9,8 +9,8 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -37,7 +37,6 @@ class World:
     local_rank, local_size: among the ranks of this machine. timeout: seconds that a collective waits for a rank.
     store: the keys and values that all ranks of this world share.
     control: the group of tensors of the CPU. It is gloo's, beside the backend's own, and never makes a GPU wait.
-    resources: what is closed when this rank leaves the world, such as pipes to other ranks.
     """
 
     rank: int
@@ -48,7 +47,6 @@ class World:
     store: dist.Store
     timeout: float
     control: dist.ProcessGroup
-    resources: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -173,23 +171,25 @@ def join_world(
     if info.world_size > 1:
         export_rank_info(info)
     interface = socket_ifname or backends.usual_interface(on_one_machine(info))
-    with backends.backend_environment(interface, **nccl), ExitStack() as resources:
-        # A rank that still waits for this one gets an error at once.
-        resources.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
-        store = form_group(info, wait)
-        if name == "auto":
-            backend = backends.agreed_backend(backend, store, info.world_size)
-        device = backends.set_up_device(backend, info, name)
-        # NCCL that is bound to a device starts at once. A rank by itself may never call it.
-        bound = device if backend == "nccl" and bind_device and info.world_size > 1 else None
-        dist.init_process_group(
-            backend, store=store, rank=info.rank, world_size=info.world_size, timeout=wait, device_id=bound
-        )
-        control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=wait)
-        assert isinstance(control, dist.ProcessGroup)
-        log.info("rank %d of %d: %s on %s, started by %s", info.rank, info.world_size, backend, device, info.started_by)
-        ranks = (info.rank, info.world_size, info.local_rank, info.local_world_size)
-        yield World(*ranks, device, store, timeout, control, resources)
+    with backends.backend_environment(interface, **nccl):
+        try:
+            store = form_group(info, wait)
+            if name == "auto":
+                backend = backends.agreed_backend(backend, store, info.world_size)
+            device = backends.set_up_device(backend, info, name)
+            # NCCL that is bound to a device starts at once. A rank by itself may never call it.
+            bound = device if backend == "nccl" and bind_device and info.world_size > 1 else None
+            ranks = info.rank, info.world_size
+            dist.init_process_group(
+                backend, store=store, rank=info.rank, world_size=info.world_size, timeout=wait, device_id=bound
+            )
+            control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=wait)
+            assert isinstance(control, dist.ProcessGroup)
+            log.info("rank %d of %d: %s on %s, started by %s", *ranks, backend, device, info.started_by)
+            yield World(*ranks, info.local_rank, info.local_world_size, device, store, timeout, control)
+        finally:
+            if dist.is_initialized():  # a rank that still waits for this one gets an error at once
+                dist.destroy_process_group()
 
 
 # What all ranks must have alike.
