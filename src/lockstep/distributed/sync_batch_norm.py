@@ -108,7 +108,7 @@ class SyncBatchNorm(BatchNorm):  # type: ignore[misc, valid-type]
             running = self.running_mean, self.running_var
             momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         combine = torch.batch_norm_gather_stats_with_counts if x.is_cuda else _combined
-        typed = counts if running[0] is None else counts.to(running[0])
+        typed = counts if running[0] is None else counts.to(running[0])  # as the kernel takes them
         return *combine(x, means, invstds, *running, momentum, self.eps, typed), counts.int()
 
 

@@ -64,9 +64,9 @@ class World:
         if self.size == 1:
             return lambda: None
         with hidden_from_profiler():
-            work = dist.all_reduce(tensor, async_op=True)
-        assert work is not None
-        return work.wait
+            work: Any = dist.all_reduce(tensor, async_op=True)
+        wait: Callable[[], object] = work.wait
+        return wait
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is set on some rank."""
@@ -75,15 +75,15 @@ class World:
         return found.bool().tolist()
 
     def all_gather_samples(self, tensor: Tensor) -> Tensor:
-        """The rows of every rank's `tensor` of numbers (n, ...), n may differ and be 0, on every rank: (N, ...) in the
-        order of ranks, which is that of the global batch. For a loss that compares the samples of a batch.
+        """The rows of every rank's `tensor` of numbers (n, ...), on every rank, as (N, ...) in the order of ranks, which
+        is the global batch's. n may differ, and be 0. It is for a loss that compares the samples of a batch.
 
-        The gradient of a row is the sum of its gradients on all ranks. So the loss must be a rank's share of the one
-        over all samples: of its own n alone, which begin at row `sum(world.all_gather_json(n)[: world.rank])`. Where
-        every rank takes the losses of all N samples, they must be divided by `size`.
+        A row's gradient is the sum of its gradients on all ranks. So a rank's loss must be its share of the whole one:
+        the losses of its own n samples alone, which begin at row `sum(world.all_gather_json(n)[: world.rank])`. A rank
+        that takes the losses of all N samples must divide them by `size`.
 
-        A world does not know the step's parts: a task that calls this must refuse gradient accumulation and virtual
-        ranks, where a part is not the batch. Raises ValueError, on all ranks, for rows of several shapes or types.
+        A world does not know the parts of a step: who calls this must refuse gradient accumulation and virtual ranks,
+        where a part is not the batch. Raises ValueError, on all ranks, for rows of several shapes or types.
         """
         mine = [len(tensor), f"{tuple(tensor.shape[1:])} of {tensor.dtype}"]
         counts, kinds = zip(*self.all_gather_json(mine), strict=True)
@@ -152,11 +152,7 @@ class _Sum(torch.autograd.Function):
 
 @contextmanager
 def join_world(
-    name: str = "auto",
-    timeout: float = 300,
-    socket_ifname: str | None = None,
-    bind_device: bool = True,
-    **nccl: Any,
+    name: str = "auto", timeout: float = 300, socket_ifname: str | None = None, bind_device: bool = True, **nccl: Any
 ) -> Iterator[World]:
     """Form a process group with the other ranks, and destroy it however the block ends.
 
@@ -179,14 +175,13 @@ def join_world(
             device = backends.set_up_device(backend, info, name)
             # NCCL that is bound to a device starts at once. A rank by itself may never call it.
             bound = device if backend == "nccl" and bind_device and info.world_size > 1 else None
-            ranks = info.rank, info.world_size
             dist.init_process_group(
                 backend, store=store, rank=info.rank, world_size=info.world_size, timeout=wait, device_id=bound
             )
-            control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=wait)
-            assert isinstance(control, dist.ProcessGroup)
-            log.info("rank %d of %d: %s on %s, started by %s", *ranks, backend, device, info.started_by)
-            yield World(*ranks, info.local_rank, info.local_world_size, device, store, timeout, control)
+            control: Any = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=wait)
+            ranks = info.rank, info.world_size, info.local_rank, info.local_world_size
+            log.info("rank %d of %d: %s on %s, started by %s", *ranks[:2], backend, device, info.started_by)
+            yield World(*ranks, device, store, timeout, control)
         finally:
             if dist.is_initialized():  # a rank that still waits for this one gets an error at once
                 dist.destroy_process_group()
@@ -223,10 +218,10 @@ def require_same_data(world: World, name: str, length: int, fingerprint: str) ->
 
     fingerprint: see `lockstep.snapshots.data_fingerprint`.
     """
-    first, *others = world.all_gather_json([length, fingerprint])
-    for rank, other in enumerate(others, start=1):
-        if other != first:
+    (count, first), *others = world.all_gather_json([length, fingerprint])
+    for rank, (samples, other) in enumerate(others, start=1):
+        what = f"the {name} has {samples} samples on rank {rank} and {count} on rank 0"
+        if samples == count:
             what = f"the {name} of rank {rank} is not that of rank 0: as many samples, but other ones"
-            if other[0] != first[0]:
-                what = f"the {name} has {other[0]} samples on rank {rank} and {first[0]} on rank 0"
+        if (samples, other) != (count, first):
             raise OtherData(f"{what}; copy the same data to every machine and type the command again", name)
