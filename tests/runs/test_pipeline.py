@@ -128,9 +128,9 @@ def test_images_that_grow_pass_between_stages_in_their_size(tmp_path: Path) -> N
 def parameters_alive(cfg: Any) -> list[bool]:
     """Which of the whole model's parameters exist in this rank once train.py has set up the strategy."""
     from lockstep import build
-    from lockstep.distributed.world import init_distributed
+    from lockstep.distributed.world import join_world
 
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         parts = parts_of(cfg)  # holds the strategy
         cfg, loaders = build.model_and_data(cfg, world, parts)
         gc.collect()

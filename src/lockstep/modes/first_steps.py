@@ -23,8 +23,8 @@ from lockstep.data.loader import Loader
 from lockstep.data.reader import Request
 from lockstep.data.source import tensors_in
 from lockstep.distributed import signals
-from lockstep.distributed.sync_batch_norm import unsynced_batch_norms
-from lockstep.distributed.world import OtherData, init_distributed, require_same_data
+from lockstep.distributed.old_world import gather_state, unsynced_batch_norms
+from lockstep.distributed.world import OtherData, join_world, require_same_data
 from lockstep.errors import ConfigError, TrainingDiverged, exits_are_failures, first_of
 from lockstep.failures import reporter
 from lockstep.loggers.rank_logs import rank_logs
@@ -84,7 +84,7 @@ def find_facts(config: RunConfig, parts: Parts, folder: Path, variant: Variant, 
         parts = replace(parts, strategy=strategy)
     with rank_logs() as logs, exits_are_failures("this rank left before the end of the check"), reporter.failures():
         logs.leave_console()  # warnings are shown below the table, once
-        with init_distributed(**vars(config.backend), bind_device=strategy.binds_one_device()) as world:
+        with join_world(**vars(config.backend), bind_device=strategy.binds_one_device()) as world:
             reporter.set_hang_rules(config.watch.timeout, config.watch.on_hang, world.timeout)
             random.seed()  # as in the processes of a launcher that does not fork
             np.random.seed()
@@ -253,7 +253,7 @@ class FirstSteps(Watcher):
         self.trace["weights"] = self._whole(self.model.state_dict())
         self.trace["weights"] |= {f"the average of {name}": value for name, value in averages.items()}
         self.trace["loss"] = {"loss": torch.tensor(self.state.meter.means()["loss"], dtype=torch.float64)}
-        ranks = self.world.gather_state({name: torch.cat(sums) for name, sums in self.by_sample.items()})
+        ranks = gather_state(self.world, {name: torch.cat(sums) for name, sums in self.by_sample.items()})
         self.by_sample = {}
         if self.world.is_rank_zero:
             names = [name for name in ranks[0] if all(name in rank for rank in ranks)]

@@ -11,18 +11,21 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.distributed import signals
 from lockstep.distributed.environment import slurm_reason
+from lockstep.distributed.old_world import DISK_TIMEOUT, disk_access, gather_state
 from lockstep.distributed.run_folder import go_on_words
 from lockstep.distributed.signals import StopVote
-from lockstep.distributed.world import DISK_TIMEOUT, World
+from lockstep.distributed.world import World
 from lockstep.errors import (
     EXIT_STOPPED_WITHOUT_SNAPSHOT,
     ConfigError,
@@ -165,7 +168,7 @@ class SnapshotManager(Watcher):
         if found is None:
             return None
         saved, path = found
-        with self.world.disk_access():  # parts are read from their files now
+        with disk_access(self.world):  # parts are read from their files now
             restore_state(self.state, saved)
         self.state.set_clock(saved.get("seconds", 0.0))
         log_config_changes(saved["config"], self.config)
@@ -233,7 +236,7 @@ class SnapshotManager(Watcher):
         The launcher ends all ranks when the first one exits.
         """
         self.save()
-        with self.world.disk_access():
+        with disk_access(self.world):
             newest = str(self.newest() or "") if self.world.is_rank_zero else ""
         newest = self.world.broadcast_json(newest)
         reason = slurm_reason() if self.world.is_rank_zero else ""  # while the other ranks wait, as it takes its time
@@ -282,7 +285,7 @@ class SnapshotManager(Watcher):
             self.is_due = False
         if self.world.is_rank_zero:
             self.before_save()
-        with self.world.disk_access():  # earlier snapshots may not be written yet
+        with disk_access(self.world):  # earlier snapshots may not be written yet
             if contents is not None:
                 contents |= {"fingerprint": self.fingerprint, "config": self.config, "world_size": self.world.size}
                 self.saver.put(name or self._numbered(), contents)
@@ -309,7 +312,7 @@ class SnapshotManager(Watcher):
         step keeps the files of an earlier start. Raises ConfigError on all ranks if one cannot be written.
         """
         state = self.state
-        with self.world.disk_access():
+        with disk_access(self.world):
             self.saver.finish()  # so that model.pt is the newest file
         if state.progress.step == self.start_step:
             model, snapshot = self.run_dir / LAST, self.resumed_from
@@ -318,7 +321,7 @@ class SnapshotManager(Watcher):
                 return
         with state.ema_weights():
             weights = model_state(state.strategy)
-            with self.world.disk_access():
+            with disk_access(self.world):
                 problem = self._write_weights(weights) if self.world.is_rank_zero else None
         problem = self.world.broadcast_json(problem)
         if problem is not None:
@@ -378,7 +381,7 @@ class SnapshotManager(Watcher):
             gone = "the weights of the best evaluation, after step %d, are gone: those of the last step are tested"
             log.warning(gone, progress.best_step)
             return progress.step
-        with self.world.disk_access():  # parts are read from their files now
+        with disk_access(self.world):  # parts are read from their files now
             restore_weights(self.state, found[0])
         return int(progress.best_step or 0)
 
@@ -513,7 +516,8 @@ class Saver:
             is_large = self.world.size > 1 and sum(size for size, _ in of_ranks) >= SHARDED_ABOVE
             if is_large or self.form == "sharded":
                 if self.thread_world is None:
-                    self.thread_world = self.world.for_thread(DISK_TIMEOUT)
+                    group: Any = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
+                    self.thread_world = replace(self.world, control=group)
                 return contents | {"parts": of_ranks[0][1]}
         contents = collect_state(self.state, totals, scheduler_as_built, strategy.full_state)
         return contents if self.world.is_rank_zero else None
@@ -553,7 +557,7 @@ class Saver:
             report["problem"] = explain_disk_error(error, self.folder)
         assert self.thread_world is not None
         try:
-            reports = self.thread_world.gather_state(report)
+            reports = gather_state(self.thread_world, report)
         except RuntimeError as error:  # a rank has died, which ends the training, too
             step = contents["progress"]["step"]
             log.warning("no snapshot at step %d: a rank was lost (%s)", step, first_line(error))

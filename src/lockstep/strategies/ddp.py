@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.compat import versions
 from lockstep.config.schema import Positive
+from lockstep.distributed.old_world import all_reduce_sums
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.base import sparse_parameters
@@ -145,7 +146,7 @@ class DDP(Strategy):
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in self.apart]
         are_used = self.world.any_of([p.grad is not None for p in self.apart])
-        for number, total in enumerate(self.world.all_reduce_sums(gradients)):
+        for number, total in enumerate(all_reduce_sums(self.world, gradients)):
             # In the layout of the weight: torch's fused optimizers take another one for the same.
             mean = gradients[number].copy_(total / self.gradient_divide_factor())
             self.apart[number].grad = mean.to_sparse(1) if number < len(self.sparse) else mean

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.compat import plain_functions
 from lockstep.config.schema import Count, NotNegative, Positive
+from lockstep.distributed.old_world import all_reduce_sums
 from lockstep.distributed.shared_memory import SharedMemorySum, SumInPlace
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
@@ -216,7 +217,7 @@ class LocalSGD(GradientSync):
         if not self.steps_apart:
             return
         tensors = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-        for tensor, total in zip(tensors, self.world.all_reduce_sums(tensors), strict=True):
+        for tensor, total in zip(tensors, all_reduce_sums(self.world, tensors), strict=True):
             tensor.copy_(total.div_(self.world.size))
         self.steps_apart = 0
 

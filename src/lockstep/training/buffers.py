@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.compat import versions
+from lockstep.distributed.old_world import all_reduce_sums
 from lockstep.distributed.sync_batch_norm import BatchNorm
 from lockstep.errors import ConfigError, first_of
 from lockstep.strategies.base import WATCHED_STEPS, Strategy
@@ -126,7 +127,7 @@ class Buffers:
             _as_numbers(buffer) * (samples if _has_mean(buffer) else self.world.is_rank_zero) for buffer in buffers
         ]
         weight = torch.full((1,), float(samples), dtype=torch.float64, device=self.world.device)
-        *values, total = self.world.all_reduce_sums([*columns, weight])
+        *values, total = all_reduce_sums(self.world, [*columns, weight])
         for buffer, value in zip(buffers, values, strict=True):
             mean = value / total if _has_mean(buffer) else value
             shaped = torch.view_as_complex(mean.view(-1, 2)) if buffer.is_complex() else mean
