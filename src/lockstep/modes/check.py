@@ -69,6 +69,13 @@ CAUSES = {  # of a stage, or of a run, or of a stage of a run
 UNHELD = "put layers into torch.nn.ModuleList, tensors into torch.nn.ParameterList, and those of a loss into the model"
 
 
+PROMISES = {
+    "again": "the same run, typed again",
+    "two": "the same numbers on {} ranks",
+    "cut": "the same numbers in micro-batches",
+    "resumed": "stopped and resumed, the same bits",
+    "compiled": "compiled, the same numbers",
+}
 Row = tuple[str, str, str]
 """A promise, whether it holds ("yes", "no", or "-" where nobody has asked for it), and why."""
 
@@ -176,20 +183,16 @@ class Check(Mode):
         coarse = "float16" if job.trainer.precision in ("bf16", "fp16") else one.facts["coarse"]
         tolerance, steps = TOLERANCES.get(coarse, 0.1), self.steps if coarse == "float64" else 1
 
-        def row(promise: str, way: str, *exactness: Any) -> Row:
-            return promise, *judged(way, one, runs[way], *exactness, coarse)
-
-        rows = [
-            row("the same run, typed again", "again", 0.0, self.steps),
-            row(f"the same numbers on {self.ranks} ranks", "two", tolerance, steps),
-            row("the same numbers in micro-batches", "cut", tolerance, steps),
-            row("stopped and resumed, the same bits", "resumed", 0.0, self.steps),
-        ]
-        promise, holds, why = rows[2]
-        if holds == "no" and (job.trainer.gradient_accumulation_steps == 1 or why.endswith(CAUSES["cut norm"])):
-            rows[2] = promise, "-", why
-        if "compiled" in runs:
-            rows.append(row("compiled, the same numbers", "compiled", tolerance, steps))
+        rows: list[Row] = []
+        for way, promise in PROMISES.items():
+            if way not in runs:
+                continue
+            exact = (0.0, self.steps) if way in ("again", "resumed") else (tolerance, steps)
+            holds, why = judged(way, one, runs[way], *exact, coarse)
+            if way == "two" and (reasons := known(job)):
+                holds, why = "no", ". ".join(reasons)
+            is_asked = job.trainer.gradient_accumulation_steps > 1 and not why.endswith(CAUSES["cut norm"])
+            rows.append((promise.format(self.ranks), "-" if way == "cut" and holds == "no" and not is_asked else holds, why))
         lost, idle = one.facts["lost"], [] if job.strategy.get("find_unused_parameters") else one.facts["idle"]
         reasons = [f"no optimizer has {first_of(lost)}; {UNHELD}"] if lost else []
         if idle:
@@ -199,13 +202,25 @@ class Check(Mode):
         return rows
 
 
+def known(job: "RunConfig") -> list[str]:
+    """Why numbers depend on the number of ranks, whatever the first steps show."""
+    from hydra.utils import get_object
+
+    sync, reasons = get_object(job.gradient_sync["_target_"]), []
+    if not sync.is_exact:
+        reasons.append(f"gradient_sync={sync.name} is not the exact mean; type gradient_sync=auto")
+    if job.trainer.batch_size_per_rank is not None:
+        reasons.append("trainer.batch_size_per_rank makes the batch grow with ranks; type trainer.batch_size=<all>")
+    return reasons
+
+
 def judged(way: str, one: Ended, other: Ended, tolerance: float, steps: int, coarse: str) -> tuple[str, str]:
     """(whether two runs are alike, why)."""
     from lockstep.modes.recorder import compare
 
-    if other.failed:
+    parting, most = compare(one.traces[0], other.traces, tolerance, steps) if other.traces else (None, 0.0)
+    if parting is None and other.failed:
         return "no", other.failed
-    parting, most = compare(one.traces[0], other.traces, tolerance, steps)
     if parting is None:
         return "yes", f"apart by at most {most:.0e} (in {coarse})" if tolerance else "all bits"
     step, stage, names, far = parting
@@ -237,12 +252,13 @@ def take(config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> Ended:
     from lockstep.modes.recorder import run, traces_in
 
     Path(config.run_dir).mkdir(parents=True)
+    facts, failed, error = {}, "", None
     try:
         facts = parts.launcher.launch(run, config, record, parts)
-        return Ended(facts, traces_in(Path(config.run_dir)))
-    except ConfigError as error:
-        return Ended({}, [], str(error), error)
-    except RankFailed as error:
-        if error.report["first"]["kind"] not in ("exception", "diverged", "different"):
+    except ConfigError as refused:
+        failed, error = str(refused), refused
+    except RankFailed as ended:
+        failed, error = ended.report["first"].get("message", ""), ended
+        if ended.report["first"]["kind"] not in ("exception", "diverged", "different"):
             raise
-        return Ended({}, [], error.report["first"]["message"], error)
+    return Ended(facts, traces_in(Path(config.run_dir)), failed, error)

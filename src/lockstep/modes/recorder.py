@@ -112,13 +112,13 @@ def run(config: RunConfig, record: ConfigRecord, parts: Parts) -> Facts:
     np.random.seed()
     recorder = Recorder(parts, done)
     with ExitStack() as hooks:
+        hooks.callback(recorder.save, Path(config.run_dir))  # also of a run that fails
         hooks.enter_context(every_optimizer.register_optimizer_step_pre_hook(recorder.before_update))
         hooks.enter_context(every_optimizer.register_optimizer_step_post_hook(recorder.after_update))
         if not config.trainer.compile:  # which would compile the hooks, too
             hooks.enter_context(every_module.register_module_forward_pre_hook(recorder.before_forward))
             hooks.enter_context(every_module.register_module_forward_hook(recorder.after_forward))
         Train().work(config, record, parts)
-    torch.save(recorder.trace, Path(config.run_dir) / f"trace_{os.environ['RANK']}.pt")
     log = (Path(config.run_dir) / "train.log").read_text() if os.environ["RANK"] == "0" else ""
     return recorder.facts() | {"warnings": [*dict.fromkeys(re.findall(r"(?m)\[WARNING\] - (.*)", log))]}
 
@@ -132,6 +132,9 @@ class Recorder:
         self.by_sample: dict[str, list[Tensor]] = {}
         self.names: dict[nn.Module, str] = {}
         self.optimized, self.learning, self.lost, self.coarse = set[int](), set[str](), dict[str, None](), ""
+
+    def save(self, folder: Path) -> None:
+        torch.save(self.trace, folder / f"trace_{os.environ['RANK']}.pt")
 
     def facts(self) -> Facts:
         trained = {name: weight for name, weight in self.strategy.model.named_parameters() if weight.requires_grad}
@@ -250,7 +253,8 @@ def sums_by_sample(values: Any, rows: int) -> Tensor | None:
 def traces_in(folder: Path) -> list[Trace]:
     """Of each rank. The first one has all samples, in the order of their sums, and what was logged."""
     ranks: list[Trace] = [torch.load(path, weights_only=True) for path in sorted(folder.glob("trace_*.pt"))]
-    for step, first in ranks[0].items():
+    for step in set.intersection(*map(set, ranks)) if ranks else ():
+        first = ranks[0][step]
         every = [{**rank[step].pop("samples"), **rank[step].pop("layers")} for rank in ranks]
         names = [name for name in every[0] if all(name in rank for rank in every)]
         sums = {name: torch.cat([rank[name][1] for rank in every]) for name in names}
@@ -260,7 +264,7 @@ def traces_in(folder: Path) -> list[Trace]:
         first["layers"] = ordered
     for step, tag, value in read_rows(folder / "metrics.csv"):
         stage = "loss" if tag == "train/running_loss" else "evaluation" if tag.startswith(("val/", "test/")) else ""
-        if stage and step in ranks[0]:
+        if stage and ranks and step in ranks[0]:
             ranks[0][step].setdefault(stage, {})[tag] = kept(torch.tensor([value], dtype=torch.float64))
     return ranks
 
@@ -275,7 +279,7 @@ def compare(one: Trace, ranks: Sequence[Trace], tolerance: float, steps: int) ->
     tolerance: relative; 0: the bits are compared.
     """
     most = 0.0
-    for step in sorted(ranks[0])[:steps]:
+    for step in sorted(set.intersection(*map(set, ranks)))[:steps]:
         apart = {stage: distances(stage, one[step], [rank[step] for rank in ranks], tolerance) for stage in STAGES}
         far = {stage: {n: d for n, d in found.items() if not d <= tolerance} for stage, found in apart.items()}
         if any(far[stage] for stage in RESULTS):
