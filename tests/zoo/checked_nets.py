@@ -203,7 +203,7 @@ class Unsaved(Simple):
 
 
 class Remembers(Simple):
-    """What the last batch was, in an attribute that it replaces: the same on all ranks, as far as they see one batch."""
+    """What the weights were in the last step, in an attribute that it replaces: the same on all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class Remembers(Simple):
 
 
 class Cached(Simple):
-    """Normalises by what the first batch was."""
+    """What the weights were in the first step."""
 
     first: Any = None
 
@@ -598,13 +598,6 @@ class InFloat32(Simple):
         return outputs.float().log_softmax(1).to(outputs.dtype)
 
 
-class OnlyFloat32(Simple):
-    """It cannot compute in float64."""
-
-    def before(self, inputs: Tensor) -> Tensor:
-        return inputs.float()
-
-
 class Vmapped(Simple):
     def forward(self, inputs: Tensor) -> Tensor:
         out: Tensor = torch.func.vmap(self.layer)(inputs)
@@ -634,6 +627,113 @@ class LateBuffer(Simple):
         return inputs * self.mask
 
 
+class Coin(Simple):
+    """One number for all samples."""
+
+    def before(self, inputs: Tensor) -> Tensor:
+        return inputs * (np.random.rand() + random.random())
+
+
+class Expert(Simple):
+    """A layer that a share of a batch does not need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(4, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out = super().forward(inputs)
+        return out + 0 * self.spare(inputs) if len(inputs) > 10 else out
+
+
+class Table(Simple):
+    """A sparse table, and a buffer that is replaced."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 4, sparse=True)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def before(self, inputs: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        out: Tensor = inputs * self.calls + self.table((inputs[:, 0] > 0).long())
+        return out
+
+
+class Renamed(LateBuffer):
+    """Replaces a buffer by one of another name in its first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", torch.ones(4))
+
+    def before(self, inputs: Tensor) -> Tensor:
+        if hasattr(self, "first"):
+            del self.first
+        return super().before(inputs)
+
+
+class OtherNames(Simple):
+    """Its state dict has other names than its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(under_other_names)
+        self.register_load_state_dict_pre_hook(under_own_names)
+
+
+def under_other_names(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    for name in ("weight", "bias"):
+        state[f"{prefix}head_{name}"] = state.pop(f"{prefix}layer.{name}")
+
+
+def under_own_names(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    for name in ("weight", "bias"):
+        state[f"{prefix}layer.{name}"] = state.pop(f"{prefix}head_{name}")
+
+
+class Dropped(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 2))
+
+
+class DrawnLoss(Classification):
+    """One number for all samples, too."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Any:
+        loss, sums = super().__call__(outputs, targets)
+        return loss * (1 + np.random.rand()), sums
+
+
+class OnlyFloat32(Simple):
+    """It cannot compute in float64."""
+
+    def before(self, inputs: Tensor) -> Tensor:
+        return inputs.float()
+
+
+class Half(Simple):
+    """Weights of half precision, and a sparse buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.bfloat16()
+        self.register_buffer("eye", torch.eye(3).to_sparse())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs.bfloat16()).float()
+
+
+class Infinite(Simple):
+    """Its outputs are finite, and its gradients are not."""
+
+    def after(self, outputs: Tensor) -> Tensor:
+        return outputs + (outputs - outputs).sqrt()
+
+
+PIPELINE = ["strategy=pipeline", "strategy.micro_batches=2"]
 TASK, OPTIMIZER = f"task._target_={__name__}.", f"optimizer._target_={__name__}."
 COLLATE = f"loader.collate_fn={{_target_:{__name__}.collate}}"
 OWN = "trainer.buffers=own"
@@ -644,24 +744,24 @@ Animal = tuple[Any, ...]  # what it is, its words, and of a wrong one the row an
 FIRST_WRONG: list[Animal] = [  # those that the first edition named
     (Centred, [], "two", "layers,"),
     (Scaled, [], "two", "layers,"),
-    (OverBatch, [], "two", "Simple"),
+    (OverBatch, [], "two", "OverBatch gives other outputs"),
     (Mixes, [], "two", "layer (Linear) gives other outputs"),
     (BySize, [], "two", "layers,"),
     (Clamped, [], "two", "gradients,"),
     (Normalised, [], "two", "gradients,"),
-    (Running, [OWN], "two", "mean change by a rank's own share"),
-    (Queue, [OWN], "two", "queue change by"),
+    (Running, [OWN], "two", "mean: changed by a rank's own share"),
+    (Queue, [OWN], "two", "queue: changed by"),
     (Codebook, ["trainer.buffers=mean"], "two", "weights,"),
-    (FrozenCodes, [], "two", "weights,", ENDS),
+    (FrozenCodes, [], "two", "layer (Linear)", ENDS),
     (Annealed, [], "resumed", "keeps what no snapshot has"),
-    (Unsaved, [], "resumed", "calls: the model, the loss or a hook keeps"),
+    (Unsaved, [], "resumed", "Unsaved: the model, the loss or a hook keeps"),
     (Remembers, [], "resumed", "keeps what no snapshot has"),
     (Clock, [], "again", "asks the clock"),
     (Entropy, [], "again", "asks the clock"),
     (OwnWeights, [], "again", "start,"),
     (OwnNumbers, [], "resumed", "keeps what no snapshot has"),
     (Listed, [], "learns", "no optimizer has"),
-    (CutOff, [], "learns", "head2.weight, head2.bias get no gradient"),
+    (CutOff, [], "learns", "head2.weight, head2.bias: no gradient"),
 ]
 FIRST_RIGHT: list[Animal] = [  # those that it did not doubt
     (LayerNormed, []),
@@ -679,15 +779,15 @@ WRONG: list[Animal] = [
     (NoiseOfAll, [], "two", "layer (Linear) gives other outputs"),
     (NumpyNoise, [], "two", "layer (Linear) gives other outputs"),
     (BatchNormed, ["sync_bn=off"], "two", "1 (BatchNorm1d) sees a rank's share"),
-    (ByData, [OWN], "two", "mean change by a rank's own share"),
-    (ByNumpy, [OWN], "two", "mean change by a rank's own share"),
-    (ByForeach, [OWN], "two", "mean change by a rank's own share"),
+    (ByData, [OWN], "two", "mean: changed by a rank's own share"),
+    (ByNumpy, [OWN], "two", "mean: changed by a rank's own share"),
+    (ByForeach, [OWN], "two", "mean: changed by a rank's own share"),
     (Cached, [], "resumed", "keeps what no snapshot has"),
     (ByCallback, [], "resumed", "keeps what no snapshot has"),
-    (Folding, [], "resumed", "layer.weight"),
+    (Folding, [], "resumed", "layer (Linear)"),
     (Follows, [], "again", "an evaluation changes"),
-    (Loose, [], "learns", "no optimizer has a weight of [4]"),
-    (Spare, [], "learns", "spare.weight, spare.bias get no gradient"),
+    (Loose, [], "learns", "no optimizer has the weight of shape [4]"),
+    (Spare, [], "learns", "spare.weight, spare.bias: no gradient"),
     (Spare, [], "two", "type strategy.find_unused_parameters=true", ENDS),
     (Simple, [OwnGenerator], "two", "samples,"),
     (Simple, [OwnGenerator], "resumed", "samples,"),
@@ -701,6 +801,13 @@ WRONG: list[Animal] = [
     (Simple, [f"{OPTIMIZER}Outside", "optimizer.lr=0.05"], "resumed", "the optimizer keeps"),
     (Simple, ["gradient_sync=powersgd"], "two", "type gradient_sync=auto"),
     (Simple, ["trainer.batch_size_per_rank=7"], "two", "type trainer.batch_size=<all>"),
+    (Expert, [], "two", "type strategy.find_unused_parameters=true", ENDS),
+    (BatchNormed, PIPELINE, "two", "1 (BatchNorm1d) sees"),
+    (Dropped, PIPELINE, "two", ""),
+    (Renamed, [], "resumed", "", ENDS),
+    (Simple, ["loader.collate_fn={_target_:support.own_data.mixed}"], "two", "samples,"),
+    (Simple, ["optimizer._target_=zoo.optimizers.Recent", "optimizer.lr=0.05"], "resumed", "Recent", ENDS),
+    (Dropped, ["trainer.compile=true"], "compiled", "type trainer.compile=false"),
 ]
 RIGHT: list[Animal] = [
     *FIRST_RIGHT,
@@ -719,4 +826,14 @@ RIGHT: list[Animal] = [
     (LateBuffer, []),
     (Simple, ["trainer.gradient_accumulation_steps=2"]),
     (Spare, [UNUSED]),
+    (Coin, ["trainer.gradient_accumulation_steps=2"]),
+    (Table, ["optimizer.momentum=0", "optimizer.weight_decay=0", "optimizer.fused=false"]),
+    (OtherNames, []),
+    (Simple, [f"{TASK}DrawnLoss"]),
+    (LayerNormed, ["strategy=fsdp", "trainer.gradient_accumulation_steps=2"]),
+    (Activated, ["strategy=tensor_parallel", "strategy.plan=[{0:colwise},{2:rowwise}]"]),
+    (BatchNormed, ["strategy=virtual_ranks"]),
+    (LayerNormed, PIPELINE),
+    (LayerNormed, ["strategy=data_parallel"]),
+    (LayerNormed, ["trainer.compile=true"]),
 ]
