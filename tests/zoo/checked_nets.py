@@ -834,6 +834,5 @@ RIGHT: list[Animal] = [
     (Activated, ["strategy=tensor_parallel", "strategy.plan=[{0:colwise},{2:rowwise}]"]),
     (BatchNormed, ["strategy=virtual_ranks"]),
     (LayerNormed, PIPELINE),
-    (LayerNormed, ["strategy=data_parallel"]),
     (LayerNormed, ["trainer.compile=true"]),
 ]

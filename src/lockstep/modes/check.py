@@ -167,19 +167,19 @@ class Check(Mode):
             raise one.error
         bits = 16 if job.trainer.precision in ("bf16", "fp16") else max(16, one.facts["bits"])
         near = TOLERANCES[bits], self.steps if bits == 64 else 1
+        grows = "trainer.batch_size_per_rank makes the batch grow with ranks; type trainer.batch_size=<all>"
+        known = [] if job.trainer.batch_size_per_rank is None else [grows]
+        if not sync.is_exact:
+            known.append(f"gradient_sync={sync.name} is not the exact mean; type gradient_sync=auto")
         for way in [way for way in PROMISES if way in runs]:
-            holds, why = judged(way, one, runs[way], *((0.0, self.steps) if way in ("again", "resumed") else near))
-            if way == "two" and not sync.is_exact:
-                holds, why = "no", f"gradient_sync={sync.name} is not the exact mean; type gradient_sync=auto"
-            if way == "two" and job.trainer.batch_size_per_rank is not None:
-                holds, why = (
-                    "no",
-                    "trainer.batch_size_per_rank grows the batch with ranks; type trainer.batch_size=<all>",
-                )
+            exact = way in ("again", "resumed")
+            holds, why = judged(way, one, runs[way], *((0.0, self.steps) if exact else near))
+            if way == "two" and known:
+                holds, why = "no", ". ".join(known)
             if way == "cut" and holds == "no" and (job.trainer.gradient_accumulation_steps == 1 or "BatchNorm" in why):
                 holds = "-"
-            seen = f" (in float{bits})" if holds == "yes" and way not in ("again", "resumed") else ""
-            rows.append((PROMISES[way].format(self.ranks), holds, why + seen))
+            why += f" (in float{bits})" if holds == "yes" and not exact else ""
+            rows.append((PROMISES[way].format(self.ranks), holds, why))
         lost, idle = one.facts["lost"], [] if job.strategy.get("find_unused_parameters") else one.facts["idle"]
         if lost:
             reasons.append(f"no optimizer has {first_of(lost)}; {UNHELD}")
@@ -214,8 +214,8 @@ def judged(way: str, one: Ended, other: Ended, tolerance: float, steps: int) -> 
     if parting is None:
         return ("no", other.failed) if other.failed else ("yes", f"{most:.0e} apart" if tolerance else "all bits")
     step, stage, names, far = parting
-    evaluations = [step for step, stages in one.traces[0].items() if "evaluation" in stages]
-    kind = "evaluated" if way == "again" and step > min(evaluations, default=step) else way
+    evaluated = min((step for step, of, _ in one.traces[0] if of == "evaluation"), default=step)
+    kind = "evaluated" if way == "again" and step > evaluated else way
     cause = "two norm" if kind == "two" and stage == "layers" and "BatchNorm" in names[0] else f"{kind} {stage}"
     sentence = CAUSES.get(cause) or CAUSES.get(stage) or CAUSES[kind]
     apart = f"{far:.0e} apart" if far > 1e-99 else "other bits"
