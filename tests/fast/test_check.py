@@ -9,9 +9,10 @@ import torch
 
 from lockstep.config.nodes import instantiate
 from lockstep.config.schema import RunConfig
+from lockstep.errors import ConfigError
 from lockstep.launchers.local import SpawnLauncher
 from lockstep.modes.check import PROMISES, Ended, ended
-from lockstep.modes.recorder import run, traces_in
+from lockstep.modes.recorder import compare, kept, run, traces_in
 from lockstep.modes.train import Train
 from support.configs import composed, parts_of, record_of
 from support.own_data import Points
@@ -27,8 +28,10 @@ def shares(config: RunConfig) -> int:
 
 
 def job(animal: Animal) -> RunConfig:
-    """The job of an animal. A class among its words is that of the data."""
+    """The job of an animal. A class among its words is that of the data; without a class of a net they are all."""
     model, more, *_ = animal
+    if isinstance(model, str):
+        return composed(*more)
     data: Any = next((word for word in more if isinstance(word, type)), Points)
     nodes = [f"dataset.{split}._target_={data.__module__}.{data.__name__}" for split in ("train", "test")]
     words = ["dataset=pair", *nodes, "dataset.classes=2", "dataset.shape=[4]", "trainer.batch_size=14", "model=linear"]
@@ -98,7 +101,35 @@ def test_each_fault_is_named_and_no_right_net_is_doubted(tmp_path: Path, part: i
     for animal, told in zip(animals, tables(animals, tmp_path), strict=True):
         way, words = animal[2:4] or ("", "")
         said = {name: why for name, (holds, why) in told.items() if holds == "no"}
-        print(animal[0].__name__, *animal[1:], told)
+        print(str(animal[0]), *animal[1:], told)
         if words not in said.get(way, "-") if way else said:
             problems.append((animal, told))
     assert not problems, "\n".join(map(str, problems))
+
+
+def test_rounding_is_no_difference_and_other_bits_are() -> None:
+    def trace(stage: str, **values: Any) -> Any:
+        return {(1, stage, name): kept(torch.as_tensor(value)) for name, value in values.items()}
+
+    weights = trace("weights", a=torch.ones(3), mask=torch.tensor([-torch.inf, 1.0]), steps=torch.tensor(3))
+    one = weights | trace("gradients", a=torch.ones(3, dtype=torch.float64), b=1e-12)
+    near = weights | trace("gradients", a=torch.ones(3, dtype=torch.float64), b=-1e-12)
+    assert compare(one, [one, near], 1e-6, 5) == (None, pytest.approx(2e-9))
+    assert compare(one, [near], 0.0, 5)[0] == (1, "gradients", ["b"], pytest.approx(2.0))
+    moved = near | trace("weights", a=torch.tensor([1.0, 1.0, 1.01]))
+    assert compare(one, [near, moved], 1e-6, 5)[0] == (1, "weights", ["a"], pytest.approx(0.01, rel=0.5))
+    grown = near | trace("weights", a=torch.ones(4), late=1.0)
+    assert compare(one, [grown], 1e-6, 5)[0] == (1, "weights", ["a", "late"], float("inf"))
+    large, changed = torch.rand(10**5), torch.rand(1)
+    bits = large.clone()
+    bits[77] = torch.nextafter(bits[77], changed[0] + 2)
+    first, second = trace("weights", a=large), trace("weights", a=bits)
+    assert compare(first, [second], 1e-6, 5)[0] is None
+    assert compare(first, [second], 0.0, 5)[0] is not None
+
+
+def test_a_rank_that_another_program_has_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "a"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="type python src/train.py mode=check$"):
+        CHECK.validate(None)

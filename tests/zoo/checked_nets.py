@@ -5,6 +5,8 @@
 
 import random
 import time
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
@@ -631,7 +633,14 @@ class Coin(Simple):
     """One number for all samples."""
 
     def before(self, inputs: Tensor) -> Tensor:
-        return inputs * (np.random.rand() + random.random())
+        return inputs * (np.random.rand() + random.random()) if self.training else inputs
+
+
+class InEvaluation(Simple):
+    """Draws while it does not train."""
+
+    def after(self, outputs: Tensor) -> Tensor:
+        return outputs if self.training else outputs * float(np.random.rand())
 
 
 class Expert(Simple):
@@ -657,7 +666,7 @@ class Table(Simple):
         self.register_buffer("calls", torch.zeros(()))
 
     def before(self, inputs: Tensor) -> Tensor:
-        self.calls = self.calls + 1
+        self.calls = self.calls + self.training
         out: Tensor = inputs * self.calls + self.table((inputs[:, 0] > 0).long())
         return out
 
@@ -736,6 +745,8 @@ class Infinite(Simple):
 PIPELINE = ["strategy=pipeline", "strategy.micro_batches=2"]
 TASK, OPTIMIZER = f"task._target_={__name__}.", f"optimizer._target_={__name__}."
 COLLATE = f"loader.collate_fn={{_target_:{__name__}.collate}}"
+TEXT = ["dataset=text", f"dataset.path={Path(__file__)}", "dataset.block=16", f"dataset.tokens_dir={gettempdir()}"]
+TEXT += ["model=gpt", "model.layers=2", "model.width=16", "trainer.batch_size=8", "loader.validation=0.1"]
 OWN = "trainer.buffers=own"
 UNUSED = "strategy.find_unused_parameters=true"
 ENDS = "its run ends with an error"
@@ -802,8 +813,10 @@ WRONG: list[Animal] = [
     (Simple, ["gradient_sync=powersgd"], "two", "type gradient_sync=auto"),
     (Simple, ["trainer.batch_size_per_rank=7"], "two", "type trainer.batch_size=<all>"),
     (Expert, [], "two", "type strategy.find_unused_parameters=true", ENDS),
-    (BatchNormed, PIPELINE, "two", "1 (BatchNorm1d) sees"),
-    (Dropped, PIPELINE, "two", ""),
+    (BatchNormed, PIPELINE, "two", "type strategy=ddp"),
+    (Dropped, PIPELINE, "two", "type strategy=ddp"),
+    (Mixes, ["trainer.gradient_accumulation_steps=2"], "cut", "type trainer.gradient_accumulation_steps=1"),
+    (InEvaluation, [], "two", "evaluation, "),
     (Renamed, [], "resumed", "", ENDS),
     (Simple, ["loader.collate_fn={_target_:support.own_data.mixed}"], "two", "samples,"),
     (Simple, ["optimizer._target_=zoo.optimizers.Recent", "optimizer.lr=0.05"], "resumed", "Recent", ENDS),
@@ -834,5 +847,7 @@ RIGHT: list[Animal] = [
     (Activated, ["strategy=tensor_parallel", "strategy.plan=[{0:colwise},{2:rowwise}]"]),
     (BatchNormed, ["strategy=virtual_ranks"]),
     (LayerNormed, PIPELINE),
-    (LayerNormed, ["trainer.compile=true"]),
+    ("a gpt with dropout", [*TEXT, "model.dropout=0.1", "trainer.ema=0.9", "optimizer=adamw"]),
+    ("a compiled gpt", [*TEXT, "model.dropout=0", "trainer.compile=true"]),
+    ("a convnet by a plateau", ["scheduler=plateau", "loader.validation=0.1"]),
 ]

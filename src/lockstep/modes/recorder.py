@@ -213,7 +213,7 @@ class Recorder:
 
 def whole(value: Any) -> Tensor:
     """All of a tensor that may be in parts, or sparse, as real numbers. Of one in parts a collective."""
-    found: Tensor = value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
+    found: Tensor = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
     found = found if found.layout == torch.strided else found.to_dense()
     return torch.view_as_real(found) if found.is_complex() else found
 
