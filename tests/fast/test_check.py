@@ -87,21 +87,13 @@ def tables(animals: list[Animal], folder: Path) -> list[dict[str, tuple[str, str
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", range(4))
 def test_each_fault_is_named_and_no_right_net_is_doubted(tmp_path: Path, part: int) -> None:
-    import os
 
-    animals, problems = [*WRONG, *RIGHT][part::2], []
-    if os.environ.get("ONLY"):
-        animals = [
-            a
-            for a in [*WRONG, *RIGHT]
-            if str(a[:2]) in os.environ["ONLY"] or a[0].__name__ in os.environ["ONLY"].split(",")
-        ]
+    animals, problems = [*WRONG, *RIGHT][part::4], []
     for animal, told in zip(animals, tables(animals, tmp_path), strict=True):
         way, words = animal[2:4] or ("", "")
         said = {name: why for name, (holds, why) in told.items() if holds == "no"}
-        print(str(animal[0]), *animal[1:], told)
         if words not in said.get(way, "-") if way else said:
             problems.append((animal, told))
     assert not problems, "\n".join(map(str, problems))
@@ -115,7 +107,7 @@ def test_rounding_is_no_difference_and_other_bits_are() -> None:
     one = weights | trace("gradients", a=torch.ones(3, dtype=torch.float64), b=1e-12)
     near = weights | trace("gradients", a=torch.ones(3, dtype=torch.float64), b=-1e-12)
     assert compare(one, [one, near], 1e-6, 5) == (None, pytest.approx(2e-9))
-    assert compare(one, [near], 0.0, 5)[0] == (1, "gradients", ["b"], pytest.approx(2.0))
+    assert compare(one, [near], 0.0, 5)[0] == (1, "gradients", ["b"], pytest.approx(2e-9))
     moved = near | trace("weights", a=torch.tensor([1.0, 1.0, 1.01]))
     assert compare(one, [near, moved], 1e-6, 5)[0] == (1, "weights", ["a"], pytest.approx(0.01, rel=0.5))
     grown = near | trace("weights", a=torch.ones(4), late=1.0)

@@ -39,8 +39,8 @@ CAUSES = {  # of a way, of a stage, of both
     "two norm": "{first} sees a rank's share of the batch; type sync_bn=auto strategy=ddp",
     "two layers": f"{{first}} gives other outputs for the same samples: it {MIXES}",
     "two loss": f"the loss of the same outputs is another one: it {MIXES}, and return a sum over samples",
-    "two unseen": "the loss is another one, and this strategy does not show its layers, such as a batch norm or dropout "
-    "of a part of the net; type strategy=ddp",
+    "two unseen": "the loss is another one, and this strategy does not show its layers, such as a batch norm or "
+    "dropout of a part of the net; type strategy=ddp",
     "two gradients": "{names}: other gradients of the same loss, as a hook or a backward pass is not linear, or "
     "compares samples; change the gradient of the whole batch, in the optimizer",
     "two weights": "{names}: changed by a rank's own share of the batch; compute it of the samples of all ranks",
@@ -219,7 +219,8 @@ def judged(way: str, one: Ended, other: Ended, tolerance: float, steps: int) -> 
     evaluated = min((step for step, of, _ in one.traces[0] if of == "evaluation"), default=step)
     kind = "evaluated" if way == "again" and step > evaluated else way
     cause = "two norm" if kind == "two" and stage == "layers" and "BatchNorm" in names[0] else f"{kind} {stage}"
-    if cause == "two loss" and not any(of == "layers" for _, of, _ in other.traces[0]):
+    outputs = [key for key in one.traces[0] if key[:2] == (step, "layers")][-1:]
+    if cause == "two loss" and not any(key in other.traces[0] and len(other.traces[0][key][1]) for key in outputs):
         cause = "two unseen"
     sentence = CAUSES.get(cause) or CAUSES.get(stage) or CAUSES[kind]
     apart = f"{far:.0e} apart" if far > 1e-99 else "other bits"

@@ -57,6 +57,9 @@ class Few(DataSource):
     samples: int
     evaluated: int
 
+    def prepare(self) -> None:
+        self.source.prepare()
+
     def splits(self) -> Splits:
         train, test, val = self.source.splits()
         if val is None and self.hold is not None:
