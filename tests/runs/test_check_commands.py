@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.errors import EXIT_FAILED, EXIT_HANG
-from support.commands import PYTHON_TRAIN, Command, own_data, wait_for
+from support.commands import PYTHON_TRAIN, TIMEOUT, Command, own_data, wait_for
 
 Start = Callable[..., Command]
 BAD = """
@@ -28,7 +28,7 @@ def left_in(folder: Path) -> list[str]:
 
 
 def test_a_deep_net_whose_rounding_errors_grow_is_compared_in_float64(start: Start) -> None:
-    output = start(*PYTHON_TRAIN, "mode=check", "model=resnet18").finish().output
+    output = start(*PYTHON_TRAIN, "mode=check", "model=resnet18").finish(limit=2 * TIMEOUT).output
     (numbers,) = [line for line in output.splitlines() if line.startswith("the same numbers on 2 ranks")]
     assert "  yes  " in numbers
     assert numbers.endswith("(in float64)")
