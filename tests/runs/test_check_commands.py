@@ -126,6 +126,11 @@ def test_what_float64_cannot_compute_is_compared_as_typed(start: Start, tmp_path
     assert "not finite" in output or "is nan" in output
 
 
+def test_a_job_whose_snapshots_are_refused_is_refused(start: Start) -> None:
+    words = ["mode=check", "model=linear", "optimizer._target_=zoo.optimizers.Recent", "optimizer.lr=0.05"]
+    assert "Recent keeps a deque in state_dict()" in start(*PYTHON_TRAIN, *words).finish(2).output
+
+
 def test_data_that_differs_gets_a_table(start: Start, tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(OTHERS)
     data = [*own_data("nets.OtherData"), "dataset.shape=[64]", "dataset.classes=10", "model=linear"]
