@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.errors import EXIT_FAILED, EXIT_HANG
-from support.commands import PYTHON_TRAIN, Command, own_data, wait_for
+from support.commands import PYTHON_TRAIN, TIMEOUT, Command, own_data, wait_for
 
 Start = Callable[..., Command]
 BAD = """
@@ -28,7 +28,7 @@ def left_in(folder: Path) -> list[str]:
 
 
 def test_a_deep_net_whose_rounding_errors_grow_is_compared_in_float64(start: Start) -> None:
-    output = start(*PYTHON_TRAIN, "mode=check", "model=resnet18").finish().output
+    output = start(*PYTHON_TRAIN, "mode=check", "model=resnet18").finish(limit=2 * TIMEOUT).output
     (numbers,) = [line for line in output.splitlines() if line.startswith("the same numbers on 2 ranks")]
     assert "  yes  " in numbers
     assert numbers.endswith("(in float64)")
@@ -124,6 +124,11 @@ def test_what_float64_cannot_compute_is_compared_as_typed(start: Start, tmp_path
         assert ("  no  " in output) == bool(code)
     assert output.splitlines()[1].startswith("every weight learns  no     the ")
     assert "not finite" in output or "is nan" in output
+
+
+def test_a_job_whose_snapshots_are_refused_is_refused(start: Start) -> None:
+    words = ["mode=check", "model=linear", "optimizer._target_=zoo.optimizers.Recent", "optimizer.lr=0.05"]
+    assert "Recent keeps a deque in state_dict()" in start(*PYTHON_TRAIN, *words).finish(2).output
 
 
 def test_data_that_differs_gets_a_table(start: Start, tmp_path: Path) -> None:

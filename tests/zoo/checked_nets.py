@@ -819,7 +819,6 @@ WRONG: list[Animal] = [
     (InEvaluation, [], "two", "evaluation, "),
     (Renamed, [], "resumed", "", ENDS),
     (Simple, ["loader.collate_fn={_target_:support.own_data.mixed}"], "two", "samples,"),
-    (Simple, ["optimizer._target_=zoo.optimizers.Recent", "optimizer.lr=0.05"], "resumed", "Recent", ENDS),
     (Dropped, ["trainer.compile=true"], "compiled", "type trainer.compile=false"),
 ]
 RIGHT: list[Animal] = [

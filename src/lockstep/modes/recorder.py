@@ -32,6 +32,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.data.build import class_numbers
 from lockstep.data.source import DataSource, Splits, tensors_in, unwrapped
 from lockstep.data.split import hold_out
+from lockstep.distributed import signals
 from lockstep.loggers.csv_logger import read_rows
 from lockstep.modes.train import Train
 from lockstep.preflight import Parts
@@ -41,7 +42,7 @@ STAGES = ("start", "samples", "layers", "loss", "gradients", "weights", "evaluat
 RESULTS, BY_SAMPLE, OF_MODEL = STAGES[3:], STAGES[1:3], STAGES[4:6]  # RESULTS decide whether runs part, others say why
 FLOORS = {"layers": 1e-9, "loss": 1e-3, "gradients": 1e-3, "weights": 1e-3}  # of the largest value of the stage
 NOISE = 0.7  # eps to this power, of the largest gradient: what is smaller is rounding
-ROWS = 1024  # of each a tensor keeps two sums
+PARTS = 1024  # of a tensor, of each of which a sum is kept
 
 Trace = dict[tuple[int, str, str], tuple[int, Tensor]]
 """{(step, stage, name): (checksum, sums)}, in the order of their events. samples, layers: (n, 2), two sums for each
@@ -145,6 +146,8 @@ class Recorder:
     @torch.no_grad()
     def before_forward(self, module: nn.Module, inputs: Any) -> None:
         if module is getattr(self.strategy, "model", None) and module.training:
+            if not self.names:
+                signals.listen()  # there is nothing to save: the first signal ends this rank
             self.names = {part: f"{name} ({type(part).__name__})" for name, part in module.named_modules()}
             self.names[module] = type(module).__name__
             self.rows, self.called = next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 0), set()
@@ -197,14 +200,14 @@ class Recorder:
         self.step += 1
         own = {name: weight.grad for name, weight in self.strategy.model.named_parameters() if weight.grad is not None}
         gradients = {name: whole(gradient) for name, gradient in own.items()}
-        self.learning |= {name for name, gradient in gradients.items() if gradient.any()}
+        sizes = {name: float(gradient.norm(math.inf)) for name, gradient in gradients.items() if gradient.numel()}
+        self.learning |= {name for name, size in sizes.items() if size}
         self._keep("gradients", gradients.items())
         # Of a gradient that is zero rounding leaves something, and an optimizer such as Adam makes a whole step of it.
-        largest = max((float(gradient.abs().max()) for gradient in gradients.values() if gradient.numel()), default=0.0)
         for gradient in own.values():
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            if local.layout == torch.strided:
-                local.masked_fill_(local.abs() < largest * torch.finfo(local.dtype).eps ** NOISE, 0)
+            if local.layout == torch.strided and sizes:
+                local.masked_fill_(local.abs() < max(sizes.values()) * torch.finfo(local.dtype).eps ** NOISE, 0)
 
     @torch.no_grad()
     def after_update(self, *_: Any) -> None:
@@ -222,11 +225,13 @@ def whole(value: Any) -> Tensor:
 
 
 def kept(value: Tensor) -> tuple[int, Tensor]:
-    """(a checksum of its bits, sums over at most `ROWS` parts of it)."""
+    """(a checksum of its bits, sums over `PARTS` parts of it in float64, and what is left over)."""
     values = whole(value).cpu().contiguous().reshape(-1)
-    padded = nn.functional.pad(values.double().nan_to_num(0, 0, 0), (0, -len(values) % min(ROWS, max(1, len(values)))))
-    sums = sums_by_sample(padded, min(ROWS, len(values))) if len(values) else torch.zeros(0, 2)
-    return zlib.crc32(values.view(torch.uint8).numpy().tobytes()), sums
+    parts = min(PARTS, max(1, len(values)))
+    size = len(values) // parts
+    numbers, rest = values.double().split([parts * size, len(values) - parts * size])
+    sums = torch.cat([numbers.view(parts, size) @ torch.linspace(1, 2, size, dtype=torch.float64), rest])
+    return zlib.crc32(values.view(torch.uint8).numpy().data), sums.nan_to_num(0, 0, 0)
 
 
 def sums_by_sample(values: Any, rows: int) -> Any:
