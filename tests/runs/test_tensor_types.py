@@ -329,9 +329,8 @@ def normalised_alone() -> str:
     from lockstep.strategies.base import forward
 
     with join_world("gloo", 60, None) as world:
-        model = (
-            convert_sync_batch_norm(nn.Sequential(nn.BatchNorm1d(3)), world) if world.size > 1 else nn.BatchNorm1d(3)
-        )
+        model = nn.BatchNorm1d(3)
+        convert_sync_batch_norm(model, world)
         try:
             forward(model, torch.ones(int(world.rank == 0), 3))
         except ValueError as error:

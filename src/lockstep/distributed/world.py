@@ -75,8 +75,8 @@ class World:
         return found.bool().tolist()
 
     def all_gather_samples(self, tensor: Tensor) -> Tensor:
-        """The rows of every rank's `tensor` of numbers (n, ...), on every rank, as (N, ...) in the order of ranks, which
-        is the global batch's. n may differ, and be 0. It is for a loss that compares the samples of a batch.
+        """The rows of every rank's `tensor` of numbers (n, ...), on every rank, as (N, ...) in the order of ranks:
+        that of the global batch. n may differ, and be 0. It is for a loss that compares the samples of a batch.
 
         A row's gradient is the sum of its gradients on all ranks. So a rank's loss must be its share of the whole one:
         the losses of its own n samples alone, which begin at row `sum(world.all_gather_json(n)[: world.rank])`. A rank
