@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.errors import EXIT_FAILED, EXIT_HANG
+from support.checked import misjudged
 from support.commands import PYTHON_TRAIN, TIMEOUT, Command, own_data, wait_for
+from zoo.checked_nets import RIGHT, WRONG
 
 Start = Callable[..., Command]
 BAD = """
@@ -190,3 +192,8 @@ def test_a_check_takes_the_options_of_a_training_on_more_ranks(start: Start) -> 
     words = ["mode=check", "strategy=fsdp", "strategy.replicas=2", "launch=fork", "launch.nproc_per_node=4"]
     output = start(*PYTHON_TRAIN, *words, "model=mlp").finish().output
     assert output.endswith("the ranks were checked with strategy.replicas=1, not 2\n")
+
+
+def test_some_faults_are_named_and_no_right_net_is_doubted(tmp_path: Path) -> None:
+    """Of others see tests/drills/test_check.py."""
+    assert misjudged([*WRONG[::8], *RIGHT[::8]], tmp_path) == []
