@@ -1,4 +1,4 @@
-"""How mode=check compares runs. tests/runs/test_check_commands.py runs whole commands, tests/drills/test_check.py many nets."""
+"""How mode=check compares runs. See also tests/runs/test_check_commands.py and tests/drills/test_check.py."""
 
 from typing import Any
 
