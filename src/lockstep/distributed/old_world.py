@@ -2,8 +2,7 @@
 """What packages that are not written anew yet still need of the world, beside `World`.
 
 The monitor goes with failures (46); gather_state with strategies, snapshots (44) and modes (45); disk_access with
-snapshots (44); all_reduce_sums with local SGD, averaged buffers and sparse gradients (42);
-unsynced_batch_norms with the old mode=check.
+snapshots (44); all_reduce_sums with local SGD, averaged buffers and sparse gradients (42).
 """
 
 import uuid
@@ -15,10 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.distributed.environment import read_rank_info
-from lockstep.distributed.sync_batch_norm import BatchNorm, SyncBatchNorm
 from lockstep.distributed.world import World
 from lockstep.failures import reporter
 from lockstep.failures.start import start_for_rank
@@ -140,10 +138,3 @@ def _rebuild(description: dict[str, Any], tensors: list[Tensor]) -> Any:
 def _as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as bytes: gloo does not send every type of number."""
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def unsynced_batch_norms(module: nn.Module) -> list[str]:
-    """The names of those that normalise each rank's share by itself."""
-    synced = (SyncBatchNorm, nn.SyncBatchNorm)
-    named = module.named_modules()
-    return [name for name, norm in named if isinstance(norm, BatchNorm) and not isinstance(norm, synced)]
