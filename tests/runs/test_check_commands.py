@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lockstep.errors import EXIT_FAILED, EXIT_HANG
 from support.checked import misjudged
-from support.commands import PYTHON_TRAIN, TIMEOUT, Command, own_data, wait_for
+from support.commands import PYTHON_TRAIN, Command, own_data, wait_for
 from zoo.checked_nets import RIGHT, WRONG
 
 Start = Callable[..., Command]
@@ -27,13 +27,6 @@ class Net(nn.Module):
 def left_in(folder: Path) -> list[str]:
     """What a command has left in its folder for temporary files, but for the cache of torch's compiler."""
     return [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
-
-
-def test_a_deep_net_whose_rounding_errors_grow_is_compared_in_float64(start: Start) -> None:
-    output = start(*PYTHON_TRAIN, "mode=check", "model=resnet18").finish(limit=2 * TIMEOUT).output
-    (numbers,) = [line for line in output.splitlines() if line.startswith("the same numbers on 2 ranks")]
-    assert "  yes  " in numbers
-    assert numbers.endswith("(in float64)")
 
 
 def test_promises_of_a_good_model_hold_and_nothing_is_written(start: Start, tmp_path: Path) -> None:
