@@ -57,13 +57,13 @@ def state_bytes(optimizer: Any) -> int:
 def built(config: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
     """(world, state, loaders, snapshots) of a run, without loggers."""
     from lockstep import build, build_state
-    from lockstep.distributed.world import init_distributed
+    from lockstep.distributed.world import join_world
     from lockstep.loggers.base import LoggerList
     from lockstep.training.weight_check import WeightCheck
     from support.configs import parts_of, record_of
 
     parts, record = parts_of(config), record_of(config)
-    with init_distributed(**vars(config.backend)) as world:
+    with join_world(**vars(config.backend)) as world:
         config, loaders = build.model_and_data(config, world, parts)
         state = build_state.train_state(config, parts.strategy, loaders)
         check = WeightCheck(state, config.watch.every, config.watch.weights)

@@ -59,10 +59,10 @@ def time_collectives(rounds: int) -> dict[tuple[str, int], float]:
     import torch
     import torch.distributed as dist
 
-    from lockstep.distributed.world import init_distributed
+    from lockstep.distributed.world import join_world
     from lockstep.strategies.gradient_sync import ring_sum, server_sum
 
-    with init_distributed("gloo", 120) as world:
+    with join_world("gloo", 120) as world:
         run: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
             "all-reduce": lambda vector, part: dist.all_reduce(vector),
             "ring_sum": lambda vector, part: ring_sum(vector, world.rank, world.size),

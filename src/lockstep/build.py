@@ -22,7 +22,7 @@ from lockstep.data.partition import random_states_kept, seeded
 from lockstep.data.reader import Request, SampleReader
 from lockstep.data.source import map_tensors
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
-from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
+from lockstep.distributed.world import World, require_same_config, require_same_data
 from lockstep.failures import reporter
 from lockstep.files import short_hash
 from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
@@ -66,7 +66,6 @@ def build_run(config: RunConfig, world: World, parts: Parts, takes_steps: bool =
     world.once_per_machine(lambda: source_of(config).prepare())
     reporter.enter("build")
     import_nodes(config)
-    require_same_code(world)
     data = build_data(config, parts.mode.reads_training_data)
     split = check_same_data(data, world)
     told, config = config, completed(config, data)
@@ -214,9 +213,9 @@ def build_model(config: RunConfig, world: World, parts: Parts, task: Task, reade
     load_initial_weights(model, config.parameters.init, config.parameters.new_layers)
     freeze(model, config.parameters.freeze)
     if strategy.syncs_batch_norm(config.sync_bn.mode, world.size):
-        model = convert_sync_batch_norm(model, world)
+        convert_sync_batch_norm(model, world)
     elif world.size == 1 or strategy.supports_sync_bn:
-        model = convert_sync_batch_norm(model, world, nn.SyncBatchNorm)  # torch's refuses tensors of a CPU
+        convert_sync_batch_norm(model, world, nn.SyncBatchNorm)  # torch's refuses tensors of a CPU
     refuse_changing_weights(model, world.size)
     strategy.validate_model(model, world.size)
     checkpoint_activations(model, trainer.checkpoint_activations)

@@ -232,11 +232,6 @@ def set_last_lr(scheduler: "LRScheduler", rates: "list[float | Tensor]") -> None
     scheduler._last_lr = rates
 
 
-def has_forward_hooks(module: Any) -> bool:
-    """Whether hooks run with this module's forward pass. Missing: False, and a layer that is replaced loses them."""
-    return bool(getattr(module, "_forward_hooks", {}) or getattr(module, "_forward_pre_hooks", {}))
-
-
 # Files and functions of torch whose frames tell what a rank waits for. With other names the verdict on a hang, and who
 # failed first, are less certain.
 COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/")  # a rank that compiles is only slow

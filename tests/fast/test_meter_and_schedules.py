@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.distributed.world import World, init_distributed
+from lockstep.distributed.world import World, join_world
 from lockstep.tasks.base import Task
 from lockstep.training import schedulers
 from lockstep.training.ema import ExponentialMovingAverage
@@ -25,7 +25,7 @@ def add(meter: Meter, loss: float, right: int, count: int, step: int = 0) -> Non
 
 def measure() -> dict[str, Any]:
     """Rank r adds 3 samples with loss 1 + r and one right answer, for more steps than are buffered."""
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         meter, found = Meter(TASK, world), {}
         for step in range(1, BUFFERED_STEPS + 7):
             add(meter, 1.0 + world.rank, 1, 3, step)
@@ -57,7 +57,7 @@ def test_a_meter_of_two_ranks_has_the_means_over_all_samples() -> None:
 
 
 def test_a_meter_keeps_a_bounded_number_of_losses() -> None:
-    world = World(0, 1, 0, 1, torch.device("cpu"), None, 60)  # type: ignore[arg-type]
+    world = World(0, 1, 0, 1, torch.device("cpu"), None, 60, None)  # type: ignore[arg-type]
     meter = Meter(TASK, world)
     for step in range(LOSSES_KEPT + 50):
         add(meter, 1.0, 1, 1, step)

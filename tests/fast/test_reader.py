@@ -14,7 +14,7 @@ from torchvision import tv_tensors
 from lockstep.config.nodes import instantiate
 from lockstep.data.build import build_data, reader_of
 from lockstep.data.reader import EVALUATION, Request, SampleReader, Stream, batches
-from lockstep.distributed.world import init_distributed
+from lockstep.distributed.world import join_world
 from lockstep.errors import ConfigError
 from lockstep.failures.record import exception_record
 from support import own_data
@@ -253,7 +253,7 @@ def refusal(of_ranks: list[int]) -> str:
     from lockstep.distributed.world import require_same_data
     from lockstep.snapshots.data_fingerprint import data_fingerprint
 
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         items = Items(9, 9, of_ranks[world.rank])
         try:
             require_same_data(world, "training data", len(items), data_fingerprint(items))

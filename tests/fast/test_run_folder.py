@@ -64,7 +64,7 @@ def test_the_record_of_a_run_belongs_to_the_run_that_holds_the_folder(tmp_path):
 
 
 def test_a_start_that_saved_no_step_does_not_replace_the_record_of_those_before(tmp_path):
-    world = World(0, 1, 0, 1, torch.device("cpu"), cast(Any, None), timeout=1)
+    world = World(0, 1, 0, 1, torch.device("cpu"), cast(Any, None), 1, cast(Any, None))
     for text in ("first", "saved no step", "third"):
         write_hydra_files(world, tmp_path, {"config.yaml": text}, step=30)
     assert contents(tmp_path / ".hydra") == {"config.yaml": "third", "config.until_step_00000030.yaml": "first"}

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.distributed.world import World, init_distributed
+from lockstep.distributed.world import World, join_world
 from lockstep.errors import ConfigError
 from lockstep.models.base import give_shapes
 from lockstep.models.tutorial import linear, mlp
@@ -167,7 +167,7 @@ def test_a_mean_is_found_with_two_samples_beside_an_output_of_no_dimension() -> 
 
 
 def test_a_report_leaves_out_targets_that_are_no_class() -> None:
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         report = ClassReport(Share(0, 1, 3), images=3)
         report.add(torch.eye(3), torch.tensor([-100, 1, 0]))
         report.reduce(world)
@@ -175,7 +175,7 @@ def test_a_report_leaves_out_targets_that_are_no_class() -> None:
 
 
 def test_layers_that_get_their_shapes_later_get_their_layout_then() -> None:
-    world = World(0, 1, 0, 1, torch.device("cpu"), None, 60)  # type: ignore[arg-type]
+    world = World(0, 1, 0, 1, torch.device("cpu"), None, 60, None)  # type: ignore[arg-type]
     model = prepare_model(nn.Sequential(nn.LazyConv2d(2, 3)), world, world.device, "fp32", torch.channels_last, False)
     give_shapes(model, torch.zeros(1, 1, 4, 4))
     assert model[0].weight.shape == (2, 1, 3, 3)

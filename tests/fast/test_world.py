@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.distributed.backend import choose_backend, validate_backend
+from lockstep.distributed.old_world import gather_state
 from lockstep.distributed.signals import StopVote
-from lockstep.distributed.world import init_distributed, require_same_config
+from lockstep.distributed.world import OtherData, join_world, require_same_config, require_same_data
 from lockstep.errors import ConfigError
 from support.worlds import in_world
 
@@ -23,27 +25,32 @@ VARIABLES = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_IB_DISABLE": "0",
 }
+SHARES = ([5], [4, 3], [0, 7], [5, 2, 0], [0, 1, 6])
 
 
 def _talk(folder: str) -> dict[str, Any]:
-    with init_distributed("auto", **OPTIONS) as world:
-        said: dict[str, Any] = {"rank": world.rank, "gathered": world.all_gather_json([world.rank**2, None])}
+    with join_world("auto", **OPTIONS) as world:
+        said: dict[str, Any] = {"place": (world.rank, world.size, world.local_rank, world.local_size)}
+        said["gathered"] = world.all_gather_json([world.rank**2, "é" * 9 * world.rank, None])
         said["told"] = world.broadcast_json({"rank": world.rank + 7, "text": "é" * (9 * world.rank)})
         said["sum"] = world.all_reduce_sum(torch.tensor([1.0, world.rank])).tolist()
+        later = torch.tensor([1.0, world.rank])
+        wait = world.all_reduce_async(later)
+        wait()
+        said["sum later"] = later.tolist()
+        said["any"] = world.any_of([world.rank == 1, world.rank == 0, False])
+        world.store.set(f"rank {world.rank}", "here")
+        said["stored"] = [world.store.get(f"rank {rank}").decode() for rank in range(world.size)]
         said["found"] = _found_after_one_download(world, Path(folder, "downloaded"))
         said["refused"] = _refusal_of_rank_zero(world)
         vote = StopVote(world, flags=2, pause=0)
-        said["votes"] = [vote.cast(world.rank == 1, step == 2 and world.rank == 0) for step in range(4)]
+        said["votes"] = [vote.cast(world.rank == world.size - 1, step == 2 and world.rank == 0) for step in range(4)]
         vote.close()
         said["variables"] = {name: os.environ.get(name) for name in VARIABLES}
         said["threads"] = torch.get_num_threads()
         backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
         said["timeout"] = (world.timeout, backend.options._timeout.total_seconds())
-        try:
-            seed = {"key": "the same", "seed": world.rank // 2}
-            require_same_config(world, seed, seed, hint="type the same seed")
-        except ConfigError as error:
-            said["differs"] = str(error)
+        world.barrier()
     said["left"] = not dist.is_initialized()
     return said
 
@@ -68,26 +75,130 @@ def _refusal_of_rank_zero(world: Any) -> str:
     return ""
 
 
-def test_three_ranks_speak(tmp_path):
-    for rank, said in enumerate(in_world(3, _talk, str(tmp_path))):
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_speak(size: int, tmp_path: Path) -> None:
+    for rank, said in enumerate(in_world(size, _talk, str(tmp_path))):
         assert said == {
-            "rank": rank,
-            "gathered": [[0, None], [1, None], [4, None]],
+            "place": (rank, size, rank, size),
+            "gathered": [[0, "", None], [1, "é" * 9, None], [4, "é" * 18, None]][:size],
             "told": {"rank": 7, "text": ""},
-            "sum": [3.0, 3.0],
+            "sum": [size, sum(range(size))],
+            "sum later": [size, sum(range(size))],
+            "any": [size > 1, True, False],
+            "stored": ["here"] * size,
             "found": True,  # the first rank of the machine downloaded it, alone
             "refused": "refused on rank 0",
             "votes": [(False, False), (True, False), (True, False), (True, True)],  # one step late, alike everywhere
             "variables": VARIABLES,
-            "threads": max(1, len(os.sched_getaffinity(0)) // 3),
+            "threads": max(1, len(os.sched_getaffinity(0)) // size),
             "timeout": (17, 17.0),
-            "differs": "seed differs between ranks: 0 on rank 0 and 1 on rank 2; type the same seed",
             "left": True,
         }
 
 
+def _differing() -> list[str]:
+    said = []
+    with join_world("gloo", 60) as world:
+        seed = {"key": "the same", "seed": world.rank // 2}
+        with_more = {"key": "the same"} | ({"more": 1} if world.rank == 1 else {})
+        for config in (seed, with_more):
+            with pytest.raises(ConfigError) as raised:
+                require_same_config(world, config, config, hint="type the same seed")
+            said.append(str(raised.value))
+        secret = {"key": world.rank}
+        with pytest.raises(ConfigError) as raised:
+            require_same_config(world, secret, {"key": "***"}, hint="type the same key")
+        said.append(str(raised.value))
+        for length, fingerprint in ((5, "same"), (5 + world.rank // 2, "same"), (5, f"of {world.rank}")):
+            try:
+                require_same_data(world, "test data", length, fingerprint)
+                said.append("same")
+            except OtherData as error:
+                said.append(f"{error.name}: {error}")
+        require_same_config(world, {"key": [1, None]}, {"key": [1, None]}, hint="")
+        world.barrier()
+    return said
+
+
+def test_other_configs_and_data_are_refused_on_all_ranks() -> None:
+    copied = "copy the same data to every machine and type the command again"
+    for said in in_world(3, _differing):
+        assert said == [
+            "seed differs between ranks: 0 on rank 0 and 1 on rank 2; type the same seed",
+            "more differs between ranks: 'missing' on rank 0 and 1 on rank 1; type the same seed",
+            "key differs between ranks: '***' on rank 0 and '***' on rank 1; type the same key",
+            "same",
+            f"test data: the test data has 6 samples on rank 2 and 5 on rank 0; {copied}",
+            f"test data: the test data of rank 1 is not that of rank 0: as many samples, but other ones; {copied}",
+        ]
+
+
+def _losses(features: Tensor, others: Tensor, labels: Tensor, labels_of_others: Tensor) -> Tensor:
+    """(n,): each sample is compared with all samples of the batch, `others` (N, C)."""
+    distances = torch.cdist(features, others).square()
+    same = labels[:, None] == labels_of_others
+    return torch.where(same, distances, (-distances).exp()).sum(1)
+
+
+def _contrastive(shares: list[int]) -> list[list[float]]:
+    """The loss and the gradients of the weights, summed over the ranks: of own losses; of all, divided by the size; of
+    one process."""
+    torch.manual_seed(0)
+    samples, labels = torch.randn(sum(shares), 6).double(), torch.arange(sum(shares)) % 3
+    found = []
+    with join_world("gloo", 60) as world:
+        for way in ("own", "all", "one process"):
+            weights = torch.linspace(-1, 1, 24).double().view(6, 4).requires_grad_()
+            begin = sum(world.all_gather_json(shares[world.rank])[: world.rank])
+            mine = slice(begin, begin + shares[world.rank]) if way != "one process" else slice(None)
+            features = (samples[mine] @ weights).tanh()
+            if way == "one process":
+                loss = _losses(features, features, labels, labels).sum() / world.size
+            else:
+                others, of_others = (world.all_gather_samples(own) for own in (features, labels[mine]))
+                assert torch.equal(of_others, labels)
+                if way == "own":
+                    loss = _losses(features, others, labels[mine], of_others).sum()
+                else:
+                    loss = _losses(others, others, labels, labels).sum() / world.size
+            loss.backward()
+            assert weights.grad is not None
+            numbers = torch.cat([loss.detach().view(1), weights.grad.flatten()])
+            found.append(world.all_reduce_sum(numbers).tolist())
+        world.barrier()
+    return found
+
+
+@pytest.mark.parametrize("shares", SHARES, ids=str)
+def test_a_loss_that_compares_all_samples_has_the_gradients_of_one_process(shares: list[int]) -> None:
+    for own, whole, one_process in in_world(len(shares), _contrastive, shares):
+        assert own == pytest.approx(one_process, rel=1e-12, abs=1e-12)
+        assert whole == pytest.approx(one_process, rel=1e-12, abs=1e-12)
+
+
+def _gathered_samples() -> list[Any]:
+    with join_world("gloo", 60) as world:
+        said: list[Any] = []
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8):
+            rows = torch.full((world.rank, 2, 1), world.rank, dtype=dtype)
+            found = world.all_gather_samples(rows)
+            said.append((found.dtype == dtype, found.flatten().tolist()))
+        half = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+        world.all_gather_samples(half).sum().backward()
+        said.append(half.grad.tolist())  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match="rows of several shapes or types"):
+            world.all_gather_samples(torch.ones(1, 1 + world.rank))
+        world.barrier()
+    return said
+
+
+def test_samples_of_any_type_are_gathered_in_the_order_of_ranks() -> None:
+    for said in in_world(3, _gathered_samples):
+        assert said == [*[(True, [1, 1, 2, 2, 2, 2])] * 5, [3.0]]
+
+
 def _recorded_votes() -> list[str]:
-    with init_distributed("auto", 60) as world:
+    with join_world("auto", 60) as world:
         vote = StopVote(world, flags=1, pause=0)
         with torch.profiler.profile() as profiler:
             world.all_reduce_sum(torch.ones(1))
@@ -104,7 +215,7 @@ def test_a_profiler_may_stop_before_a_vote_is_counted():
 def _fail_on_rank_1() -> tuple[str, float] | None:
     began = time.monotonic()
     try:
-        with init_distributed("gloo", 60) as world:
+        with join_world("gloo", 60) as world:
             world.barrier()  # gloo has connected all pairs: before that, the launcher ends who waits
             if world.rank == 1:
                 raise ValueError("rank 1 gives up")
@@ -140,8 +251,8 @@ def _state_of(rank: int) -> dict[str, Any]:
 
 def _gathered_state() -> list[bool]:
     """On rank 0: whether each rank's state arrived as it was sent."""
-    with init_distributed("gloo", 60) as world:
-        gathered = world.gather_state(_state_of(world.rank))
+    with join_world("gloo", 60) as world:
+        gathered = gather_state(world, _state_of(world.rank))
         expected = [_state_of(rank) for rank in range(world.size)][: len(gathered)]
         assert [[_exact(value) for value in state.values()] for state in gathered] == [
             [_exact(value) for value in state.values()] for state in expected
@@ -159,7 +270,7 @@ def test_state_is_gathered_bit_for_bit_on_rank_0():
 
 def _set_variables(ranks_here: str) -> tuple[dict[str, str], list[str]]:
     os.environ["LOCAL_WORLD_SIZE"] = ranks_here
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         inside = {name: os.environ[name] for name in VARIABLES if name in os.environ}
         world.barrier()  # a rank that leaves would end the other's connection while it is made
     return inside, [name for name in VARIABLES if name in os.environ]

@@ -311,9 +311,13 @@ def batch_norm_stats(x: Any, eps: float) -> Any:
 def batch_norm_gather_stats(
     x: Any, mean: Any, invstd: Any, running_mean: Any, running_var: Any, momentum: float, eps: float, counts: Any
 ) -> Any:
-    count, counts = counts.sum(), counts.view(-1, 1)
-    total = (mean * counts).sum(0) / count
-    var = ((invstd**-2 - eps + (mean - total) ** 2) * counts).sum(0) / count
+    """As the kernel adds up one rank after the other: a first count of 0 makes NaN."""
+    total = var = count = torch.zeros_like(counts[0])
+    for one, inverse, values in zip(mean, invstd, counts, strict=True):
+        factor = 1 / (count + values)
+        var = var + (inverse**-2 - eps) * values + (total - one) ** 2 * count * values * factor
+        total, count = count * factor * total + values * factor * one, count + values
+    var = var / count
     if running_mean is not None:
         running_mean.lerp_(total, momentum)
         running_var.lerp_(var * count / (count - 1), momentum)

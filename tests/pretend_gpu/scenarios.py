@@ -24,7 +24,7 @@ COMPARED = {"weight_check.py:check_now": 0.2}
 # torch's GradScaler reads whether a gradient was infinite where the optimizer is not fused.
 UNFUSED = {"grad_scaler.py:<genexpr>": 1.0} | COMPARED
 # A share of one value or none is compared with the count of all ranks.
-ALONE = {"sync_batch_norm.py:_normalised": 2.0} | COMPARED
+ALONE = {"sync_batch_norm.py:moments": 2.0} | COMPARED
 # torch's hook waits for the device.
 POWERSGD = {"gradient_sync.py:one_bucket_at_a_time": 0.4, "a thread of gloo": 0.2} | COMPARED
 # In its first passes fsdp looks for weights that a forward pass changes.

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.config.nodes import instantiate_as
 from lockstep.data import Tensors
-from lockstep.distributed.world import init_distributed
+from lockstep.distributed.world import join_world
 from lockstep.errors import ConfigError
 from lockstep.preflight import preflight
 from lockstep.strategies.base import Strategy
@@ -48,8 +48,9 @@ def test_a_training_on_gpus_is_that_of_the_cpu_and_the_host_waits_for_nothing(na
         moved = sum(rank["weights_moved"] for rank in found)
         assert 0 < moved <= 4 * len(weights(tmp_path / "cpu"))
     if name != "async_parameter_server":  # its steps come in any order
-        # The parts of data_parallel, in bf16, are added up in another order than those of one CPU.
-        limit = 1e-2 if name == "data_parallel, bf16" else 1e-6
+        # bf16: the parts of data_parallel are added up in another order, and fused batch norms round elsewhere.
+        rounds = name in ("data_parallel, bf16", "sync_bn, bf16, a share without samples")
+        limit = 1e-2 if rounds else 1e-6
         assert distance(weights(tmp_path / "cpu"), weights(tmp_path / "gpu")) < limit
 
 
@@ -117,7 +118,7 @@ def device_of_rank(gpus: list[int], of_each_task: bool) -> str:
         device.pretend(mine, "gloo")
     if of_each_task:
         os.environ["SLURM_GPUS_PER_TASK"] = "1"
-    with init_distributed("auto") as world:
+    with join_world("auto") as world:
         world.barrier()  # the other one may still connect
         return str(world.device)
 
@@ -137,7 +138,7 @@ def test_all_ranks_take_one_backend(gpus: list[int], of_each_task: bool, devices
 
 def device_of_nccl() -> str:
     device.pretend(2, "nccl")
-    with init_distributed("nccl") as world:
+    with join_world("nccl") as world:
         world.barrier()
     return str(device.seen.bound)
 
@@ -149,7 +150,7 @@ def test_nccl_starts_at_once_unless_a_rank_is_alone(ranks: int, devices: list[st
 
 def device_before_the_cut(name: str) -> str:
     device.pretend(2, "nccl")
-    with init_distributed("nccl") as world:
+    with join_world("nccl") as world:
         world.barrier()
         return str(instantiate_as(Strategy, composed(f"strategy={name}").strategy, "s").device_before_setup(world))
 

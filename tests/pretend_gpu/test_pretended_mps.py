@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.distributed.world import init_distributed
+from lockstep.distributed.world import join_world
 from lockstep.errors import ConfigError
 from lockstep.preflight import preflight
 from pretend_gpu import device
@@ -68,7 +68,7 @@ def test_its_snapshot_goes_on_and_is_evaluated_on_a_cpu(tmp_path: Path) -> None:
 
 def device_of_rank() -> str:
     device.pretend(1, "gloo", "mps")
-    with init_distributed("auto") as world:
+    with join_world("auto") as world:
         world.barrier()  # who leaves while the other still connects ends it
         return str(world.device)
 

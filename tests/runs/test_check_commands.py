@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.errors import EXIT_FAILED, EXIT_HANG
+from support.checked import misjudged
 from support.commands import PYTHON_TRAIN, Command, own_data, wait_for
+from zoo.checked_nets import RIGHT, WRONG
 
 Start = Callable[..., Command]
 BAD = """
@@ -27,24 +29,20 @@ def left_in(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
 
 
-def test_a_deep_net_whose_rounding_errors_grow_is_compared_in_float64(start: Start) -> None:
-    output = start(*PYTHON_TRAIN, "mode=check", "model=resnet18").finish().output
-    (numbers,) = [line for line in output.splitlines() if line.startswith("the same numbers on any number")]
-    assert "  yes  " in numbers
-    assert numbers.endswith("(in fp64)")
-
-
 def test_promises_of_a_good_model_hold_and_nothing_is_written(start: Start, tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    words = ["mode=check", "launch=torchrun", "launch.nproc_per_node=4", "hydra.run.dir=mine"]
-    output = start(*PYTHON_TRAIN, *words, TMPDIR=temporary).finish().output
-    promises = [line for line in output.splitlines() if "  yes  " in line]
-    assert [line.split("  ")[0] for line in promises] == [
-        "the same numbers on any number of ranks, up to rounding",
-        "stopped and resumed, the bits of an unbroken run",
-        "your own work fits",
+    words = ["mode=check", "launch=torchrun", "launch.nproc_per_node=4", "hydra.run.dir=mine", "mode.ranks=3"]
+    output = start(*PYTHON_TRAIN, *words, "model=mlp", TMPDIR=temporary).finish().output
+    rows = [line for line in output.splitlines() if "  yes  " in line]
+    assert [line.split("  ")[0] for line in rows] == [
+        "the same run, typed again",
+        "the same numbers on 3 ranks",
+        "the same numbers in micro-batches",
+        "stopped and resumed, the same bits",
+        "every weight learns",
     ]
+    assert len(output.splitlines()) == 1 + len(rows)  # no warning about a flag that nobody has typed
     assert not left_in(temporary)
     assert list(tmp_path.iterdir()) == [temporary]
 
@@ -53,10 +51,14 @@ def test_broken_promises_are_explained(start: Start, tmp_path: Path) -> None:
     (tmp_path / "bad_net.py").write_text(BAD)
     words = ["mode=check", "model=linear", "model._target_=bad_net.Net", "sync_bn=off"]
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    output = start(*PYTHON_TRAIN, *words, PYTHONPATH=path).finish(code=EXIT_FAILED).output
-    assert "no     batch norm sees a rank's share: norm; type sync_bn=auto\n" in output
-    assert "yes    one rank that resumes takes the same second step\n" in output
-    assert "no     parameters without a gradient: spare.weight, spare.bias; type strategy.find_unused" in output
+    unused = start(*PYTHON_TRAIN, *words, PYTHONPATH=path).finish(code=EXIT_FAILED).output
+    assert "no gradient of spare.weight, spare.bias in some step" in unused
+    assert "no     spare.weight, spare.bias: no gradient in 5 steps; type parameters.freeze=[spare.weight" in unused
+    frozen = "parameters.freeze=[spare.weight,spare.bias]"
+    output = start(*PYTHON_TRAIN, *words, frozen, PYTHONPATH=path).finish(code=EXIT_FAILED).output
+    assert "no     step 1, layers, " in output
+    assert "apart: norm (BatchNorm2d) sees a rank's share of the batch; type sync_bn=auto" in output
+    assert "stopped and resumed, the same bits  yes    all bits\n" in output
     assert not (tmp_path / "outputs").exists()
 
 
@@ -74,14 +76,6 @@ class Unused(nn.Module):
 
     def forward(self, images):
         return self.head(images.flatten(1))
-
-class OwnNumbers(Unused):
-    def __init__(self):
-        super().__init__()
-        self.spare, self.numbers = None, np.random.default_rng(0)
-
-    def forward(self, images):
-        return super().forward(images * float(self.numbers.random()))
 
 class InFloat32(Unused):
     def forward(self, images):
@@ -106,36 +100,37 @@ class OtherData(Dataset):
 
 def test_advice_that_is_followed_is_not_given_again(start: Start, tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(OTHERS)
-    words = [*PYTHON_TRAIN, "mode=check"]
-    unused = start(*words, "model._target_=nets.Unused", PYTHONPATH=tmp_path).finish(code=EXIT_FAILED).output
-    assert "no     parameters without a gradient, see below\n" in unused
-    found = ["model._target_=nets.Unused", "strategy.find_unused_parameters=true"]
-    assert "  no  " not in start(*words, *found, PYTHONPATH=tmp_path).finish().output
-    own = start(*words, "model._target_=nets.OwnNumbers", PYTHONPATH=tmp_path).finish(code=EXIT_FAILED).output
-    assert "no     after a resume the outputs of head (Linear) are others: the model or the loss keeps what" in own
-    assert "virtual_ranks" not in own
-    trained = ["model._target_=nets.Unused", "strategy=virtual_ranks"]  # it needs no gradient of each parameter
-    assert "  no  " not in start(*words, *trained, PYTHONPATH=tmp_path).finish().output
+    words = [*PYTHON_TRAIN, "mode=check", "model._target_=nets.Unused"]
+    assert "  no  " in start(*words, PYTHONPATH=tmp_path).finish(code=EXIT_FAILED).output
+    for advice in ("strategy.find_unused_parameters=true", "parameters.freeze=[spare.weight,spare.bias]"):
+        assert "  no  " not in start(*words, advice, PYTHONPATH=tmp_path).finish().output
 
 
-def test_data_that_differs_and_a_model_of_float32_get_a_table(start: Start, tmp_path: Path) -> None:
+def test_what_float64_cannot_compute_is_compared_as_typed(start: Start, tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(OTHERS)
-    words = [*PYTHON_TRAIN, "mode=check"]
-    data = [
-        *own_data("nets.OtherData"),
-        "model=linear",
-        "dataset.mean=null",
-        "dataset.std=null",
-        "dataset.shape=[64]",
-        "dataset.classes=10",
-    ]
-    other = start(*words, *data, PYTHONPATH=tmp_path).finish(code=EXIT_FAILED).output
-    assert "no     not checked: there is no first step\n" in other
-    assert "no     the test data is another one at each start: draw it from a seed of its own\n" in other
-    float32 = ["model._target_=nets.InFloat32", "strategy.find_unused_parameters=true"]
-    found = start(*words, *float32, PYTHONPATH=tmp_path).finish(code=EXIT_FAILED).output
-    assert "no     cause not found; head (Linear) is the first layer with other outputs for the same samples" in found
-    assert "but the step fails there (mat1 and mat2 must have the same dtype" in found
+    words = [*PYTHON_TRAIN, "mode=check", "strategy.find_unused_parameters=true"]
+    found = start(*words, "model._target_=nets.InFloat32", PYTHONPATH=tmp_path).finish(code=EXIT_FAILED).output
+    assert "head (Linear) gives other outputs for the same samples" in found
+    assert "\nrounding in fp32 hides small faults; fp64 fails: mat1 and mat2 must have the same dtype" in found
+    points = [f"+dataset.{half}={{_target_: support.own_data.Points}}" for half in ("train", "test")]
+    points += ["dataset=pair", "dataset.shape=[4]", "dataset.classes=2", "model=linear"]
+    for net, code in (("OnlyFloat32", 0), ("Half", 0), ("Infinite", EXIT_FAILED)):
+        output = start(*words, *points, f"model._target_=zoo.checked_nets.{net}").finish(code=code).output
+        assert ("  no  " in output) == bool(code)
+    assert output.splitlines()[1].startswith("every weight learns  no     the ")
+    assert "not finite" in output or "is nan" in output
+
+
+def test_a_job_whose_snapshots_are_refused_is_refused(start: Start) -> None:
+    words = ["mode=check", "model=linear", "optimizer._target_=zoo.optimizers.Recent", "optimizer.lr=0.05"]
+    assert "Recent keeps a deque in state_dict()" in start(*PYTHON_TRAIN, *words).finish(2).output
+
+
+def test_data_that_differs_gets_a_table(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(OTHERS)
+    data = [*own_data("nets.OtherData"), "dataset.shape=[64]", "dataset.classes=10", "model=linear"]
+    other = start(*PYTHON_TRAIN, "mode=check", *data, PYTHONPATH=tmp_path).finish(code=EXIT_FAILED).output
+    assert "the same numbers on 2 ranks         no     the test data of rank 1 is not that of rank 0" in other
 
 
 def test_a_check_that_hangs_ends_with_a_verdict(start: Start, tmp_path: Path) -> None:
@@ -189,4 +184,9 @@ def test_a_strategy_that_one_rank_cannot_run_is_refused(start: Start) -> None:
 def test_a_check_takes_the_options_of_a_training_on_more_ranks(start: Start) -> None:
     words = ["mode=check", "strategy=fsdp", "strategy.replicas=2", "launch=fork", "launch.nproc_per_node=4"]
     output = start(*PYTHON_TRAIN, *words, "model=mlp").finish().output
-    assert output.endswith("the two ranks were checked with strategy.replicas=1, not 2\n")
+    assert output.endswith("the ranks were checked with strategy.replicas=1, not 2\n")
+
+
+def test_some_faults_are_named_and_no_right_net_is_doubted(tmp_path: Path) -> None:
+    """Of others see tests/drills/test_check.py."""
+    assert misjudged([*WRONG[::8], *RIGHT[::8]], tmp_path) == []

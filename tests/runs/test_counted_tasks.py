@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 
-from lockstep.distributed.world import init_distributed
+from lockstep.distributed.world import join_world
 from lockstep.errors import ConfigError
 from lockstep.models.tutorial import linear
 from lockstep.runs.record import read_run
@@ -67,7 +67,7 @@ def data(kind: str) -> tuple[Tensor, Tensor]:
 def measure(make_task: Callable[[], Task], batch: int) -> dict[str, float]:
     """The metrics of all samples, each on one of the ranks of this world."""
     outputs, targets = data(make_task.__name__)
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         task = make_task()
         meter = Meter(task, world)
         mine = torch.arange(world.rank, SAMPLES, world.size)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep import build, build_state
-from lockstep.distributed.world import init_distributed
+from lockstep.distributed.world import join_world
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import warn_of_gradient_hooks
 from lockstep.training.loop import train_epoch
@@ -359,7 +359,7 @@ def words(model: type, *more: str) -> Any:
 def trained(configs: list[Any]) -> list[tuple[dict[str, Any], str, str]]:
     """For each config: the state dict after an epoch, the sentence that ended it, and what was logged."""
     results = []
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         for cfg in configs:
             lines = list[str]()
             handler = logging.Handler()

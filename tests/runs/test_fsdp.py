@@ -78,10 +78,10 @@ def test_tied_weights_are_left_to_the_whole_model() -> None:
 
 def shares_of_one_step(replicas: int) -> list[int]:
     """How many values of the weights, the gradients and the moments this rank holds after one step."""
-    from lockstep.distributed.world import init_distributed
+    from lockstep.distributed.world import join_world
     from lockstep.strategies.gradient_sync import GradientSync
 
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         strategy = FSDP(replicas, True, [], 1000, find_unused_parameters=False)
         strategy.setup(nn.Sequential(nn.Linear(100, 50), nn.Linear(50, 7)), world, GradientSync())
         optimizer = torch.optim.AdamW(strategy.module.parameters())
@@ -110,10 +110,10 @@ def bytes_after_setup(cfg: Any) -> tuple[int, int]:
     """(bytes of all tensors that this rank still holds, bytes of the whole model) once train.py has set it up."""
     from lockstep import build
     from lockstep.config.nodes import instantiate
-    from lockstep.distributed.world import init_distributed
+    from lockstep.distributed.world import join_world
 
     odd_weights(torch.device("cpu"), 1)  # a constant that this process keeps, for hashes
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         gc.collect()
         before = live_bytes()
         parts = parts_of(cfg)  # its strategy holds the model

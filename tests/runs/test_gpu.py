@@ -51,10 +51,10 @@ def test_a_run_on_a_gpu_goes_on_on_the_cpu(start, tmp_path):
 
 def train_on_first_gpu(cfg: Any) -> float:
     """A training whose ranks are all on one GPU, over gloo: NCCL refuses that."""
-    from lockstep.distributed import world
+    from lockstep.distributed import backend
 
     os.environ["LOCAL_RANK"] = "0"  # from which torch's meshes choose a GPU
-    world.set_up_device = lambda *_: torch.device("cuda", 0)
+    backend.set_up_device = lambda *_: torch.device("cuda", 0)
     return train(cfg)
 
 
@@ -77,3 +77,44 @@ def test_a_training_on_a_gpu_is_that_of_the_cpu(name: str, ranks: int, tmp_path:
     in_world(ranks, on_gpu, small_training(tmp_path / "gpu", *words, backend=backend))
     in_world(ranks, train, small_training(tmp_path / "cpu", *words, backend="gloo"))
     assert distance(weights(tmp_path / "cpu"), weights(tmp_path / "gpu")) < (5e-2 if rounds else 1e-9)
+
+
+def normalised_on_first_gpu(shares: list[int], dtype: torch.dtype) -> list[float]:
+    """The distances of outputs, gradients and running statistics from those of float64 in one process, on the CPU."""
+    from lockstep.distributed import backend
+    from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
+    from lockstep.distributed.world import join_world
+    from lockstep.strategies.base import forward
+
+    backend.set_up_device = lambda *_: torch.device("cuda", 0)
+    torch.manual_seed(0)
+    inputs, slopes = (torch.randn(sum(shares), 4, 5, 5).to(memory_format=torch.channels_last) for _ in range(2))
+    plain, found = torch.nn.BatchNorm2d(4).double(), []
+    with join_world("gloo", 60) as world:
+        synced = torch.nn.Sequential(torch.nn.BatchNorm2d(4)).to(world.device)
+        if dtype == torch.float64:
+            synced.double()
+        convert_sync_batch_norm(synced, world)
+        begin = sum(shares[: world.rank])
+        for model, own in ((plain, slice(None)), (synced, slice(begin, begin + shares[world.rank]))):
+            kind = {"device": "cpu", "dtype": torch.double} if model is plain else {"device": "cuda", "dtype": dtype}
+            mine = inputs[own].to(**kind).requires_grad_()
+            outputs = forward(model, mine)
+            (outputs * slopes[own].to(**kind)).sum().backward()
+            values = [outputs.detach(), torch.zeros_like(mine) if mine.grad is None else mine.grad]
+            if model is synced:
+                values = [world.all_gather_samples(value) for value in values]
+            numbers = [*values, *(p.grad for p in model.parameters()), *model.buffers()]
+            found.append([value.double().cpu() for value in numbers if value is not None])
+        for number in (2, 3):  # the gradients of weight and bias
+            world.all_reduce_sum(found[1][number])
+        world.barrier()
+    return [distance(one, other) for one, other in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("shares", [[4, 3], [0, 7], [5, 2, 0]], ids=str)
+def test_batch_norm_over_all_ranks_by_torchs_kernels(shares: list[int], dtype: torch.dtype, limit: float) -> None:
+    """Ranks over gloo, on one GPU."""
+    for distances in in_world(len(shares), normalised_on_first_gpu, shares, dtype):
+        assert max(distances) < limit

@@ -1,7 +1,6 @@
 """Ways of averaging gradients: their sums and the bytes they send."""
 
 import hashlib
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.distributed.world import World, init_distributed
+from lockstep.distributed.world import World, join_world
 from support.configs import composed, with_values
 from support.worlds import distance, in_world, train_all, weights
 
@@ -30,7 +29,7 @@ def sum_by(name: str, world: World) -> Any:
 def sums() -> dict[str, list[tuple[str, float]]]:
     """For each way and each length: the sum's bits, and its distance from an all-reduce's."""
     found: dict[str, list[tuple[str, float]]] = {name: [] for name in SUMS}
-    with init_distributed("gloo", 3_000_000) as world:  # more milliseconds than poll takes
+    with join_world("gloo", 3_000_000) as world:  # more milliseconds than poll takes
         for name in SUMS:
             add_up = sum_by(name, world)
             for length in LENGTHS:
@@ -55,14 +54,14 @@ def error_of_the_slow_rank() -> str:
     from lockstep.distributed.shared_memory import SharedMemorySum
 
     class FailsOrIsSlow(SharedMemorySum):
-        def _open_pipes(self, folder: Path) -> None:
+        def _open(self, folder: Path, *options: Any) -> None:
             if self.world.is_rank_zero:
                 raise RuntimeError("rank 0 fails")
             while folder.exists():
                 time.sleep(0.01)
-            super()._open_pipes(folder)
+            super()._open(folder, *options)
 
-    with init_distributed("gloo", 60) as world, pytest.raises((RuntimeError, ConnectionError)) as raised:
+    with join_world("gloo", 60) as world, pytest.raises((RuntimeError, ConnectionError)) as raised:
         FailsOrIsSlow(world, 100, torch.double)
     return f"{raised.type.__name__}: {raised.value}"
 
@@ -84,7 +83,7 @@ def bytes_handed_over(name: str, length: int) -> int:
         return torch.distributed.P2POp(operation, tensor, peer)
 
     gradient_sync.P2POp = counted  # type: ignore[assignment,misc]
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         sum_by(name, world)(torch.ones(length))
         world.barrier()
     return sum(handed)
@@ -98,13 +97,11 @@ def test_the_bytes_sent_are_the_formulas(size: int, length: int) -> None:
 
 
 def rank_zero_exits() -> tuple[float, str] | None:
-    """Rank 0 takes part in one sum and closes its pipes; rank 1 tries a second sum."""
-    with init_distributed("gloo", 60) as world:
+    """Rank 0 takes part in one sum and exits; rank 1 tries a second sum."""
+    with join_world("gloo", 60) as world:
         add_up, vector = sum_by("shared_memory", world), torch.ones(4, dtype=torch.double)
         add_up(vector)
         if world.is_rank_zero:
-            for pipe in (*add_up.writers, *add_up.readers):
-                os.close(pipe)
             return None
         total = float(vector[0])
         with pytest.raises(ConnectionError) as error:

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.distributed.host import LAUNCHER, cpu_count
 from lockstep.distributed.rendezvous import listening_socket
-from lockstep.distributed.world import init_distributed
+from lockstep.distributed.world import join_world
 from lockstep.errors import EXIT_DIVERGED, EXIT_KILLED, ConfigError, RankFailed, StoppedEarly, TrainingDiverged
 from lockstep.launchers.env import EnvLauncher
 from lockstep.launchers.local import SpawnLauncher, Supervisor, TorchrunLauncher, resolve_nproc
@@ -49,7 +49,7 @@ def kernel_threads() -> int:
 
 
 def _sum_of_ranks() -> tuple[float, str, int]:
-    with init_distributed("gloo", 30) as world:
+    with join_world("gloo", 30) as world:
         total = world.all_reduce_sum(torch.tensor(float(world.rank))).item()
         return total, os.environ["LOCKSTEP_STARTED_BY"], world.local_size
 

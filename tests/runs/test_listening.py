@@ -15,7 +15,7 @@ from lockstep.distributed.rendezvous import (
     shared_store,
     store_address,
 )
-from lockstep.distributed.world import init_distributed
+from lockstep.distributed.world import join_world
 from lockstep.errors import ConfigError
 from support.sockets import is_loopback, listening_addresses
 from support.worlds import in_world
@@ -107,7 +107,7 @@ def test_a_held_port_is_taken_until_its_store_is_closed() -> None:
 
 
 def _listeners_of_a_world() -> set[str]:
-    with init_distributed("gloo", 30) as world:
+    with join_world("gloo", 30) as world:
         world.barrier()
         return own_listeners()
 

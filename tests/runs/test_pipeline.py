@@ -83,7 +83,7 @@ def test_a_stage_may_have_frozen_layers_only_and_tensors_that_are_no_buffers(tmp
 def test_a_batch_of_several_tensors_is_refused(inputs: str, targets: str, said: str) -> None:
     values: dict[str, Any] = {"tensor": torch.ones(4, 2), "dict": {"left": torch.ones(4, 2)}}
     strategy = instantiate(composed("strategy=pipeline").strategy)
-    strategy.world = World(0, 2, 0, 2, torch.device("cpu"), None, 60)  # type: ignore[arg-type]
+    strategy.world = World(0, 2, 0, 2, torch.device("cpu"), None, 60, None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"{said} of tensors; type strategy=fsdp"):
         strategy.forward_backward(values[inputs], values[targets], None, nullcontext(), is_last=True)
 
@@ -128,9 +128,9 @@ def test_images_that_grow_pass_between_stages_in_their_size(tmp_path: Path) -> N
 def parameters_alive(cfg: Any) -> list[bool]:
     """Which of the whole model's parameters exist in this rank once train.py has set up the strategy."""
     from lockstep import build
-    from lockstep.distributed.world import init_distributed
+    from lockstep.distributed.world import join_world
 
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         parts = parts_of(cfg)  # holds the strategy
         cfg, loaders = build.model_and_data(cfg, world, parts)
         gc.collect()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lockstep.distributed import rendezvous as store_module
 from lockstep.distributed.environment import RankInfo, read_rank_info
 from lockstep.distributed.rendezvous import agree_on_nonce, forget_start, form_group, run_started_at
-from lockstep.distributed.world import init_distributed
+from lockstep.distributed.world import join_world
 from support.commands import wait_for
 from support.worlds import in_world
 
@@ -137,7 +137,7 @@ def requests_to_meet() -> int:
     info = read_rank_info()
     store = AskedStore(store_module.shared_store(info))
     store_module._stores[info] = store
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         assert world.all_reduce_sum(torch.ones(1)).item() == world.size
     return store.requests
 

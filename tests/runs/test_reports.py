@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lockstep.distributed.world import init_distributed
+from lockstep.distributed.world import join_world
 from lockstep.tasks.base import Share
 from lockstep.tasks.reports import (
     RIGHT,
@@ -36,7 +36,7 @@ def outputs_and_targets() -> tuple[Tensor, Tensor]:
 def class_report() -> tuple[list[list[float]], list[tuple[int, int, int, float]]]:
     """The confusion matrix and the shown samples, as this rank has them at the end."""
     outputs, targets = outputs_and_targets()
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         report = ClassReport(Share(world.rank, world.size, SAMPLES), images=60)
         for rows in torch.arange(SAMPLES)[world.rank :: world.size].split(7):
             report.add(outputs[rows], targets[rows])
@@ -62,7 +62,7 @@ def test_mistakes_come_first_and_every_sample_is_counted_once(ranks: int) -> Non
 
 
 def value_points() -> list[list[float]]:
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         report = ValueReport(Share(world.rank, world.size, 2500))
         for rows in torch.arange(2500.0)[world.rank :: world.size].split(100):
             report.add(rows[:, None] + 0.5, rows[:, None])

@@ -1,4 +1,4 @@
-"""A run does not start if its ranks have different data or different code."""
+"""A run does not start if its ranks have different data."""
 
 from pathlib import Path
 from typing import Any
@@ -6,20 +6,12 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ConfigError
-from support.commands import PYTHON_TRAIN, Command
 from support.configs import composed
-from support.ports import free_port
 from support.worlds import in_world, train
 
 pytestmark = pytest.mark.whole
 
 SMALL = ["model=mlp", "model.width=16", "logger=[]"]
-OWN_MODEL = """
-from lockstep.models.tutorial import mlp
-
-def net(shape, classes, width):
-    return mlp(shape, classes, width, 2, 0.0)
-"""
 
 
 def _sentences(configs: list[Any]) -> list[str]:
@@ -45,20 +37,3 @@ def test_other_data_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
         assert test_short.startswith("the test data has 359 samples on rank 1 and 360 on rank 0; copy the same data")
         assert test_other.startswith("the test data of rank 1 is not that of rank 0")
     assert not list(tmp_path.glob("*/*/snapshots/*"))
-
-
-@pytest.mark.parametrize("edited", [False, True])
-def test_other_code_on_one_rank_is_refused(tmp_path: Path, edited: bool) -> None:
-    environment = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    commands = []
-    for rank in (0, 1):
-        folder = tmp_path / f"machine{rank}"
-        folder.mkdir()
-        (folder / "own_net.py").write_text(OWN_MODEL + ("\n# edited\n" if edited and rank else ""))
-        options = [*SMALL, "model._target_=own_net.net", f"hydra.run.dir={tmp_path / 'run'}", "trainer.max_steps=2"]
-        own = {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": folder}
-        commands.append(Command([*PYTHON_TRAIN, "loader.validation=null", *options], tmp_path, **environment, **own))
-    for command in commands:
-        command.finish(2 if edited else 0)
-        if edited:
-            assert "rank 1 has other code than rank 0: the file of own_net differs; copy" in command.sentence

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.distributed.world import World, init_distributed
+from lockstep.distributed.world import World, join_world
 from lockstep.snapshots.state import collect_state, model_state, plain_copy, restore_state
 from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.gradient_sync import GradientSync
@@ -49,7 +49,7 @@ def take(state: TrainState, steps: range) -> None:
 def run(folder: Path, begins: bool) -> dict[str, dict[str, list[float]]]:
     """{optimizer: {parameter: its values}}, complete on rank 0. begins: it saves the first steps to `folder` before."""
     found = {}
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         for name in OPTIMIZERS:
             if begins:
                 state = fresh(name, world)

@@ -44,10 +44,10 @@ def test_two_replicas_of_two_ranks_have_one_processs_numbers(tmp_path: Path) -> 
 
 def values_after_setup(rank_plan: Any) -> dict[str, int]:
     """{layer: how many of its weights this rank holds}"""
-    from lockstep.distributed.world import init_distributed
+    from lockstep.distributed.world import join_world
     from lockstep.strategies.gradient_sync import GradientSync
 
-    with init_distributed("gloo", 60) as world:
+    with join_world("gloo", 60) as world:
         strategy = TensorParallel(1, rank_plan)
         strategy.setup(
             gpt([8], 28, layers=1, heads=2, width=16, dropout=0.0, tied=True, variant="gpt2"), world, GradientSync()
@@ -108,10 +108,10 @@ class Recomputed(nn.Sequential):
 
 def distance_of_gradients(reentrant: bool) -> float:
     """From those of the plain model."""
-    from lockstep.distributed.world import init_distributed
+    from lockstep.distributed.world import join_world
     from lockstep.strategies.gradient_sync import GradientSync
 
-    with init_distributed("gloo", 60, None) as world:
+    with join_world("gloo", 60, None) as world:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), Recomputed(reentrant), nn.Linear(4, 4), nn.ReLU(inplace=True)).double()
         plain, inputs, targets = copy.deepcopy(model), torch.rand(3, 4).double(), torch.rand(3, 4).double()
@@ -156,11 +156,11 @@ def test_a_whole_weight_that_is_used_inside_and_outside_is_refused() -> None:
 
 
 def sentences_of_used_twice() -> list[str]:
-    from lockstep.distributed.world import init_distributed
+    from lockstep.distributed.world import join_world
     from lockstep.strategies.gradient_sync import GradientSync
 
     found = []
-    with init_distributed("gloo", 60, None) as world:
+    with join_world("gloo", 60, None) as world:
         blocks = [layer for _ in range(2) for layer in (nn.Linear(4, 8), nn.PReLU(), nn.Linear(8, 4), nn.PReLU())]
         plans = [["wide", "narrow"], ["0", "2", "4", "6"]]
         for model, names in zip((UsedTwice(), nn.Sequential(*blocks)), plans, strict=True):
@@ -185,12 +185,12 @@ def test_heads_and_stages_draw_masks_of_their_own() -> None:
 
 def masks() -> tuple[list[bool], list[bool], list[int]]:
     """The masks of dropout between cut layers and behind them, and the numbers of a pipeline's parts."""
-    from lockstep.distributed.world import init_distributed
+    from lockstep.distributed.world import join_world
     from lockstep.strategies.gradient_sync import GradientSync
     from lockstep.strategies.pipeline import Pipeline
     from lockstep.strategies.tensor_parallel import TensorParallel
 
-    with init_distributed("gloo", 60, None) as world:
+    with join_world("gloo", 60, None) as world:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 64), nn.Dropout(), nn.Linear(64, 32), nn.Dropout())
         strategy, kept = TensorParallel(1, [{"0": "colwise"}, {"2": "rowwise"}]), list[list[bool]]()

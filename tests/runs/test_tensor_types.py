@@ -89,11 +89,11 @@ def test_rank_zeros_buffers_of_each_type_and_layout_reach_the_others() -> None:
 
 
 def buffers_after_a_broadcast() -> list[list[int]]:
-    from lockstep.distributed.world import init_distributed
+    from lockstep.distributed.world import join_world
     from lockstep.strategies.base import Strategy
     from lockstep.strategies.gradient_sync import GradientSync
 
-    with init_distributed("gloo", 60, None) as world:
+    with join_world("gloo", 60, None) as world:
         model, strategy = as_made(), Strategy()
         cast(model, "fp32")
         model(torch.rand(3, 1, 8, 8) + world.rank)
@@ -325,13 +325,12 @@ def test_a_batch_of_one_value_is_refused_by_batch_norm_on_any_number_of_ranks() 
 
 def normalised_alone() -> str:
     from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
-    from lockstep.distributed.world import init_distributed
+    from lockstep.distributed.world import join_world
     from lockstep.strategies.base import forward
 
-    with init_distributed("gloo", 60, None) as world:
-        model = (
-            convert_sync_batch_norm(nn.Sequential(nn.BatchNorm1d(3)), world) if world.size > 1 else nn.BatchNorm1d(3)
-        )
+    with join_world("gloo", 60, None) as world:
+        model = nn.BatchNorm1d(3)
+        convert_sync_batch_norm(model, world)
         try:
             forward(model, torch.ones(int(world.rank == 0), 3))
         except ValueError as error:

@@ -68,12 +68,12 @@ def test_a_tree_sum_does_not_depend_on_who_computed_the_rows(count: int) -> None
 
 def sums_are_those_of_one_rank(counts: list[int]) -> list[bool]:
     """Whether this rank gets the bits of one tree, through shared memory and by gathering, for each of `counts`."""
-    from lockstep.distributed.world import init_distributed
+    from lockstep.distributed.world import join_world
     from lockstep.strategies.gradient_sync import GradientSync
     from lockstep.strategies.virtual_ranks import VirtualRanks
 
     found = []
-    with init_distributed("gloo") as world:
+    with join_world("gloo") as world:
         for count in counts:
             strategy = VirtualRanks(count)
             strategy.setup(nn.Linear(20, 5), world, GradientSync())
@@ -110,12 +110,12 @@ class Remembering(nn.Module):
 
 def one_step(parts: list[list[float]]) -> dict[str, Any]:
     """The gradients and the buffer after a step of a virtual rank for each of `parts`."""
-    from lockstep.distributed.world import init_distributed
+    from lockstep.distributed.world import join_world
     from lockstep.strategies.gradient_sync import GradientSync
     from lockstep.strategies.virtual_ranks import VirtualRanks
 
     model = Remembering()
-    with init_distributed("gloo") as world:
+    with join_world("gloo") as world:
         strategy = VirtualRanks(len(parts))
         strategy.setup(model, world, GradientSync())
         for number, part in enumerate(parts, start=1):

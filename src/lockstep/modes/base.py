@@ -152,7 +152,7 @@ class Mode:
 @contextmanager
 def join(config: "RunConfig", parts: "Parts") -> Iterator[tuple["World", "RankLogs"]]:
     """Inside the block this rank has met the others. What fails there is reported, and signals are listened to."""
-    from lockstep.distributed.world import init_distributed
+    from lockstep.distributed.world import join_world
     from lockstep.loggers.rank_logs import rank_logs
     from lockstep.training.setup import set_determinism
 
@@ -161,7 +161,7 @@ def join(config: "RunConfig", parts: "Parts") -> Iterator[tuple["World", "RankLo
         rank_logs() as logs,
         exits_are_failures("this rank left before the end of the training"),
         reporter.failures(),
-        init_distributed(**vars(config.backend), bind_device=parts.strategy.binds_one_device()) as world,
+        join_world(**vars(config.backend), bind_device=parts.strategy.binds_one_device()) as world,
     ):
         set_determinism(config.seed, config.trainer.deterministic, config.trainer.tf32)
         yield world, logs
@@ -170,7 +170,7 @@ def join(config: "RunConfig", parts: "Parts") -> Iterator[tuple["World", "RankLo
 def begin(config: "RunConfig", record: "ConfigRecord", world: "World", logs: "RankLogs") -> None:
     """Open the log files, tell the monitor where they are, and check that all ranks have the same config."""
     from lockstep import build
-    from lockstep.distributed.world import join_monitor
+    from lockstep.distributed.old_world import join_monitor
 
     logs.open(config.run_dir)
     join_monitor(world, config.run_dir, config.watch.timeout, config.watch.on_hang)

@@ -1,263 +1,227 @@
-"""mode=check: which promises hold for this model and this data, and why not.
+"""mode=check: which promises hold for a job, and where they break.
 
-It takes the first steps of the run on one rank, on two, and after a resume, with few samples and in float64, where a
-rounding error cannot turn a ReLU off. Then it compares what each stage of a step has computed: the first stage that
-parts tells the cause. `lockstep.modes.first_steps` is what the ranks do. No torch at the top: `main` imports this.
+It trains the job as typed for a few steps, in float64 and on few samples, in ways that must give the same numbers. The
+first stage that parts tells the cause. `lockstep.modes.recorder` is what a rank does. No torch at the top: `main`
+imports this. Not covered: fp16 and bf16, GPUs, what begins after these steps, other samples, and what a module draws
+when it is imported, since all ranks are forks of one process.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from annotated_types import Ge
 
 from lockstep.distributed.environment import read_rank_info
-from lockstep.errors import EXIT_PROMISES, ConfigError, StoppedEarly, first_of
+from lockstep.errors import EXIT_PROMISES, ConfigError, RankFailed, StoppedEarly, first_of
 from lockstep.modes.base import Mode
 from lockstep.text import aligned
 
 if TYPE_CHECKING:
     from lockstep.config.record import ConfigRecord
     from lockstep.config.schema import RunConfig
-    from lockstep.launchers.local import SpawnLauncher
-    from lockstep.modes.first_steps import Facts
     from lockstep.preflight import Parts
     from lockstep.strategies.base import JobSpec
 
-RANKS = 2
-FEW_SAMPLES = 7  # of a rank; seldom another size of a tensor, which draws could be taken for
-# How far the first steps of one and of two ranks may be apart, relative to the largest value. Also in float64 some nets
-# compute a part in float32.
-TOLERANCE, TOLERANCE_OF_HALVES = 1e-3, 0.1
-RESULTS = ("loss", "gradients", "weights")  # the stages that decide; those before them explain
-
-OF_RANKS = {
-    "start": "initial weights are not drawn from torch's generator: {names}",
-    "samples": "a sample is another one on another rank: draw from torch, numpy or random, which are seeded for it",
-    "layers": "cause not found; {first} is the first layer with other outputs for the same samples: perhaps it "
-    "compares the samples of a batch with each other, or draws from a generator of its own",
-    "loss": "cause not found; the loss is another one for the same outputs: perhaps the task compares the samples of a "
-    "batch with each other, or draws",
-    "gradients": "cause not found; the gradients of {names} are others for the same loss: perhaps a layer or the loss "
-    "compares the samples of a batch with each other, or a hook changes a part of a gradient",
-    "weights": "the same gradients change {names} otherwise: it depends on the share of the batch that a rank has",
+FEW, EVALUATED = 7, 9  # samples of a rank's batch, seldom another size of a tensor; samples of an evaluation
+TOLERANCES = {64: 1e-6, 32: 1e-3, 16: 0.1}  # relative, by the fewest bits in which a net computes
+PROMISES = {
+    "again": "the same run, typed again",
+    "two": "the same numbers on {} ranks",
+    "cut": "the same numbers in micro-batches",
+    "resumed": "stopped and resumed, the same bits",
+    "compiled": "compiled, the same numbers",
 }
-REREAD = (
-    "a sample read twice is another one: draw from torch, numpy or random, which are seeded for it, and change a copy "
-    "of what the data set keeps"
-)
-KEPT = (
-    "a sample depends on what was read before, such as one that is kept with its random transforms: keep what was "
-    "read, and change a copy each time"
-)
-HIDDEN = (
-    "the model or the loss keeps what no snapshot has, such as a count in a plain attribute, or draws from a "
-    "generator of its own; make it a buffer, return it in get_extra_state, or draw from torch's generator"
-)
-OF_RESUME = {
-    "samples": REREAD,
-    "layers": f"after a resume the outputs of {{first}} are others: {HIDDEN}",
-    "gradients": f"after a resume the gradients of {{names}} are others: {HIDDEN}",
-    "weights": "after a resume {names} is updated otherwise by the same gradients: the optimizer keeps what its "
-    "state_dict does not give back; keep it in self.state[parameter]",
+MIXES = "compares the samples of a batch, or draws for all of them; gather the samples of all ranks, or draw by sample"
+CAUSES = {  # of a way, of a stage, of both
+    "start": "the first weights of {names} are others; draw them from torch's generator",
+    "samples": "a sample is another one, or depends on what was read before; draw from torch, numpy or random, which "
+    "are seeded for it, and change a copy of what the data set keeps",
+    "two norm": "{first} sees a rank's share of the batch; type sync_bn=auto strategy=ddp",
+    "two layers": f"{{first}} gives other outputs for the same samples: it {MIXES}",
+    "two loss": f"the loss of the same outputs is another one: it {MIXES}, and return a sum over samples",
+    "two unseen": "the loss is another one, and this strategy does not show its layers, such as a batch norm or "
+    "dropout of a part of the net; type strategy=ddp",
+    "two gradients": "{names}: other gradients of the same loss, as a hook or a backward pass is not linear, or "
+    "compares samples; change the gradient of the whole batch, in the optimizer",
+    "two weights": "{names}: changed by a rank's own share of the batch; compute it of the samples of all ranks",
+    "two evaluation": "{names}: another number of the same weights; return sums over samples from the task",
+    "cut": "{first}: changed in each pass, or by comparing samples; type trainer.gradient_accumulation_steps=1",
+    "resumed": "{names}: the model, the loss or a hook keeps what no snapshot has, or draws by itself; make it a "
+    "buffer, or return it in get_extra_state, and draw from torch's generator",
+    "resumed weights": "{names}: updated otherwise by the same gradients, as the optimizer keeps what its state_dict "
+    "does not give back; keep it in self.state[parameter]",
+    "again": "{names}: something asks the clock, or a generator that no seed reaches; draw from torch's generator",
+    "evaluated": "{names}: an evaluation changes what the training goes on with; change it while self.training alone",
+    "compiled": "{names}: a compiled net draws dropout for a rank, or is another one; type trainer.compile=false",
 }
+UNHELD = "put layers into torch.nn.ModuleList, tensors into torch.nn.ParameterList, and those of a loss into the model"
+
+Row = tuple[str, str, str]
+"""A promise, whether it holds ("yes", "no", or "-" where nobody has asked for it), and why."""
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A way to take the first steps.
+class Ended(NamedTuple):
+    """A run: what `recorder.run` returns, the traces of its ranks, and the error that has ended it, in a sentence."""
 
-    ranks: how many take them.
-    steps: those that are kept, to be compared with those of `ONE`. The second one alone is taken after a resume.
-    causes: {a stage: why a variant parts there first from one rank}, of the stages that are compared. {names} are those
-        that part, {first} the first of them.
-    """
-
-    name: str
-    ranks: int
-    steps: tuple[int, ...]
-    causes: Mapping[str, str] = field(default_factory=dict)
-
-
-ONE = Variant("one", 1, (1, 2))
-TWO = Variant("two", RANKS, (1,), OF_RANKS)
-RESUMED = Variant("resumed", 1, (2,), OF_RESUME)
-
-
-def parting(
-    variant: Variant, distances: Mapping[str, Mapping[str, float]], tolerance: float
-) -> tuple[str, str] | tuple[None, None]:
-    """(the first stage in which a variant is too far apart from one rank, why), or None if its results are near.
-
-    distances: see `first_steps.differences`.
-    """
-    far = {
-        stage: [name for name, distance in distances.get(stage, {}).items() if not distance <= tolerance]
-        for stage in variant.causes
-    }
-    if any(far.get(stage) for stage in RESULTS):
-        for stage, names in far.items():
-            if names:
-                return stage, variant.causes[stage].format(first=names[0], names=first_of(names))
-    return None, None
+    facts: dict[str, Any]
+    traces: list[Any]
+    failed: str = ""
+    error: Exception | None = None
 
 
 class Check(Mode):
-    """Takes a few steps on two ranks and on one, and prints a table. Nothing of a run is written.
+    """Takes a few steps in several ways, and prints a table. Nothing of a run is written.
 
     The ranks are forks of this process on this machine's CPUs, whatever `launch` says.
+    steps: of each run. ranks: that are compared with one. changed: {section: {key: what is not as typed}}.
     """
 
     name, starts_ranks = "check", True
 
+    def __init__(
+        self, steps: Annotated[int, Ge(4)], ranks: Annotated[int, Ge(2)], changed: dict[str, dict[str, Any]]
+    ) -> None:
+        self.steps, self.ranks = steps, ranks
+        self.changed = {f"{section}.{key}": value for section, keys in changed.items() for key, value in keys.items()}
+
     def validate(self, job: "JobSpec") -> None:
         info = read_rank_info()
         if not info.may_start_ranks:
-            raise ConfigError(
-                f"mode=check starts its two ranks itself, and {info.started_by} has started this process as one; "
-                f"type python src/train.py mode=check"
-            )
+            what = f"mode=check starts its ranks itself, and {info.started_by} has started this process as one"
+            raise ConfigError(f"{what}; type python src/train.py mode=check")
 
     def work(self, config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> None:
         """Ends the process with EXIT_PROMISES if a promise does not hold."""
-        from multiprocessing.util import get_temp_dir
+        from multiprocessing.util import get_temp_dir  # it goes with this process, also at Ctrl-C
+
+        import torch
 
         from lockstep.data.build import prepare_first
-        from lockstep.preflight import build_parts
-        from lockstep.preflight_rules import check_batch_size
 
-        ranks, _ = parts.launcher.num_ranks()
-        changes: dict[str, Any] = {"backend.name": "gloo", "profiler.enabled": False}
-        batch_size = check_batch_size(config, parts.strategy.data_parallel_size(ranks))
-        changes |= {"trainer.batch_size": batch_size, "trainer.batch_size_per_rank": None}
-        notes = []
-        replicas = config.strategy.get("replicas", 1)
+        torch.set_num_threads(1)  # this process compares tensors and forks again: it must start no threads
+        notes, runs, replicas = list[str](), dict[str, Ended](), config.strategy.get("replicas", 1)
         if replicas > 1:  # each has two ranks or more
-            changes["strategy.replicas"] = 1
-            notes.append(f"the two ranks were checked with strategy.replicas=1, not {replicas}")
-        here = config.changed(changes)
-        try:
-            of_ranks = {count: build_parts(here, _forks(count), self) for count in (1, RANKS)}
-        except ConfigError as error:
-            raise ConfigError(f"mode=check runs on 1 and on {RANKS} ranks: {error}") from None
-        prepare_first(here)
-        shares = of_ranks[RANKS].strategy.data_parallel_size(RANKS)
-        few = FEW_SAMPLES * max(RANKS, shares) * here.trainer.gradient_accumulation_steps
-        # A folder that goes with this process, also at Ctrl-C.
-        rows, found = checked(here, Path(get_temp_dir()), few, known_before(config, parts), of_ranks)
-        notes += found
-        print("\n".join([*table(rows), *([""] if notes else []), *notes]), flush=True)
-        if any(row.reasons for row in rows):
+            config = config.changed({"strategy.replicas": 1})
+            notes.append(f"the ranks were checked with strategy.replicas=1, not {replicas}")
+        on = {ranks: self.parts(config, ranks) for ranks in (1, self.ranks)}
+        shares = on[self.ranks].strategy.data_share_of(self.ranks)
+        prepare_first(config)
+        for precision in dict.fromkeys(["fp64", config.trainer.precision]):  # some nets cannot compute in float64
+            job = config.changed({"trainer.precision": precision})
+            ways = self.ways(job, shares, Path(get_temp_dir(), precision))
+            before, runs["one"] = runs.get("one"), ended(ways.pop("one"), record, on[1])
+            if not runs["one"].error:
+                notes += [f"rounding in {precision} hides small faults; fp64 fails: {before.failed}"] if before else []
+                runs |= {name: ended(way, record, on[self.ranks if name == "two" else 1]) for name, way in ways.items()}
+                break
+        rows = self.rows(job, runs)
+        notes += [f"warning: {text}" for text in runs["one"].facts.get("warnings", ())]
+        lines = aligned([("promise", "holds", "because"), *rows])
+        print("\n".join([*lines, *([""] if notes else []), *notes]), flush=True)
+        if any(holds == "no" for _, holds, _ in rows):
             raise StoppedEarly("a promise does not hold, as the table says", EXIT_PROMISES)
 
+    def parts(self, config: "RunConfig", ranks: int) -> "Parts":
+        from lockstep.launchers.local import SpawnLauncher
+        from lockstep.modes.train import Train
+        from lockstep.preflight import build_parts
 
-def _forks(ranks: int) -> "SpawnLauncher":
-    """Starts a world as forks of this process."""
-    from lockstep.launchers.local import SpawnLauncher
+        launcher = SpawnLauncher("fork", ranks, 1, 0, "127.0.0.1", 0)
+        launcher.prepare("lockstep.launchers.rank_imports")
+        try:
+            return build_parts(config.changed(self.changed), launcher, Train())
+        except ConfigError as error:
+            raise ConfigError(f"mode=check runs on 1 and on {self.ranks} ranks: {error}") from None
 
-    launcher = SpawnLauncher("fork", ranks, 1, 0, "127.0.0.1", 0)
-    launcher.prepare("lockstep.launchers.rank_imports")
-    return launcher
+    def ways(self, job: "RunConfig", shares: int, folder: Path) -> "dict[str, RunConfig]":
+        """The configs of the runs. shares: in which the ranks that are compared with one cut a batch."""
+        data, micro_batches, name = job.loader, job.trainer.gradient_accumulation_steps, "_target_"
+        size = min(job.trainer.batch_size, FEW * max(2, shares) * micro_batches)
+        few = {key: job.dataset.get(key) for key in ("shape", "classes", "mean", "std")} | {"source": job.dataset}
+        few |= {name: "lockstep.modes.recorder.Few", "samples": 5 * size // 2, "evaluated": EVALUATED, "hold": None}
+        if job.holds_out:
+            fold = None if data.folds is None else [data.fold, data.folds]
+            few["hold"] = {"size": data.validation, "fold": fold, "seed": data.split_seed, "grouping": data.groups}
+        steps = {"trainer.batch_size": size, "trainer.epochs": self.steps, "trainer.max_steps": self.steps}
+        small = job.changed(self.changed | steps | {"dataset": few})
+        changes: dict[str, dict[str, Any]] = {
+            "one": {},
+            "again": {"evaluation.every": 10**6},
+            "two": {},
+            "cut": {"trainer.gradient_accumulation_steps": 1 if micro_batches > 1 else 2},
+            "resumed": {"resume": str(folder / "one")},
+        }
+        if job.trainer.compile:
+            changes["compiled"] = {"trainer.compile": job.trainer.compile}
+        for way, keys in changes.items():
+            keys["run_dir"] = str(folder / way)
+            keys["logger"] = {"csv": {name: "lockstep.loggers.csv_logger.CSVLogger", "run_dir": str(folder / way)}}
+        return {way: small.changed(keys) for way, keys in changes.items()}
 
+    def rows(self, job: "RunConfig", runs: dict[str, Ended]) -> list[Row]:
+        """The promises of these runs of `ways`. Raises the error that no table can tell."""
+        from hydra.utils import get_object
 
-def known_before(config: "RunConfig", parts: "Parts") -> list[str]:
-    """Why the numbers depend on the number of ranks, whatever the first step shows."""
-    reasons, sync = [], parts.gradient_sync
-    if not sync.is_exact:
-        reasons.append(f"gradient_sync={sync.name} is not the exact mean; type gradient_sync=auto")
-    if config.trainer.batch_size_per_rank is not None and parts.strategy.data_parallel_size(RANKS) > 1:
-        reasons.append("trainer.batch_size_per_rank makes the batch grow with the ranks; type trainer.batch_size=<all>")
-    return reasons
-
-
-@dataclass(frozen=True)
-class Row:
-    """A promise, in the README's words. reasons: why it does not hold, empty if it does. seen: what shows that."""
-
-    promise: str
-    reasons: list[str]
-    seen: str
-
-
-def checked(
-    config: "RunConfig", folder: Path, few: int, known: Sequence[str], of_ranks: Mapping[int, "Parts"]
-) -> tuple[list[Row], list[str]]:
-    """The promises, and lines about what breaks none.
-
-    folder: of what worlds leave for each other.
-    few: samples of a batch that are enough in float64.
-    known: reasons why the numbers depend on the number of ranks, whatever the first step shows.
-    of_ranks: the parts for a number of ranks.
-    """
-    import torch
-
-    from lockstep.modes.first_steps import compare, find_facts
-
-    torch.set_num_threads(1)  # this process compares tensors and forks again: it must start no threads
-
-    def take(variant: Variant, may_fail: bool = False) -> "Facts":
-        facts: Facts = _forks(variant.ranks).launch(
-            find_facts, used, of_ranks[variant.ranks], folder, variant, may_fail
-        )
-        return facts
-
-    plain = config.changed({"trainer.compile": False})
-    batch_size = min(config.trainer.batch_size, few)
-    used = plain.changed({"trainer.precision": "fp64", "trainer.batch_size": batch_size})
-    one, why_not = take(ONE, may_fail=True), ""
-    if one.failed:
-        why_not, used = one.failed, plain
-        one = take(ONE)
-    two = take(TWO)
-
-    precision = used.trainer.precision
-    has_halves = precision in ("bf16", "fp16") or one.coarsest == "bf16"
-    distances = compare(folder, ONE, TWO)
-    stage, cause = parting(TWO, distances, TOLERANCE_OF_HALVES if has_halves else TOLERANCE)
-    unchecked = two.unchecked or one.unchecked
-    numbers = [unchecked] if unchecked else [*one.numbers, *two.numbers, *known]
-    if config.trainer.compile and one.draws and not unchecked:
-        numbers.append("compiled, dropout and noise are drawn for a rank; type trainer.compile=false")
-    if cause and not unchecked:
-        numbers = [*two.likely, *numbers] or [cause]
-        if why_not and numbers == [cause] and stage not in ("start", "samples"):
-            numbers.append(f"float64 would tell whether this is rounding alone, but the step fails there ({why_not})")
-    largest = {stage: max(distances.get(stage, {}).values(), default=0.0) for stage in RESULTS}
-    apart = ", ".join(f"{stage} {distance:.1e}" for stage, distance in largest.items())
-    seen = f"apart by at most: {apart} (in {precision})"
-
-    resume = [*two.resume, *one.resume]
-    if one.fingerprint != two.fingerprint and not resume:
-        resume.append("the training data is another one at each start: draw it from a seed of its own")
-    if one.second_epoch != two.second_epoch and not resume:
-        resume.append(KEPT)
-    if stage == "start":
-        resume.append(str(cause))
-    resumed_distances: Mapping[str, Mapping[str, float]] = {}
-    if not resume and not one.unchecked:
-        resumed = take(RESUMED, may_fail=True)
-        resumed_distances = compare(folder, ONE, RESUMED)
-        _, cause = parting(RESUMED, resumed_distances, 0.0)
-        if resumed.failed:
-            resume.append(
-                f"what is saved after a step cannot be loaded by a new model ({resumed.failed}): register each buffer "
-                f"in __init__, in the shape that it keeps"
-            )
-        elif cause:
-            resume.append(cause)
-    resumes = "one rank that resumes takes the same second step" if resumed_distances else "samples are the same twice"
-    rows = [
-        Row("the same numbers on any number of ranks, up to rounding", numbers, seen),
-        Row("stopped and resumed, the bits of an unbroken run", resume, resumes),
-        Row("your own work fits", one.fits or two.fits, f"{one.trained:,} numbers get a finite gradient"),
-    ]
-    return [replace(row, reasons=list(dict.fromkeys(row.reasons))) for row in rows], one.notes
+        one, rows, reasons, sync = runs["one"], list[Row](), list[str](), get_object(job.gradient_sync["_target_"])
+        if isinstance(one.error, RankFailed) and one.error.report["first"]["kind"] == "diverged":
+            return [("every weight learns", "no", one.failed)]
+        if one.error:
+            raise one.error
+        bits = 16 if job.trainer.precision in ("bf16", "fp16") else max(16, one.facts["bits"])
+        near = TOLERANCES[bits], self.steps if bits == 64 else 1
+        grows = "trainer.batch_size_per_rank makes the batch grow with ranks; type trainer.batch_size=<all>"
+        known = [] if job.trainer.batch_size_per_rank is None else [grows]
+        if not sync.is_exact:
+            known.append(f"gradient_sync={sync.name} is not the exact mean; type gradient_sync=auto")
+        for way in [way for way in PROMISES if way in runs]:
+            exact = way in ("again", "resumed")
+            holds, why = judged(way, one, runs[way], *((0.0, self.steps) if exact else near))
+            if way == "two" and known:
+                holds, why = "no", ". ".join(known)
+            if way == "cut" and holds == "no" and (job.trainer.gradient_accumulation_steps == 1 or "BatchNorm" in why):
+                holds = "-"
+            why += f" (in float{bits})" if holds == "yes" and not exact else ""
+            rows.append((PROMISES[way].format(self.ranks), holds, why))
+        lost, idle = one.facts["lost"], [] if job.strategy.get("find_unused_parameters") else one.facts["idle"]
+        if lost:
+            reasons.append(f"no optimizer has {first_of(lost)}; {UNHELD}")
+        if idle:
+            what = f"{first_of(idle)}: no gradient in {self.steps} steps"
+            reasons.append(f"{what}; type parameters.freeze=[{','.join(idle[:4])}], or use it in the loss")
+        why = ". ".join(reasons) or f"a gradient in {self.steps} steps"
+        return [*rows, ("every weight learns", "no" if reasons else "yes", why)]
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """The lines: a promise, whether it holds, and why not."""
-    cells = [("promise", "holds", "because")]
-    for row in rows:
-        first, *others = row.reasons or [row.seen]
-        cells.append((row.promise, "no" if row.reasons else "yes", first))
-        cells += [("", "", reason) for reason in others]
-    return aligned(cells)
+def ended(config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> Ended:
+    """A run in a world of its own. Raises what no other run can be compared with, such as a hang."""
+    from lockstep.modes.recorder import run, traces_in
+
+    folder = Path(config.run_dir)
+    folder.mkdir(parents=True)
+    try:
+        return Ended(parts.launcher.launch(run, config, record, parts), traces_in(folder))
+    except ConfigError as error:
+        return Ended({}, traces_in(folder), str(error), error)
+    except RankFailed as error:
+        if error.report["first"]["kind"] not in ("exception", "diverged", "different"):
+            raise
+        return Ended({}, traces_in(folder), error.report["first"]["message"], error)
+
+
+def judged(way: str, one: Ended, other: Ended, tolerance: float, steps: int) -> tuple[str, str]:
+    """(whether two runs are alike, why)."""
+    from lockstep.modes.recorder import compare
+
+    parting, most = compare(one.traces[0], other.traces, tolerance, steps)
+    if parting is None:
+        return ("no", other.failed) if other.failed else ("yes", f"{most:.0e} apart" if tolerance else "all bits")
+    step, stage, names, far = parting
+    evaluated = min((step for step, of, _ in one.traces[0] if of == "evaluation"), default=step)
+    kind = "evaluated" if way == "again" and step > evaluated else way
+    cause = "two norm" if kind == "two" and stage == "layers" and "BatchNorm" in names[0] else f"{kind} {stage}"
+    outputs = [key for key in one.traces[0] if key[:2] == (step, "layers")][-1:]
+    if cause == "two loss" and not any(key in other.traces[0] and len(other.traces[0][key][1]) for key in outputs):
+        cause = "two unseen"
+    sentence = CAUSES.get(cause) or CAUSES.get(stage) or CAUSES[kind]
+    apart = f"{far:.0e} apart" if far > 1e-99 else "other bits"
+    return "no", f"step {step}, {stage}, {apart}: {sentence.format(first=names[0], names=first_of(names))}"

@@ -46,6 +46,7 @@ class Predict(Mode):
 
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError, on all ranks, if the file cannot be written."""
+        from lockstep.distributed.old_world import gather_state
 
         loader, world = trained.loader(self.split), trained.world
         columns = predict(trained, self.split)
@@ -54,7 +55,7 @@ class Predict(Mode):
         if rows != samples:
             raise ConfigError(f"{samples - rows} samples of {samples} have no prediction; type mode.split=test")
         (rank, size), numbers = loader.share, loader.indices
-        shares = world.gather_state({"share": rank, "columns": columns})
+        shares = gather_state(world, {"share": rank, "columns": columns})
         path = Path(self.file) if self.file is not None else trained.folder / "predictions.csv"
         lines = (
             table(in_order(shares, size, samples), trained.classes, files_of(loader), numbers)

@@ -10,17 +10,20 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.distributed import signals
 from lockstep.distributed.environment import slurm_reason
+from lockstep.distributed.old_world import DISK_TIMEOUT, disk_access, gather_state
 from lockstep.distributed.run_folder import go_on_words
-from lockstep.distributed.world import DISK_TIMEOUT, World
+from lockstep.distributed.world import World
 from lockstep.errors import (
     EXIT_STOPPED_WITHOUT_SNAPSHOT,
     ConfigError,
@@ -154,7 +157,7 @@ class SnapshotManager:
         if found is None:
             return None
         saved, path = found
-        with self.world.disk_access():  # parts are read from their files now
+        with disk_access(self.world):  # parts are read from their files now
             restore_state(self.run, saved)
         log_config_changes(saved["config"], self.config)
         self.start_step = self.run.progress.step
@@ -200,7 +203,7 @@ class SnapshotManager:
         The launcher ends all ranks when the first one exits.
         """
         self.save()
-        with self.world.disk_access():
+        with disk_access(self.world):
             newest = str(self.newest() or "") if self.world.is_rank_zero else ""
         newest = self.world.broadcast_json(newest)
         reason = slurm_reason() if self.world.is_rank_zero else ""  # while the other ranks wait, as it takes its time
@@ -248,7 +251,7 @@ class SnapshotManager:
             self.is_due = False
         if self.world.is_rank_zero:
             self.before_save()
-        with self.world.disk_access():  # earlier snapshots may not be written yet
+        with disk_access(self.world):  # earlier snapshots may not be written yet
             if contents is not None:
                 contents |= {"fingerprint": self.fingerprint, "config": self.config, "world_size": self.world.size}
                 self.saver.put(name or self._numbered(), contents)
@@ -275,7 +278,7 @@ class SnapshotManager:
         step keeps the files of an earlier start. Raises ConfigError on all ranks if one cannot be written.
         """
         run = self.run
-        with self.world.disk_access():
+        with disk_access(self.world):
             self.saver.finish()  # so that model.pt is the newest file
         if run.progress.step == self.start_step:
             model, snapshot = self.run_dir / LAST, self.resumed_from
@@ -285,7 +288,7 @@ class SnapshotManager:
         run.strategy.module.train()
         with run.averaged_weights():
             weights = model_state(run.strategy)
-            with self.world.disk_access():
+            with disk_access(self.world):
                 problem = self._write_weights(weights) if self.world.is_rank_zero else None
         problem = self.world.broadcast_json(problem)
         if problem is not None:
@@ -345,7 +348,7 @@ class SnapshotManager:
             gone = "the weights of the best evaluation, after step %d, are gone: those of the last step are tested"
             log.warning(gone, progress.best_step)
             return progress.step
-        with self.world.disk_access():  # parts are read from their files now
+        with disk_access(self.world):  # parts are read from their files now
             restore_weights(self.run, found[0])
         return int(progress.best_step or 0)
 
@@ -481,7 +484,8 @@ class Saver:
             is_large = self.world.size > 1 and sum(size for size, _ in of_ranks) >= SHARDED_ABOVE
             if is_large or self.form == "sharded":
                 if self.thread_world is None:
-                    self.thread_world = self.world.for_thread(DISK_TIMEOUT)
+                    group: Any = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
+                    self.thread_world = replace(self.world, control=group)
                 return contents | {"parts": of_ranks[0][1]}
         contents = collect_state(self.run, totals, strategy.full_state)
         return contents if self.world.is_rank_zero else None
@@ -521,7 +525,7 @@ class Saver:
             report["problem"] = explain_disk_error(error, self.folder)
         assert self.thread_world is not None
         try:
-            reports = self.thread_world.gather_state(report)
+            reports = gather_state(self.thread_world, report)
         except RuntimeError as error:  # a rank has died, which ends the training, too
             step = contents["progress"]["step"]
             log.warning("no snapshot at step %d: a rank was lost (%s)", step, first_line(error))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lockstep.distributed.old_world import disk_access
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, path_value, path_word
 from lockstep.failures import reporter
@@ -199,7 +200,7 @@ def load_on_all_ranks(world: World, find: Callable[[], Found | None]) -> Found |
     Raises a ConfigError of `find` on all ranks, and one if a rank cannot read the file.
     """
     found, sentence = None, None
-    with world.disk_access():
+    with disk_access(world):
         if world.is_rank_zero:
             try:
                 found = find()
@@ -211,7 +212,7 @@ def load_on_all_ranks(world: World, find: Callable[[], Found | None]) -> Found |
     if name is None:
         return None
     path, problem = Path(name), None
-    with world.disk_access():
+    with disk_access(world):
         try:
             found = found or (load_verified(path, check_parts=False), path)  # rank 0 has read the parts
         except (OSError, ValueError) as error:
@@ -241,7 +242,7 @@ def restore_trained(run: Run, paths: list[Path], model_config: dict[str, Any]) -
     reporter.enter("resume")
     found = load_on_all_ranks(run.world, find)
     assert found is not None
-    with run.world.disk_access():  # parts are read from their files now
+    with disk_access(run.world):  # parts are read from their files now
         restore_weights(run, found[0])
     return found
 

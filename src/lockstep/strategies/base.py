@@ -168,7 +168,7 @@ class Strategy(OldState):
         loss(found, part.targets).backward(weight)
 
     def sum_counts(self, counts: Tensor) -> tuple[Any, Tensor]:
-        """counts: (parts,), of each part that this rank has of a global batch. Returns what is waited for, or None, and
+        """counts: (parts,), of each part that this rank has of a global batch. Returns what waits for the others, and
         numbers whose sum is then that of the whole batch."""
         count = counts.sum().double()
         return self.world.all_reduce_async(count), count

@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lockstep.config.schema import Count
 from lockstep.data.partition import Part
+from lockstep.distributed.old_world import gather_state
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.data.loader import LoadedPart
@@ -188,7 +189,7 @@ class Pipeline(Strategy):
         """No two ranks hold the same buffers."""
 
     def full_state(self, named: dict[str, Any]) -> dict[str, Any]:
-        stages = self.world.gather_state(map_only(Tensor, Tensor.cpu, named))
+        stages = gather_state(self.world, map_only(Tensor, Tensor.cpu, named))
         return {name: values for stage in stages for name, values in stage.items()}
 
     def shard_state(self, named: dict[str, Any]) -> dict[str, Any]:

@@ -107,8 +107,10 @@ class TensorParallel(Strategy):
 
     def sum_counts(self, counts: Tensor) -> tuple[Any, Tensor]:
         count = counts.sum().double()
-        work = dist.all_reduce(count, group=self.shares_batch, async_op=True) if self.replicas > 1 else None
-        return work, count
+        if self.replicas == 1:
+            return _no_wait, count
+        work: Any = dist.all_reduce(count, group=self.shares_batch, async_op=True)
+        return work.wait, count
 
     def forward_backward(
         self, part: LoadedPart, loss: Loss, weight: Tensor, last: bool, outputs: Outputs | None = None
@@ -380,3 +382,7 @@ def weights_behind(starts: Iterable[Any], ends: Iterable[Any] = ()) -> list[Tens
         with suppress(RuntimeError):  # before torch 2.14 a function of the user's may not tell
             nodes += [following for following, _ in node.next_functions]
     return weights
+
+
+def _no_wait() -> None:
+    """This rank has all there is."""

@@ -102,16 +102,15 @@ class Exchange:
         self.last = step, now
         told = torch.tensor([*words.values()], dtype=torch.float64).to(self.run.meter.device, non_blocking=True)
         vector = torch.cat([self.run.meter.flush(), told])
-        work = self.world.all_reduce_async(vector)
+        wait = self.world.all_reduce_async(vector)
         if vector.is_cuda:
-            if work is not None:
-                work.wait()  # in the GPU's queue
+            wait()  # in the GPU's queue
             host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True).copy_(vector, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
             self.pending = event.synchronize, host, step
         else:
-            self.pending = work.wait if work is not None else (lambda: None), vector, step
+            self.pending = wait, vector, step
 
     def _read(self) -> None:
         if self.pending is None:

@@ -56,7 +56,7 @@ class Step:
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.grad_norm: Tensor | None = None  # of the last step, before it was clipped
         self.weights: dict[int, Tensor] = {}  # {samples of a batch: what multiplies the sum of the losses}
-        self.pending: tuple[Any, Tensor, Tensor] | None = None  # (the sum under way, counts, the weight)
+        self.pending: tuple[Any, Tensor, Tensor] | None = None  # (what waits for the counts, the weight)
 
     def __call__(self, batch: Batch) -> None:
         self.optimizer.zero_grad()
@@ -91,17 +91,16 @@ class Step:
             targets = batch.parts[0].targets if batch.parts else None
             if targets is not None and self.task.counts_by_value(targets, self.ignores):
                 counts = [torch.as_tensor(self.task.count(part.targets), device=device) for part in batch.parts]
-                work, total = self.strategy.sum_counts(torch.stack(counts))
-                self.pending = work, total, weight
+                wait, total = self.strategy.sum_counts(torch.stack(counts))
+                self.pending = wait, total, weight
                 return weight
             self.weights[batch.count] = weight
         return self.scaler.scale(weight) if self.scales else weight
 
     def _fill_in(self) -> None:
         assert self.pending is not None
-        (work, counts, weight), self.pending = self.pending, None
-        if work is not None:
-            work.wait()
+        (wait, counts, weight), self.pending = self.pending, None
+        wait()
         total = counts.sum()
         value = self.strategy.gradient_divisor() / total.where(total > 0, 1)  # of nothing, the loss is 0
         weight.copy_(self.scaler.scale(value.to(weight)) if self.scales else value)
