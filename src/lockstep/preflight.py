@@ -26,7 +26,18 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import JobSpec, Strategy
     from lockstep.strategies.gradient_sync import GradientSync
 
-GROUPS: tuple[str, ...] = ("dataset", "model", "loader", "task", "step", "optimizer", "scheduler", "strategy", "gradient_sync", "logger")
+GROUPS: tuple[str, ...] = (
+    "dataset",
+    "model",
+    "loader",
+    "task",
+    "step",
+    "optimizer",
+    "scheduler",
+    "strategy",
+    "gradient_sync",
+    "logger",
+)
 GROUPS += ("callbacks",)
 
 

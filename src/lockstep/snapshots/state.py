@@ -212,7 +212,7 @@ def plain_copy(value: Any, copy: Callable[[Tensor], Tensor] = copy_to_cpu) -> An
 
 
 def _restore_optimizer(run: Run, saved: dict[str, Any]) -> None:
-    """Of hyperparameters that the config has changed, this run's values stay; of others, what the run has made of them."""
+    """What the config has changed of the hyperparameters stays; of others, what the run has made of them."""
     indexed, names = run.optimizer.state_dict(), _parameter_names(run.model, run.optimizer)
     named = _to_layout_of_weights(run.strategy, saved["optimizer"], saved["model"])
     by_index = {index: named[name] for index, name in names.items() if name in named}

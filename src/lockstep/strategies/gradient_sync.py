@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.compat import plain_functions
 from lockstep.config.schema import Count, NotNegative, Positive
-from lockstep.distributed.old_world import all_reduce_sums
 from lockstep.distributed.shared_memory import SharedMemorySum, SumInPlace
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError

@@ -16,11 +16,11 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lockstep.config.schema import Count
+from lockstep.data.loader import LoadedPart
 from lockstep.data.partition import Part
 from lockstep.distributed.old_world import gather_state
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.data.loader import LoadedPart
 from lockstep.strategies.base import JobSpec, Loss, Outputs, Strategy, refuse_own_step, refuse_scripted
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.model_parallel import layer_groups

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from lockstep.compat import versions
 from lockstep.config.schema import Count
+from lockstep.data.loader import LoadedPart
 from lockstep.data.partition import Part, cut
 from lockstep.data.source import count_samples
 from lockstep.distributed.shared_memory import SharedMemorySum, tree_sum
 from lockstep.distributed.sync_batch_norm import BatchNorm
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.data.loader import LoadedPart
 from lockstep.strategies.base import JobSpec, Loss, Outputs, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.tensor_bytes import from_bytes, to_bytes

@@ -34,9 +34,7 @@ class Profiler(Callback):
             run.config.run_dir, "trace", f"rank{run.world.rank}.{run.progress.step + self.after}.pt.trace.json"
         )
         plan = schedule(wait=max(0, self.after - 1), warmup=1, active=self.steps, repeat=1)
-        self.profiler = profile(
-            activities=activities, schedule=plan, on_trace_ready=lambda found: _write(found, place)
-        )
+        self.profiler = profile(activities=activities, schedule=plan, on_trace_ready=lambda found: _write(found, place))
         self.profiler.start()
 
     def on_step_end(self, run: "Run") -> None:

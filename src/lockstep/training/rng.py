@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lockstep.compat import dispatch_mode, gamma_functions
-from lockstep.data.loader import Batch, LoadedPart
+from lockstep.data.loader import LoadedPart
 from lockstep.data.partition import fold_in, seed_numpy_and_random
 
 BLOCKS = 8  # of a global batch, at most: each is drawn from a seed of its own
