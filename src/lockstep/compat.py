@@ -15,7 +15,7 @@ from lockstep.source_code import ROOT
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-    from torch import Generator, Tensor
+    from torch import Tensor
     from torch.distributed.tensor import DTensor
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -178,50 +178,6 @@ def shape_and_offsets_of_part(tensor: "DTensor") -> tuple[tuple[int, ...], tuple
 
     part, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(part), tuple(offsets)
-
-
-def standard_gamma(concentration: "Tensor", generator: "Generator") -> "Tensor":
-    """A gamma variate of scale 1 for each value of `concentration`: torch.distributions takes no generator.
-
-    Missing: an AttributeError, and MixUp and CutMix cannot be had.
-    """
-    import torch
-
-    return torch._standard_gamma(concentration, generator=generator)
-
-
-def is_of_torchvisions_first(transform: Any) -> bool:
-    """Whether a transform is one of `torchvision.transforms`, which take an image alone, and not of its v2."""
-    return type(transform).__module__ in ("torchvision.transforms.transforms", "torchvision.transforms.autoaugment")
-
-
-def moves_pixels(transform: Any) -> bool:
-    """Whether a transform of torchvision, or one inside of it, may move the pixels of an image.
-
-    The modules that hold such transforms of v2 are private (torchvision 0.29.1). Missing: False, and what would stay
-    behind, such as boxes that are plain numbers, is not refused.
-    """
-    kind = type(transform)
-    if is_of_torchvisions_first(transform):
-        from torchvision.transforms import v2
-
-        kind = getattr(v2, kind.__name__, kind)
-    inner = getattr(transform, "transforms", None) or ()
-    return _is_of_modules(kind, {"_geometry", "_auto_augment"}) or any(map(moves_pixels, inner))
-
-
-def changes_colours(transform: Any) -> bool:
-    """Whether a transform of torchvision's v2, or one inside of it, takes pixels for colours from 0 to 1, or to 255.
-
-    The modules are private, as in `moves_pixels`. Missing: False, and normalised pixels are cut at 0 and 1.
-    """
-    inner = getattr(transform, "transforms", None) or [one for one in [getattr(transform, "transform", None)] if one]
-    return _is_of_modules(type(transform), {"_color", "_auto_augment"}) or any(map(changes_colours, inner))
-
-
-def _is_of_modules(kind: type, names: set[str]) -> bool:
-    """Whether a class, or a parent of it, is defined in a module with one of these last names."""
-    return any(parent.__module__.rpartition(".")[2] in names for parent in kind.__mro__)
 
 
 def set_last_lr(scheduler: "LRScheduler", rates: "list[float | Tensor]") -> None:

@@ -41,6 +41,6 @@ def test_what_a_killed_run_has_listed_loads(start, tmp_path):
             run.finish(code=None)
             seen.append(max((name for name in listed(store) if name != "best"), default=""))
         assert seen == sorted(seen)
-        assert len(set(seen)) > 2
+        assert len(set(seen)) > KILLS // 4  # a kill may come before the first new listing, but not every fourth
     finally:
         store.stop()
