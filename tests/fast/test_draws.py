@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.training.loop import set_seed
-from lockstep.training.sample_noise import SampleNoise
+from lockstep.training.rng import SampleDraws
 
 BATCH = 24
 TOGETHER, CUTS = (0, BATCH), [(0, 12, BATCH), (0, 7, BATCH), (0, 3, 5, 9, 10, BATCH), (0, 1, BATCH)]
@@ -70,14 +69,14 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def passes(function: Callable[[Tensor], Tensor], inputs: Tensor, edges: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The outputs and gradients of the inputs, computed part by part."""
-    noise, outputs, gradients = SampleNoise(), [], []
+    draws, outputs, gradients = SampleDraws(), [], []
     for begin, end in pairwise(edges):
-        set_seed(7)
+        torch.manual_seed(7)
         part = inputs[begin:end].clone().requires_grad_()
-        with noise.of(begin, end - begin, len(inputs)):
+        with draws.of(begin, end - begin, len(inputs)):
             output = function(part)
             output.square().sum().backward()
-        assert noise.is_needed
+        assert draws.has_drawn
         outputs.append(output.detach().reshape(end - begin, -1))
         gradients.append(part.grad)
     return torch.cat(outputs), torch.cat(gradients)
@@ -93,24 +92,6 @@ def test_each_sample_draws_the_same_however_the_batch_is_cut(what: str) -> None:
         torch.testing.assert_close(their_gradients, gradients, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("what", ["rand_like", "bernoulli", "attention with heads", "uniform_", "distributions"])
-def test_each_sample_of_an_evaluation_draws_the_same_on_any_ranks_and_in_any_batches(what: str) -> None:
-    inputs = torch.rand(50, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found = []
-    for ranks, batch in [(1, 50), (1, 7), (2, 16), (3, 5)]:
-        outputs = torch.empty(50, 30, dtype=torch.float64)
-        for first in range(0, 50, ranks * batch):
-            for rank in range(ranks):
-                numbers = range(50)[first : first + ranks * batch][rank::ranks]
-                set_seed(7)
-                with SampleNoise().of_evaluation(numbers):
-                    outputs[numbers] = DRAWS[what](inputs[numbers]).reshape(len(numbers), -1)
-        found.append(outputs)
-    for outputs in found[1:]:
-        torch.testing.assert_close(outputs, found[0], rtol=0, atol=1e-12)
-    assert found[0].sub(inputs.flatten(1))[:20].unique(dim=0).shape[0] == 20  # samples do not share their draws
-
-
 def test_large_batches_are_cut_as_well() -> None:
     """Several blocks of rows are drawn, of which a part may need some."""
     inputs = torch.ones(50, 4000)
@@ -123,19 +104,19 @@ def test_large_batches_are_cut_as_well() -> None:
 def test_masks_of_samples_layers_and_steps_are_independent() -> None:
     masks = []
     for step in range(3):
-        set_seed(step)
-        with SampleNoise().of(0, 100, 100):
+        torch.manual_seed(step)
+        with SampleDraws().of(0, 100, 100):
             masks += [F.dropout(torch.ones(100, 2000)).sign() for _ in range(3)]
     drawn = torch.cat(masks) * 2 - 1  # (900, 2000)
     together = drawn @ drawn.T / 2000
     assert together.fill_diagonal_(0).abs().max() < 6 / 2000**0.5  # 6 standard deviations, of 404,550 pairs
 
 
-def test_what_decides_about_a_layer_is_the_same_on_all_ranks_and_noise_without_samples_is_not() -> None:
+def test_what_decides_about_a_layer_is_the_same_on_all_ranks_and_draws_without_samples_is_not() -> None:
     coins, masks, orders = set(), [], []
     for start, rows in ((0, 7), (7, 9)):
-        set_seed(7)
-        with SampleNoise().of(start, rows, 16):
+        torch.manual_seed(7)
+        with SampleDraws().of(start, rows, 16):
             whole = torchvision.ops.stochastic_depth(torch.ones(rows, 5, 6), 0.5, "batch")
             coins.add((float(torch.rand(())), float(torch.rand(1)), float(whole.sum()) > 0))
             masks.append(F.dropout(torch.ones(1001)))
@@ -145,59 +126,10 @@ def test_what_decides_about_a_layer_is_the_same_on_all_ranks_and_noise_without_s
     assert not torch.equal(*orders)
 
 
-def test_the_line_that_draws_for_a_rank_alone_is_known() -> None:
-    def drawn_at(draw: Callable[[], object]) -> str:
-        noise = SampleNoise()
-        with noise.of(0, 4, 8):
-            draw()
-        assert noise.has_drawn
-        return noise.drawn_by_rank.rpartition("/")[2]
-
-    gamma = torch.distributions.Gamma(torch.full((4, 5), 2.0), 1.0)
-    for draw in (lambda: torch.randperm(4), gamma.sample, lambda: torch.multinomial(torch.ones(4, 9), 2)):
-        assert drawn_at(draw).startswith("test_sample_noise.py:")
-    for draw in (lambda: torch.rand(4, 1), lambda: torch.rand(()), lambda: torch.multinomial(torch.ones(9), 1)):
-        assert drawn_at(draw) == ""
-
-
-def test_one_number_for_a_share_of_one_sample_is_what_it_is_for_more(caplog: pytest.LogCaptureFixture) -> None:
-    def drawn(noise: SampleNoise, start: int, rows: int) -> tuple[list[float], float]:
-        set_seed(7)
-        with noise.of(start, rows, 5):
-            return torch.rand(rows).tolist(), float(torch.rand(1))
-
-    whole, coin = drawn(SampleNoise(), 0, 5)
-    rank = SampleNoise()
-    assert drawn(rank, 0, 4) == (whole[:4], coin)
-    assert drawn(rank, 4, 1) == (whole[4:], coin)
-    assert not caplog.text
-    drawn(SampleNoise(), 4, 1)
-    assert "test_sample_noise.py:" in caplog.text
-    assert "draws one number for a share of one sample, and all ranks draw the same one" in caplog.text
-
-
-def test_noise_of_a_parameter_is_the_same_on_all_ranks() -> None:
+def test_draws_of_a_parameter_is_the_same_on_all_ranks() -> None:
     weight, drawn = nn.Parameter(torch.ones(6, 4)), []
     for start, rows in ((0, 3), (3, 6)):
-        set_seed(7)
-        with SampleNoise().of(start, rows, 9):
+        torch.manual_seed(7)
+        with SampleDraws().of(start, rows, 9):
             drawn.append(torch.cat([torch.randn_like(weight), F.dropout(weight)]).detach())
     assert torch.equal(*drawn)
-
-
-def test_a_model_without_draws_is_watched_in_one_step_of_an_epoch() -> None:
-    noise, needed = SampleNoise(), []
-    for p in (0.0, 0.0, 0.5, 0.0):
-        with noise.of(0, 4, 4):
-            F.dropout(torch.ones(4, 5), p)
-            F.scaled_dot_product_attention(*[torch.ones(4, 1, 5, 6)] * 3, dropout_p=p)
-        needed.append(noise.is_needed)
-        if p == 0 and len(needed) == 1:
-            noise.begin_epoch(draws=False, is_begun=False)
-            needed.append(noise.is_needed)
-    assert needed == [False, True, False, True, True]
-    noise.begin_epoch(draws=False, is_begun=True)  # a run that goes on in mid-epoch
-    for p, is_needed in ((0.0, False), (0.5, True)):
-        with noise.unwatched(is_part=False):
-            F.dropout(torch.ones(4, 5), p)
-        assert noise.is_needed == is_needed
