@@ -33,7 +33,7 @@ def of_a_step(rank: dict[str, Any], key: str) -> float:
 
 def measure(sync: str, size: int, width: int) -> list[object]:
     """One row of the table, from a training over `size` ranks."""
-    overrides = [*harness.DDP, f"gradient_sync={sync}", "task.monitor=loss", "model=mlp", f"model.width={width}",
+    overrides = [*harness.DDP, f"gradient_sync={sync}", BY_LOSS, "model=mlp", f"model.width={width}",
                  "trainer.batch_size=60", "trainer.epochs=4", "evaluation.every=4", "snapshot.every=4epochs",
                  "logging.every=1000"]  # fmt: skip
     if sync == "local_sgd":

@@ -6,7 +6,7 @@ Each function with random numbers has a seed block of its own, so that none of t
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,32 +29,18 @@ from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
 from lockstep.preflight import Parts, check_batch_size
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
-from lockstep.strategies.base import refuse_changing_weights
+from lockstep.strategies.base import model_dtype, refuse_changing_weights
 from lockstep.tasks.base import Task
 from lockstep.training.callbacks import Callback
 from lockstep.training.ema import WeightAverage, own_average
 from lockstep.training.metrics import Meter
 from lockstep.training.nonfinite import SkipNonFinite
-from lockstep.training.optimizers import build_optimizer
+from lockstep.training.optimizers import can_fuse, parameter_groups, require_fit, rules_of
 from lockstep.training.rng import Draws
-from lockstep.training.run import Clock, Progress, Run, time_limit
+from lockstep.training.run import Clock, Loaders, Progress, Run, time_limit
 from lockstep.training.schedules import as_schedule
-from lockstep.training.setup import checkpoint_activations, model_dtype, model_memory_format, prepare_model
+from lockstep.training.setup import checkpoint_activations, model_memory_format, prepare_model
 from lockstep.training.step import Step
-
-
-class Loaders(NamedTuple):
-    """What gives this rank its share of each split. val: None without a validation set.
-
-    split: which samples the validation set has, in words with a hash; None without one.
-    held_out: (n,) indices of the validation samples in the training data; None if they are other data.
-    """
-
-    train: Loader
-    test: Loader
-    split: str | None
-    held_out: Any
-    val: Loader | None = None
 
 
 def build_run(config: RunConfig, world: World, parts: Parts, takes_steps: bool = True) -> Run:
@@ -88,7 +74,11 @@ def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, take
     total_steps = min(trainer.epochs * steps_per_epoch, trainer.max_steps or trainer.epochs * steps_per_epoch)
     objective = objective_of(config, task)
     direction = "min" if objective is None else direction_of(config, task, objective)
-    optimizer = build_optimizer(config.optimizer, config.parameters, strategy)
+    rules, node = rules_of(config.parameters), dict(config.optimizer)
+    if "fused" in node and node["fused"] is None:
+        node["fused"] = can_fuse(strategy.model)
+    optimizer = instantiate_as(torch.optim.Optimizer, node, "optimizer", parameter_groups(strategy.model, world, rules))
+    require_fit(optimizer, rules)
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     average: WeightAverage | None = own_average(strategy.model, optimizer, trainer.ema is not None)
     if trainer.ema is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import STARTERS, wait_for
+from support.commands import STARTERS, ema, wait_for
 from support.event_files import MEASURED, scalars
 from support.phases import PARTS, in_phase
 from support.run_folders import read_log, stopped_at
@@ -34,7 +34,7 @@ def test_a_signal_after_the_training_does_not_end_a_rank_that_closes_its_loggers
     [
         ("launch=torchrun", ["trainer.epochs=2"]),
         ("launch=fork", ["trainer.max_steps=6"]),
-        ("python", ["trainer.epochs=1", "trainer.ema=0.9", "snapshot.every=2steps"]),
+        ("python", ["trainer.epochs=1", ema(0.9), "snapshot.every=2steps"]),
     ],
 )
 def test_a_stop_in_an_evaluation_drops_it_and_a_resumed_run_repeats_it(start, tmp_path, starter, limits):

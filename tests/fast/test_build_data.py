@@ -218,7 +218,7 @@ def test_balanced_class_weights_are_those_of_scikit_learn() -> None:
     expected = torch.tensor([8 / (3 * 5), 8 / (3 * 2), 8 / 3], dtype=torch.float64)
     found = completed(config, build_data(config))
     torch.testing.assert_close(torch.tensor(found.task["class_weights"], dtype=torch.float64), expected)
-    assert instantiate(found.task).cross_entropy.weight.allclose(expected)
+    assert instantiate(found.task).weight.allclose(expected)
     for name, words, said in (
         ("uneven", "task.class_weights=[1,2]", r"has 2 weights, and there are 3 classes; type .*=balanced"),
         ("Drawn", "task.class_weights=balanced", "counts the classes .*, and it has none here; type"),

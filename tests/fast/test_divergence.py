@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import TrainingDiverged
-from lockstep.training.nan import broken_samples
+from lockstep.training.nonfinite import broken_samples
 from support.configs import composed
 from support.digits import FEW
 from support.worlds import in_world, train
@@ -68,7 +68,7 @@ def _break_a_weight(cfg: Any) -> str:
 
     def after_epoch(manager: SnapshotManager) -> None:
         with torch.no_grad():
-            next(manager.state.strategy.model.parameters()).view(-1)[0] = float("inf")
+            next(manager.run.strategy.model.parameters()).view(-1)[0] = float("inf")
         before(manager)
 
     SnapshotManager.after_epoch = after_epoch  # type: ignore[method-assign]

@@ -15,7 +15,13 @@ from support.worlds import in_world, train_all
 
 def test_the_best_weights_have_a_file_of_their_own_if_they_are_not_the_last(tmp_path: Path) -> None:
     """An optimizer that makes the loss larger: the best evaluation is the first one."""
-    small = ["model=linear", "optimizer=adamw", "optimizer.fused=false", "trainer.ema=0.9", "logger=[]"]
+    small = [
+        "model=linear",
+        "optimizer=adamw",
+        "optimizer.fused=false",
+        "trainer.ema={_target_:lockstep.training.ema.Average,decay:0.9}",
+        "logger=[]",
+    ]
     base = composed(
         *small, "strategy=fsdp", "+optimizer.maximize=true", "monitor=val/loss", "trainer.epochs=2", whole=False
     )

@@ -31,8 +31,8 @@ from lockstep.failures.report import (
     write_report,
 )
 from lockstep.source_code import PROJECT
-from lockstep.tasks.classification import Classification
-from lockstep.training.sample_noise import SampleNoise
+from lockstep.tasks.tasks import CrossEntropy
+from lockstep.training.rng import SampleDraws
 
 LOST = "rank 1 is gone: closed by peer"
 TORCH = Path(torch.__file__).parent
@@ -149,18 +149,18 @@ def test_an_error_of_communication_is_known_by_its_type_and_place(error, is_comm
 
 
 def test_the_place_of_a_mistake_in_a_watched_forward_pass_is_the_line_that_calls_the_operation():
-    """`SampleNoise` sees each operation of torch, and is no communication."""
+    """`SampleDraws` sees each operation of torch, and is no communication."""
     features, weight = torch.ones(4, 2), torch.ones(3, 3)
-    with pytest.raises(RuntimeError) as caught, SampleNoise().of(0, 4, 8):
+    with pytest.raises(RuntimeError) as caught, SampleDraws().of(0, 4, 8):
         features @ weight
     record = exception_record(caught.value)
     assert (record["is_communication"], record["file"]) == (False, __file__)
     assert record["operands"] == {"features": "(4, 2) float32", "weight": "(3, 3) float32"}
 
     loss = torch.nn.CrossEntropyLoss(weight=torch.ones(3), reduction="none")
-    task = Classification({"loss": "min"}, "loss", 0.0, loss, {}, None)
-    with pytest.raises(RuntimeError) as caught, SampleNoise().of(0, 4, 8):
-        task(torch.ones(4, 2), torch.zeros(4, dtype=torch.int64))
+    task = CrossEntropy(loss=loss)
+    with pytest.raises(RuntimeError) as caught, SampleDraws().of(0, 4, 8):
+        task.sums(torch.ones(4, 2), torch.zeros(4, dtype=torch.int64))
     assert caught.tb is not None
     record = exception_record(caught.value.with_traceback(caught.tb.tb_next))  # without the line of this file
     assert not record["is_communication"]

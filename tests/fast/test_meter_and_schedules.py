@@ -10,64 +10,64 @@ import torch
 from torch import nn
 
 from lockstep.distributed.world import World, join_world
-from lockstep.tasks.base import Task
-from lockstep.training import schedulers
-from lockstep.training.ema import ExponentialMovingAverage
-from lockstep.training.meter import BUFFERED_STEPS, LOSSES_KEPT, Meter
+from lockstep.tasks.tasks import CrossEntropy
+from lockstep.training import schedules
+from lockstep.training.ema import Average
+from lockstep.training.metrics import AT_ONCE, LOSSES_KEPT, Meter
 from support.worlds import in_world
-
-TASK = Task({"loss": "min", "accuracy": "max"}, "accuracy")
 
 
 def add(meter: Meter, loss: float, right: int, count: int, step: int = 0) -> None:
-    meter.add({"loss": torch.tensor(loss), "accuracy": torch.tensor(right)}, count, step)
+    meter.add(step, [torch.tensor(loss), torch.tensor(right)], [count, torch.tensor(count)])
+
+
+def means(meter: Meter) -> dict[str, float]:
+    return meter.means(meter.world.all_reduce_sum(meter.flush().clone()))
 
 
 def measure() -> dict[str, Any]:
-    """Rank r adds 3 samples with loss 1 + r and one right answer, for more steps than are buffered."""
+    """Rank r adds 3 samples with loss 1 + r and one right answer, for more steps than are added up at once."""
     with join_world("gloo", 60) as world:
-        meter, found = Meter(TASK, world), {}
-        for step in range(1, BUFFERED_STEPS + 7):
+        meter, found = Meter(CrossEntropy(), world), {}
+        for step in range(1, AT_ONCE + 7):
             add(meter, 1.0 + world.rank, 1, 3, step)
-        found["first"] = meter.means_since_last()
+        found["first"] = means(meter)
         add(meter, 12.0, 3, 3)
-        found["since"], found["all"] = meter.means_since_last(), meter.means()
-        totals = meter.totals()
-        meter.restore(totals)
-        found["restored"], found["nothing new"] = meter.means(), meter.means_since_last()
+        add(meter, 1000.0, 3, 3, step=7000)
+        meter.discard(7000)
+        found["all"] = means(meter)
+        meter.restore(world.all_reduce_sum(meter.flush().clone()))
+        found["restored"] = means(meter)
         found["finite"] = meter.first_non_finite()
         add(meter, math.inf if world.rank else 1.0, 0, 1, step=90 + world.rank)
         add(meter, math.nan, 0, 1, step=95)
         found["not finite"] = meter.first_non_finite()
         meter.clear()
-        found["cleared"] = meter.totals().tolist()
+        found["cleared"] = means(meter)
         return found
 
 
 def test_a_meter_of_two_ranks_has_the_means_over_all_samples() -> None:
-    steps = BUFFERED_STEPS + 6
+    steps = AT_ONCE + 6
     for found in in_world(2, measure):
         assert found["first"] == {"loss": pytest.approx(0.5), "accuracy": pytest.approx(1 / 3)}
-        assert found["since"] == {"loss": pytest.approx(4.0), "accuracy": pytest.approx(1.0)}
         both = {"loss": (3 * steps + 24) / (6 * steps + 6), "accuracy": (2 * steps + 6) / (6 * steps + 6)}
         assert found["all"] == found["restored"] == pytest.approx(both)
-        assert found["nothing new"] == {"loss": 0, "accuracy": 0}
         assert (found["finite"], found["not finite"]) == (None, 91)
-        assert found["cleared"] == [0, 0, 0]
+        assert found["cleared"] == {}
 
 
 def test_a_meter_keeps_a_bounded_number_of_losses() -> None:
     world = World(0, 1, 0, 1, torch.device("cpu"), None, 60, None)  # type: ignore[arg-type]
-    meter = Meter(TASK, world)
-    for step in range(LOSSES_KEPT + 50):
+    meter = Meter(CrossEntropy(), world)
+    for step in range((LOSSES_KEPT + 50) * AT_ONCE):
         add(meter, 1.0, 1, 1, step)
-    assert len(meter.recent_losses) == LOSSES_KEPT
-    assert meter.recent_losses[0][0] == 50
+    assert len(meter.losses) == LOSSES_KEPT
 
 
 def test_a_moving_average_starts_at_the_first_weights_and_is_put_in_for_a_while() -> None:
     model = nn.Linear(1, 1, bias=False).double()
-    average = ExponentialMovingAverage(model, 0.9)
+    average = Average(model, 0.9)
     for value in (1.0, 2.0, 4.0):
         nn.init.constant_(model.weight, value)
         average.update()
@@ -81,7 +81,7 @@ def test_a_moving_average_starts_at_the_first_weights_and_is_put_in_for_a_while(
 def test_a_moving_average_has_the_statistics_of_its_own_weights() -> None:
     model = nn.BatchNorm1d(1).double()
     model.register_buffer("table", torch.ones(1), persistent=False)
-    average = ExponentialMovingAverage(model, 0.9)
+    average = Average(model, 0.9)
     for value in (1.0, 2.0):
         nn.init.constant_(model.running_mean, value)
         average.update()
@@ -92,39 +92,46 @@ def test_a_moving_average_has_the_statistics_of_its_own_weights() -> None:
 
 
 def rates(schedule: Any, steps: int, steps_per_epoch: int = 4) -> list[float]:
-    """The learning rate of each step, of a peak of 2."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0, momentum=0.9)
+    """The learning rate of each step, of a peak of 2: as they come, and as a run that goes on computes them."""
     facts = {"steps_per_epoch": steps_per_epoch, "total_steps": steps}
     taken = {name: value for name, value in facts.items() if name in inspect.signature(schedule).parameters}
-    scheduler, found = schedule(optimizer, **taken), []
-    for _ in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
+
+    def optimizer() -> torch.optim.Optimizer:
+        return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0, momentum=0.9)
+
+    running, found, resumed = optimizer(), [], []
+    follow = schedule(running, **taken)
+    for step in range(steps):
+        found.append(running.param_groups[0]["lr"])
+        follow(step + 1)
+        other = optimizer()
+        schedule(other, **taken)(step)
+        resumed.append(other.param_groups[0]["lr"])
+    assert resumed == found
     return found
 
 
 def test_schedules_are_their_formulas() -> None:
-    assert rates(schedulers.constant, 5) == [2.0] * 5
-    step = partial(schedulers.step, step_epochs=2, gamma=0.1)
+    assert rates(schedules.constant, 5) == [2.0] * 5
+    step = partial(schedules.step, step_epochs=2, gamma=0.1)
     assert rates(step, 17) == pytest.approx([2.0] * 8 + [0.2] * 8 + [0.02])
-    cosine = rates(partial(schedulers.cosine, warmup_epochs=0.5, final_lr_ratio=0.1), 12)
+    cosine = rates(partial(schedules.cosine, warmup_epochs=0.5, final_lr_ratio=0.1), 12)
     assert cosine[:3] == pytest.approx([1.0, 2.0, 2.0])
     assert cosine[7] == pytest.approx(2 * (0.1 + 0.9 * 0.5))
     expected = [2 * (0.1 + 0.9 * (1 + math.cos(math.pi * n / 10)) / 2) for n in range(10)]
     assert cosine[2:] == pytest.approx(expected)
-    assert rates(partial(schedulers.cosine, warmup_epochs=0, final_lr_ratio=0), 4)[0] == 2.0
-    line = rates(partial(schedulers.linear_decay, warmup_epochs=0.5, final_lr_ratio=0.1), 12)
+    assert rates(partial(schedules.cosine, warmup_epochs=0, final_lr_ratio=0), 4)[0] == 2.0
+    line = rates(partial(schedules.linear_decay, warmup_epochs=0.5, final_lr_ratio=0.1), 12)
     assert line == pytest.approx([1.0, 2.0, *[2 * (1 - 0.9 * n / 10) for n in range(10)]])
 
 
 def test_one_cycle_rises_to_the_optimizers_rate_and_falls() -> None:
-    found = rates(partial(schedulers.one_cycle, pct_start=0.25), 16)
+    found = rates(partial(schedules.one_cycle, pct_start=0.25), 16)
     peak = found.index(max(found))
     assert max(found) == pytest.approx(2.0, rel=0.02)
     assert found[0] == pytest.approx(2.0 / 25)
     assert peak in (3, 4)
     assert found[:peak] == sorted(found[:peak])
     assert found[peak:] == sorted(found[peak:], reverse=True)
-    later = rates(partial(schedulers.one_cycle, pct_start=0.75), 16)
+    later = rates(partial(schedules.one_cycle, pct_start=0.75), 16)
     assert later.index(max(later)) in (11, 12)

@@ -11,7 +11,7 @@ from lockstep.config.nodes import instantiate, instantiate_as
 from lockstep.errors import ConfigError
 from lockstep.models.base import has_lazy_layers
 from lockstep.tasks.base import Task
-from lockstep.tasks.classification import Classification
+from lockstep.tasks.tasks import CrossEntropy
 from support.configs import composed
 from support.refusals import accepted, answer
 
@@ -24,7 +24,7 @@ class Net(nn.Module):
         self.width, self.depth = width, depth
 
 
-class Inherits(Classification):
+class Inherits(CrossEntropy):
     """Has the constructor of its base."""
 
 

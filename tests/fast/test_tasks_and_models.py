@@ -1,6 +1,5 @@
 """Losses and metrics against plain torch, and the layers of the models."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,68 +12,68 @@ from lockstep.errors import ConfigError
 from lockstep.models.base import give_shapes
 from lockstep.models.tutorial import linear, mlp
 from lockstep.strategies.model_parallel import layer_groups
-from lockstep.tasks.base import Function, Share, Task
-from lockstep.tasks.classification import Classification
-from lockstep.tasks.regression import Regression
+from lockstep.tasks.base import Function, Task
 from lockstep.tasks.reports import ClassReport
-from lockstep.training.early_steps import find_no_sums
+from lockstep.tasks.tasks import CrossEntropy, MultiLabel, Regression
 from lockstep.training.setup import prepare_model
 from support.configs import composed
 
-CLASSIFICATION = Classification({"loss": "min", "accuracy": "max"}, "accuracy", 0.0, None, {}, None)
-REGRESSION = Regression({"loss": "min"}, "loss", None, {})
+
+def sums(task: Task, outputs: Any, targets: Any) -> dict[str, float]:
+    """{name: the value that is added up}, and "loss" with its gradient as `loss`."""
+    found = task.sums(outputs, targets)
+    assert found.loss.item() == found.values[0].item()
+    return {name: value.item() for name, value in zip(task.names, found.values, strict=True)}
 
 
-def test_classification_sums_cross_entropy_and_right_answers() -> None:
+def test_cross_entropy_and_right_answers_are_summed() -> None:
     outputs = torch.tensor([[2.0, 1.0], [0.0, 3.0], [1.0, 0.0]], requires_grad=True)
     targets = torch.tensor([0, 1, 1])
-    loss, sums = CLASSIFICATION(outputs, targets)
-    assert loss.item() == pytest.approx(3 * F.cross_entropy(outputs, targets).item())
-    assert (sums["loss"].item(), sums["accuracy"].item()) == (loss.item(), 2)
-    loss.backward()
+    found = sums(CrossEntropy(), outputs, targets)
+    assert found == {"loss": pytest.approx(3 * F.cross_entropy(outputs, targets).item()), "accuracy": 2}
+    CrossEntropy().sums(outputs, targets).loss.backward()
     assert outputs.grad is not None
 
 
 def test_regression_sums_over_samples_and_averages_over_a_samples_values() -> None:
     outputs, targets = torch.tensor([[1.0, 3.0], [0.0, 0.0]]), torch.zeros(2, 2)
-    loss, sums = REGRESSION(outputs, targets)
-    assert loss.item() == sums["loss"].item() == 5.0
+    assert sums(Regression(), outputs, targets) == {"loss": 5.0, "mae": 2.0}
     one_each = torch.tensor([1.0, 3.0])
-    assert REGRESSION(torch.zeros(2, 1), one_each)[0].item() == REGRESSION(torch.zeros(2), one_each)[0].item() == 10.0
+    for zeros in (torch.zeros(2, 1), torch.zeros(2)):
+        assert sums(Regression(), zeros, one_each)["loss"] == 10.0
 
 
 @pytest.mark.parametrize(
     ("task", "outputs", "targets", "advice"),
     [
-        (CLASSIFICATION, [2, 5, 9], torch.zeros(2, 5).long(), "type task=language_modelling for a class number"),
-        (CLASSIFICATION, [2, 4], torch.zeros(2, 4).long(), "type task=multi_label for targets that are labels"),
-        (CLASSIFICATION, [2, 1], torch.zeros(2), "type task=regression for targets that are numbers"),
-        (REGRESSION, [2, 3], torch.zeros(2).long(), "type task=classification for targets that are classes"),
-        (REGRESSION, [2, 3], torch.zeros(2, 4), r"type model._target_=<a net with outputs \[N, 4\]>"),
+        (CrossEntropy(), [2, 5, 9], torch.zeros(2, 5).long(), "type task=language_modelling for a class number"),
+        (CrossEntropy(), [2, 4], torch.zeros(2, 4).long(), "type task=multi_label for targets that are labels"),
+        (CrossEntropy(), [2, 1], torch.zeros(2), "type task=regression for targets that are numbers"),
+        (Regression(), [2, 3], torch.zeros(2).long(), "type task=classification for targets that are classes"),
+        (Regression(), [2, 3], torch.zeros(2, 4), r"type model._target_=<a net with outputs \[N, 4\]>"),
+        (MultiLabel(), [2, 3], torch.zeros(2).long(), "or task=classification for targets that are class numbers"),
     ],
 )
 def test_outputs_that_do_not_fit_are_refused_with_the_task_that_they_are_for(
     task: Task, outputs: list[int], targets: torch.Tensor, advice: str
 ) -> None:
     with pytest.raises(ConfigError, match=advice):
-        task(torch.zeros(outputs), targets)
+        task.sums(torch.zeros(outputs), targets)
 
 
 @pytest.mark.parametrize(
-    ("task", "targets"), [(CLASSIFICATION, torch.zeros(0, dtype=torch.long)), (REGRESSION, torch.zeros(0, 2))]
+    ("task", "targets"), [(CrossEntropy(), torch.zeros(0, dtype=torch.long)), (Regression(), torch.zeros(0, 2))]
 )
 def test_no_sample_adds_nothing_and_half_precision_is_summed_in_float32(task: Task, targets: torch.Tensor) -> None:
-    loss, sums = task(torch.zeros(0, 2, dtype=torch.bfloat16), targets)
-    assert loss.dtype == torch.float32
-    assert [value.item() for value in sums.values()] == [0] * len(sums)
+    outputs = torch.zeros(0, 2, dtype=torch.bfloat16)
+    assert task.sums(outputs, targets).loss.dtype == torch.float32
+    assert not any(sums(task, outputs, targets).values())
 
 
 def test_metrics_say_whether_more_is_better() -> None:
-    assert (CLASSIFICATION.mode("val/accuracy"), CLASSIFICATION.mode("test/loss")) == ("max", "min")
+    assert (CrossEntropy().mode("val/accuracy"), CrossEntropy().mode("test/loss")) == ("max", "min")
     with pytest.raises(ConfigError, match="type monitor=val/loss or monitor=val/accuracy"):
-        CLASSIFICATION.mode("val/f1")
-    with pytest.raises(ConfigError, match="type task.monitor=loss"):
-        Regression({"loss": "min"}, "accuracy", None, {})
+        CrossEntropy().mode("val/f1")
 
 
 def layers(model: nn.Module) -> list[tuple[int, ...]]:
@@ -90,86 +89,49 @@ def test_layer_groups_are_neighbours_with_equally_many_layers_with_parameters() 
         layer_groups(linear([1, 8, 8], 10), 3)
 
 
-@pytest.mark.parametrize(
-    ("dataset", "task", "monitor"), [("digits", "Classification", "accuracy"), ("random", "Regression", "loss")]
-)
-def test_a_data_set_brings_its_task(dataset: str, task: str, monitor: str) -> None:
+@pytest.mark.parametrize(("dataset", "task"), [("digits", "CrossEntropy"), ("random", "Regression")])
+def test_a_data_set_brings_its_task(dataset: str, task: str) -> None:
     cfg = composed(f"dataset={dataset}", "model=linear", whole=False)
     assert cfg.task["_target_"].endswith(task)
-    assert cfg.objective == f"val/{monitor}"
 
 
-@pytest.mark.parametrize("loss", [nn.HuberLoss(), F.huber_loss])
-def test_a_loss_of_the_user_s_counts_each_sample_by_its_mean(loss: Function) -> None:
-    task = Regression({"loss": "min", "mae": "min"}, "loss", loss, {"mae": nn.L1Loss()})
-    outputs, targets = torch.randn(8, 3), torch.randn(8, 3)
-    total, sums = task(outputs, targets)
+@pytest.mark.parametrize("loss", [nn.HuberLoss(reduction="none"), lambda x, y: F.huber_loss(x, y, reduction="none")])
+def test_a_loss_of_the_user_s_counts_each_sample_by_the_mean_of_its_values(loss: Function) -> None:
+    task, outputs, targets = Regression(loss=loss), torch.randn(8, 3), torch.randn(8, 3)
+    total = task.sums(outputs, targets).loss
     assert torch.allclose(total, 8 * F.huber_loss(outputs, targets))
-    assert torch.allclose(sums["mae"], 8 * F.l1_loss(outputs, targets))
-    first, second = (task(outputs[half], targets[half])[0] for half in (slice(4), slice(4, 8)))
+    first, second = (task.sums(outputs[half], targets[half]).loss for half in (slice(4), slice(4, 8)))
     assert torch.allclose(total, first + second)
-
-
-@pytest.mark.parametrize("loss", [nn.KLDivLoss(reduction="batchmean"), partial(F.kl_div, reduction="batchmean")])
-def test_a_loss_of_the_user_s_that_is_a_sum_over_the_values_of_a_sample_stays_one(loss: Function) -> None:
-    task = Regression({"loss": "min"}, "loss", loss, {})
-    outputs, targets = torch.randn(8, 3).log_softmax(1), torch.randn(8, 3).softmax(1)
-    assert torch.allclose(task(outputs, targets)[0] / 8, F.kl_div(outputs, targets, reduction="batchmean"))
-
-
-@pytest.mark.parametrize("loss", [nn.MSELoss(reduction="sum"), partial(F.mse_loss, reduction="sum")])
-def test_a_loss_of_the_user_s_that_grows_with_the_batch_is_refused(loss: Function) -> None:
-    with pytest.raises(ConfigError, match=r"task.loss has reduction=sum, .*; type \+\+task.loss.reduction=mean"):
-        Regression({"loss": "min"}, "loss", loss, {})
-
-
-def test_a_loss_of_the_user_s_that_is_a_mean_is_refused() -> None:
-    task = Regression({"loss": "min"}, "loss", lambda outputs, targets: (outputs - targets).abs().mean(), {})
-    with pytest.raises(ConfigError, match=r"task.loss gives the shape \[\] for 8 samples.* return \[8\], or type"):
-        task(torch.randn(8, 3), torch.randn(8, 3))
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"a": torch.ones(2)}, "task.loss gives a dict, and a tensor with a value for each sample is wanted"),
-        (1.0, "task.loss gives a float, and a tensor"),
-        (torch.tensor(1.0), "task.loss gives the shape \\[\\] for 2 samples"),
+        (torch.tensor(1.0), r'gives loss as \[\], .*: the ranks add them up; type reduction="none"'),
+        (torch.ones(3), r"gives loss as \[3\], and a value for each sample is wanted, \[2\], or \[2, 4\]"),
+        (1.0, "gives loss as float, and a value"),
+        ({"a": torch.ones(2)}, "gives loss as dict, and a value"),
     ],
 )
 def test_an_own_loss_that_gives_no_value_for_each_sample_is_refused(given: Any, said: str) -> None:
-    task = Regression({"loss": "min"}, "loss", lambda outputs, targets: given, {})
     with pytest.raises(ConfigError, match=said):
-        task(torch.zeros(2, 4), torch.zeros(2, 4))
+        Regression(loss=lambda outputs, targets: given).sums(torch.zeros(2, 4), torch.zeros(2, 4))
 
 
 def test_an_own_measure_may_give_yes_or_no() -> None:
-    measures = {"near": lambda outputs, targets: (outputs - targets).abs() < 0.1}
-    task = Regression({"loss": "min", "near": "max"}, "loss", None, measures)
-    sums = task(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.zeros(2, 2))[1]
-    assert sums["near"].item() == 1.5
+    class Near(Regression):
+        better = {"loss": "min", "near": "max"}
 
+        def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+            return super().__call__(outputs, targets) | {"near": (outputs - targets).abs().amax(1) < 0.1}
 
-class Means(Task):
-    """A user's task, on a model with a loss of its own, that forgets to sum."""
-
-    def __call__(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss = F.cross_entropy(outputs["logits"], targets) + outputs["own"]
-        return loss, {"loss": loss}
-
-
-def test_a_mean_is_found_with_two_samples_beside_an_output_of_no_dimension() -> None:
-    task, outputs = Means({"loss": "min"}, "loss"), {"logits": torch.eye(4), "own": torch.tensor(0.5)}
-    one = {"logits": outputs["logits"][:1], "own": outputs["own"]}
-    assert find_no_sums(task, one, torch.arange(1)) is None
-    with pytest.raises(ConfigError, match="Means returns a mean as its loss"):
-        find_no_sums(task, outputs, torch.arange(4))
+    assert sums(Near(), torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.zeros(2, 2))["near"] == 1
 
 
 def test_a_report_leaves_out_targets_that_are_no_class() -> None:
     with join_world("gloo", 60) as world:
-        report = ClassReport(Share(0, 1, 3), images=3)
-        report.add(torch.eye(3), torch.tensor([-100, 1, 0]))
+        report = ClassReport("test", images=3)
+        report.add(torch.eye(3), torch.tensor([-100, 1, 0]), torch.arange(3))
         report.reduce(world)
     assert [(shown.number, shown.truth) for shown in report.shown] == [(2, 0), (1, 1)]
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from pretend_gpu import device
+from support.commands import ema
 from support.configs import composed, parts_of, record_of
 from support.digits import FEW
 from support.worlds import train
 
 GPUS = 8
 BASE = ["trainer.max_steps=14", "trainer.epochs=9", FEW, "logging.every=1000", "logger=[]"]
-BASE += ["watch.every=5", "backend.timeout=100"]
+BASE += ["watch.weights_every=5", "backend.timeout=100"]
 MIX = "loader.batch_transforms=[{_target_:torchvision.transforms.v2.MixUp,alpha:1.0,num_classes:10}]"
 EMPTY = ["trainer.batch_size=359", "trainer.max_steps=4"]  # of 360 samples: an epoch's last batch is one sample
 FP16 = ["trainer.precision=fp16", "sync_bn=off"]
@@ -38,7 +39,7 @@ SCENARIOS: dict[str, tuple[int, list[str], dict[str, float]]] = {
         [
             "trainer.gradient_accumulation_steps=2",
             "trainer.max_grad_norm=1",
-            "trainer.ema=0.9",
+            ema(0.9),
             "optimizer=adamw",
             "sync_bn=off",
         ],
@@ -83,7 +84,7 @@ SCENARIOS: dict[str, tuple[int, list[str], dict[str, float]]] = {
     "virtual_ranks": (2, ["strategy=virtual_ranks", "trainer.deterministic=true"], COMPARED),
     "model_parallel": (
         1,
-        ["strategy=model_parallel", "model=toy_parallel", "trainer.max_grad_norm=1", "trainer.ema=0.9"],
+        ["strategy=model_parallel", "model=toy_parallel", "trainer.max_grad_norm=1", ema(0.9)],
         COMPARED,
     ),
     "model_parallel, local_sgd": (

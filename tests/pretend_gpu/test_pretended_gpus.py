@@ -20,6 +20,7 @@ from lockstep.tasks.base import Task
 from pretend_gpu import device
 from pretend_gpu.models import TakesDict
 from pretend_gpu.scenarios import GPUS, SCENARIOS, small_training, trained_on_gpus, worked
+from support.commands import ema
 from support.configs import composed
 from support.worlds import distance, in_world, train, weights
 
@@ -55,7 +56,7 @@ def test_a_training_on_gpus_is_that_of_the_cpu_and_the_host_waits_for_nothing(na
 
 
 def test_what_gpus_have_trained_is_resumed_evaluated_predicted_and_exported(tmp_path: Path) -> None:
-    gpu, cpu, words = tmp_path / "gpu", tmp_path / "cpu", ["sync_bn=on", "trainer.ema=0.9"]
+    gpu, cpu, words = tmp_path / "gpu", tmp_path / "cpu", ["sync_bn=on", ema(0.9)]
     for pause in ("1", "null"):
         found = in_world(2, trained_on_gpus, small_training(gpu, *words, f"trainer.pause_after={pause}"))
         assert [rank["error"] for rank in found] == ["", ""]

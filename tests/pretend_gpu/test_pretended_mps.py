@@ -11,6 +11,7 @@ from lockstep.errors import ConfigError
 from lockstep.preflight import preflight
 from pretend_gpu import device
 from pretend_gpu.scenarios import trained_on_gpus, worked
+from support.commands import ema
 from support.configs import composed
 from support.digits import FEW
 from support.worlds import distance, in_world, train, weights
@@ -23,7 +24,7 @@ BASE = [
 ]
 MIX = "loader.batch_transforms=[{_target_:torchvision.transforms.v2.MixUp,alpha:1.0,num_classes:10}]"
 RUNS = {
-    "convnet": ["trainer.ema=0.9"],
+    "convnet": [ema(0.9)],
     "adamw, clipping, accumulation": [
         *("model=mlp", "optimizer=adamw", "trainer.max_grad_norm=1", "trainer.gradient_accumulation_steps=2")
     ],

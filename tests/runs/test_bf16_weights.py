@@ -15,7 +15,7 @@ from lockstep.data.loader import InputConverter
 from lockstep.distributed.host import has_native_bf16
 from lockstep.models.tutorial import linear
 from lockstep.training.setup import cast
-from support.commands import PYTHON_TRAIN, Command
+from support.commands import PYTHON_TRAIN, Command, ema
 from support.configs import composed
 from support.digits import digits
 from support.reference import saved_parameters, train_reference
@@ -60,7 +60,7 @@ def test_the_weights_are_those_of_plain_torch_in_bfloat16(tmp_path: Path) -> Non
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one_and_all_is_bfloat16(
     tmp_path: Path, size: int, words: list[str]
 ) -> None:
-    words = ["model=convnet", "trainer.ema=0.9", *words]
+    words = ["model=convnet", ema(0.9), *words]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     start = whole / "snapshots" / "step_00000010.pt"
     in_world(size, train_all, [runs(whole, *words), runs(resumed, *words, f"resume={start}")])

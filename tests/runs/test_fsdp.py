@@ -11,7 +11,6 @@ from torch import nn
 from lockstep.errors import ConfigError
 from lockstep.models.tutorial import convnet
 from lockstep.strategies.fsdp import FSDP, blocks_to_wrap
-from lockstep.training.weight_check import odd_weights
 from support.commands import own_data
 from support.configs import composed, parts_of, with_values
 from support.models import WATCHED, Block, TinyGPT

@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from support.commands import ema
 from support.configs import composed
 from support.event_files import scalars
 from support.worlds import distance, in_world, same_bits, train, train_all, weights
@@ -95,7 +96,7 @@ def test_approximations_learn_the_digits(tmp_path: Path) -> None:
 
 
 def test_local_sgd_stopped_and_resumed_ends_with_the_bits_of_an_unbroken_run(tmp_path: Path) -> None:
-    apart = ["gradient_sync=local_sgd", "gradient_sync.sync_every=5", "model=mlp", "optimizer=adamw", "trainer.ema=0.9"]
+    apart = ["gradient_sync=local_sgd", "gradient_sync.sync_every=5", "model=mlp", "optimizer=adamw", ema(0.9)]
     saved = ["snapshot.every=7steps", "snapshot.keep_last=100", "trainer.epochs=2", "logger=[]"]
     resumed = f"resume={tmp_path}/whole/snapshots/step_00000035.pt"
     whole = composed(f"run_dir={tmp_path / 'whole'}", *apart, *saved)

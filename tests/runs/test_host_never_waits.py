@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from support.commands import ema
 from support.configs import composed
 from support.worlds import distance, in_world, train, weights
 
 READS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select")
 OPTIONS = [
     [],
-    ["trainer.gradient_accumulation_steps=2", "trainer.max_grad_norm=1", "trainer.ema=0.9", "optimizer=adamw",
+    ["trainer.gradient_accumulation_steps=2", "trainer.max_grad_norm=1", ema(0.9), "optimizer=adamw",
      "loader.augment={_target_:lockstep.data.augment.ShiftFlip,pad:1,flip:true}"],
     ["sync_bn=on", "trainer.precision=bf16", "model=convnet"],
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from support.commands import WHOLE
+from support.commands import WHOLE, ema
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_the_preset_for_image_folders_learns_two_colours_on_two_ranks(train: Any
     options = [
         "experiment=image_folder_resnet", f"dataset.root={tmp_path / 'colours'}", "model.name=resnet18",
         "loader.transforms.0.size=[16,16]", "loader.test_transforms.0.size=[18]", "trainer.batch_size=8",
-        "loader.test_transforms.1.size=[16,16]", "trainer.ema=0.5", "dataset.cache_dir=decoded",
+        "loader.test_transforms.1.size=[16,16]", ema(0.5), "dataset.cache_dir=decoded",
         "trainer.epochs=6", "scheduler.warmup_epochs=1", "optimizer.lr=0.002",  # at 0.02 the loss jumps
         "loader.num_workers=0", "dataset.shape=[3,16,16]", *WHOLE,
     ]  # fmt: skip

@@ -3,14 +3,18 @@
 import pytest
 import torch
 from hydra.utils import instantiate
-
 from lockstep.training.checkpointing import checkpoint_activations
+
 from support.commands import ROOT
 from support.configs import composed
 from support.worlds import distance, in_world, train_all, weights
 
 DOUBLE = ["trainer.precision=fp64", "logger=[]", "trainer.epochs=1"]
-DRAWING = ["model._target_=support.memory.Drawing", "~model.shape", "~model.classes", "trainer.buffers=own"]
+DRAWING = [
+    "model._target_=support.memory.Drawing",
+    "~model.shape",
+    "~model.classes",
+]
 
 
 def trained(folder, ranks, *jobs):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import lockstep
 from lockstep.errors import ConfigError
-from support.commands import ON_TEST, PYTHON_TRAIN, ROOT, WHOLE, Command
+from support.commands import ON_TEST, PYTHON_TRAIN, ROOT, WHOLE, Command, ema
 from support.digits import digits
 
 pytestmark = pytest.mark.whole
@@ -30,7 +30,7 @@ TRAINED = [
     "monitor=val/loss",
     "trainer.epochs=2",
     "trainer.precision=fp64",
-    "trainer.ema=0.9",
+    ema(0.9),
 ]
 TRAINED += ["evaluation.every=2"]
 
@@ -247,7 +247,7 @@ def test_an_onnx_file_gives_the_nets_outputs(run: Path, start: Start, tmp_path: 
 def test_a_finished_runs_folder_typed_without_its_overrides_is_refused(run: Path, start: Start) -> None:
     """The defaults would train three more epochs, in float32, and replace model.pt."""
     before = files_of(run)
-    command = start(*PYTHON_TRAIN, f'hydra.run.dir="{run}"', "trainer.epochs=2", "trainer.ema=0.5").finish(2)
+    command = start(*PYTHON_TRAIN, f'hydra.run.dir="{run}"', "trainer.epochs=2", ema(0.5)).finish(2)
     assert f"{run} holds a run with " in command.sentence
     assert f"to go on with it, or hydra.run.dir=<a new folder>, with resume={run} to begin with its" in command.sentence
     assert files_of(run) == before

@@ -9,7 +9,8 @@ import torch
 
 from lockstep.data.partition import generator
 from lockstep.errors import TrainingDiverged
-from lockstep.training.nan import are_finite
+from lockstep.training.nonfinite import are_finite
+from support.commands import ema
 from support.configs import composed, with_values
 from support.event_files import scalars
 from support.worlds import in_world, train
@@ -128,7 +129,7 @@ def test_where_reading_would_wait_the_next_log_finds_the_step(tmp_path: Path) ->
 def test_skip_leaves_out_the_update_and_nothing_else(tmp_path: Path, ranks: int) -> None:
     step, rank = step_of_sample(BROKEN, 0, ranks)
     every = ["watch.nan=skip", "snapshot.every=1steps", "snapshot.keep_last=100", f"trainer.max_steps={step + 2}"]
-    options = [*SMALL, "trainer.ema=0.9", "logging.every=1", *every]
+    options = [*SMALL, ema(0.9), "logging.every=1", *every]
     many = [option for option in SMALL if "broken" not in option]
     broken = f"+dataset.train.broken={list(range(900))}"
     configs = [

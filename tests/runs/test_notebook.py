@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from support.commands import ROOT
+from support.commands import BY_LOSS, ROOT
 from support.configs import composed
 from support.worlds import in_world, train
 
@@ -19,7 +19,7 @@ def test_the_script_gives_the_numbers_of_the_command(start, tmp_path):
     output = start(sys.executable, "-c", script, PYTHONPATH=path).finish().output
     losses = re.findall(r"'loss': ([\d.]+)", output)
     assert len(losses) == 3
-    options = ["model=mlp", "scheduler=constant", "trainer.epochs=3", "task.monitor=loss", "logger=[]"]
+    options = ["model=mlp", "scheduler=constant", "trainer.epochs=3", BY_LOSS, "logger=[]"]
     options += [f"run_dir={tmp_path}/run"]
     (objective,) = in_world(1, train, composed(*options, whole=False))
     assert float(losses[-1]) == pytest.approx(objective, rel=1e-4)

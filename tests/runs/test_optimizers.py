@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from lockstep.training.parameter_groups import ParameterRules
 from torch import nn
 from torch.optim import lr_scheduler
 
 from lockstep.errors import ConfigError
 from lockstep.training.optimizers import MuonWithAdamW
-from lockstep.training.parameter_groups import ParameterRules
-from lockstep.training.schedulers import AnySchedule, Plateau
+from lockstep.training.schedules import AnySchedule, Plateau
 from support.commands import ON_TEST, Command
 from support.configs import with_values
 from support.event_files import scalars

@@ -9,6 +9,7 @@ from torch import nn
 
 from lockstep.strategies.data_parallel import UnevenDataParallel, part_sizes
 from lockstep.strategies.model_parallel import rank_devices
+from support.commands import ema
 from support.configs import composed
 from support.digits import PAIRS_ON_TEST
 from support.event_files import scalars
@@ -100,7 +101,7 @@ def steps_between_synchronisations(cfg: Any) -> list[int]:
 
 
 def test_with_one_worker_an_asynchronous_server_is_one_process(tmp_path: Path) -> None:
-    same = [*SMALL, "optimizer=adamw", "trainer.ema=0.9", "trainer.gradient_accumulation_steps=2", "trainer.epochs=2",
+    same = [*SMALL, "optimizer=adamw", ema(0.9), "trainer.gradient_accumulation_steps=2", "trainer.epochs=2",
             "trainer.max_grad_norm=0.5", "trainer.max_steps=7"]  # fmt: skip
     served = ["strategy=async_parameter_server", "strategy.sync_every=3"]
     in_world(1, train_all, [composed(f"run_dir={tmp_path / 'alone'}", *same, "logger=[]")])
@@ -121,7 +122,7 @@ def test_with_two_workers_gradients_are_stale_and_every_step_is_taken(tmp_path: 
 
 def test_a_server_sends_every_type_exactly_and_leaves_weights_without_a_gradient_alone(tmp_path: Path) -> None:
     model = ["model=linear", "model._target_=support.models.WithConstants", "optimizer=adamw", "trainer.max_steps=3"]
-    model += ["trainer.ema=0.9"]  # which leaves an infinite mask as it is
+    model += [ema(0.9)]  # which leaves an infinite mask as it is
     served = ["dataset=random", "strategy=async_parameter_server", "logger=[]", *model]
     in_world(2, train_all, [composed(f"run_dir={tmp_path}", *served)])
     saved = torch.load(tmp_path / "model.pt", weights_only=True)

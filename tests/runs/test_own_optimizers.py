@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.commands import ema
 from support.small_commands import answer_of
 from zoo.combinations import Combination, Zoo
 
@@ -20,7 +21,7 @@ REFUSED = [
         "no snapshot has the state of matrices, others; write self.matrices",
     ),
     (["optimizer._target_=zoo.optimizers.Both"], "Both.state_dict gives matrices, others, and a snapshot needs state"),
-    (["optimizer._target_=zoo.optimizers.ScheduleFree", "trainer.ema=0.9"], "itself; type trainer.ema=null"),
+    (["optimizer._target_=zoo.optimizers.ScheduleFree", ema(0.9)], "itself; type trainer.ema=null"),
     (
         ["optimizer._target_=zoo.optimizers.Lookahead", "strategy=fsdp", "launch=fork", "launch.nproc_per_node=2"],
         "Lookahead keeps slow, steps beside its state, and each rank holds a part of it",

@@ -13,6 +13,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.loggers.csv_logger import read_rows
 from lockstep.preflight import preflight
+from support.commands import ema
 from support.configs import composed, parts_of, with_values
 from support.models import WATCHED
 from support.worlds import distance, in_world, train, train_all, weights
@@ -48,9 +49,9 @@ def schedules_of(configs: list[Any]) -> list[set[tuple[str, int]]]:
 
 
 def test_schedules_and_micro_batches_have_one_ranks_numbers(tmp_path: Path) -> None:
-    base = composed(*SMALL, *SHORT, "trainer.max_grad_norm=0.3", "trainer.ema=0.8")
+    base = composed(*SMALL, *SHORT, "trainer.max_grad_norm=0.3", ema(0.8))
     in_world(1, train_all, [with_values(base, f"run_dir={tmp_path / 'alone'}")])
-    piped = composed(*SMALL, *SHORT, "trainer.max_grad_norm=0.3", "trainer.ema=0.8", "strategy=pipeline")
+    piped = composed(*SMALL, *SHORT, "trainer.max_grad_norm=0.3", ema(0.8), "strategy=pipeline")
     runs = {
         "1F1B": [],
         "GPipe": ["strategy.schedule=GPipe"],
@@ -72,7 +73,7 @@ def test_schedules_and_micro_batches_have_one_ranks_numbers(tmp_path: Path) -> N
 @pytest.mark.parametrize("frozen", ["0", "2"])
 def test_a_stage_may_have_frozen_layers_only_and_tensors_that_are_no_buffers(tmp_path: Path, frozen: str) -> None:
     layers = [*SMALL[:2], SMALL[-1], *SHORT, "model=linear", "model._target_=support.models.scaled_layers"]
-    layers += [f"parameters.freeze=['{frozen}']", "trainer.max_grad_norm=0.3", "trainer.ema=0.8"]
+    layers += [f"parameters.freeze=['{frozen}']", "trainer.max_grad_norm=0.3", ema(0.8)]
     in_world(1, train_all, [composed(f"run_dir={tmp_path / 'alone'}", *layers)])
     in_world(2, train_all, [composed(f"run_dir={tmp_path / 'piped'}", *layers, "strategy=pipeline")])
     assert distance(weights(tmp_path / "alone"), weights(tmp_path / "piped")) < 1e-11

@@ -11,7 +11,7 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.runs.record import read_run
 from lockstep.snapshots.state import resumed_group
-from support.commands import ON_TEST
+from support.commands import ON_TEST, ema
 from support.configs import composed
 from support.digits import FEW, FEW_ON_TEST
 from support.run_folders import newest_snapshot, read_log
@@ -26,7 +26,7 @@ def runs(folder: Path, *overrides: str) -> Any:
 
 
 def test_a_resumed_run_ends_with_the_same_bits_as_an_unbroken_one(tmp_path):
-    adamw = ["optimizer=adamw", "scheduler=one_cycle", "model.dropout=0.2", "trainer.epochs=3", "trainer.ema=0.9"]
+    adamw = ["optimizer=adamw", "scheduler=one_cycle", "model.dropout=0.2", "trainer.epochs=3", ema(0.9)]
     adamw += ["snapshot.every=5steps"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     start = whole / "snapshots/step_00000010.pt"
@@ -53,7 +53,7 @@ def test_what_a_model_and_an_optimizer_draw_is_the_same_after_a_resume_in_mid_ep
 
 def test_a_run_that_paused_goes_on_with_the_bits_and_the_schedule_of_an_unbroken_one(tmp_path):
     """evaluation.every=2: the pause after epoch 1 evaluates, but its numbers are not those of the unbroken run."""
-    adamw = ["optimizer=adamw", "scheduler=one_cycle", "model.dropout=0.2", "trainer.epochs=4", "trainer.ema=0.9"]
+    adamw = ["optimizer=adamw", "scheduler=one_cycle", "model.dropout=0.2", "trainer.epochs=4", ema(0.9)]
     adamw += ["evaluation.every=2", "evaluation.patience=9"]
     whole, paused = tmp_path / "whole", tmp_path / "paused"
     parts = [runs(paused, *adamw, f"trainer.pause_after={epochs}") for epochs in (1, 2)]
@@ -165,7 +165,7 @@ def test_a_best_evaluation_counts_only_where_the_same_is_measured_again(tmp_path
     configs = [
         runs(metric, *judged, "trainer.epochs=1", "optimizer.lr=1e-4"),
         runs(metric, *judged[:2], "trainer.epochs=2", "optimizer.lr=1e-4"),
-        runs(ema, "trainer.epochs=1", "trainer.ema=0.98", "optimizer.lr=1e-9"),
+        runs(ema, "trainer.epochs=1", ema(0.98), "optimizer.lr=1e-9"),
         runs(ema, "trainer.epochs=2", "optimizer.lr=1e-9"),
     ]
     in_world(1, train_all, configs)

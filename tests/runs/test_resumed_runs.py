@@ -14,7 +14,7 @@ import torch
 
 from lockstep.snapshots.files import list_snapshots, save_snapshot
 from lockstep.snapshots.resume import load_first_good
-from support.commands import ON_TEST, wait_for
+from support.commands import ON_TEST, ema, wait_for
 from support.event_files import scalars
 from support.run_folders import newest_snapshot
 from support.worlds import PRELOAD, same_bits
@@ -60,7 +60,7 @@ def test_a_finished_run_typed_again_says_so_and_stays_as_it_is(train, tmp_path):
 
 
 def test_average_best_and_patience_survive_a_restart(train, tmp_path):
-    judged = ["model=mlp", "scheduler=constant", "trainer.ema=0.9", "trainer.epochs=40", "evaluation.patience=2"]
+    judged = ["model=mlp", "scheduler=constant", ema(0.9), "trainer.epochs=40", "evaluation.patience=2"]
     judged += ["snapshot.keep_last=1", "optimizer.lr=0.5", ON_TEST]
     whole = train(*judged, "hydra.run.dir=whole")
     train(*judged, "hydra.run.dir=parts", "trainer.max_steps=30")

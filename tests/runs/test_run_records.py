@@ -15,7 +15,7 @@ import torch
 
 from lockstep.loggers.csv_logger import read_rows
 from lockstep.runs.record import code_facts, read_run, run_exit_code, versions
-from support.commands import PYTHON_TRAIN, ROOT, Command, wait_for
+from support.commands import PYTHON_TRAIN, ROOT, Command, ema, wait_for
 from support.digits import FEW
 from support.event_files import Backend
 from support.run_folders import SLOW, position
@@ -122,7 +122,7 @@ def test_a_record_names_the_chosen_classes_and_only_what_they_take(tmp_path: Pat
 @pytest.mark.parametrize(("number", "state", "code"), [(signal.SIGKILL, "killed", 5), (signal.SIGTERM, "stopped", 75)])
 def test_how_an_interrupted_run_ended(start: Callable[..., Command], number: int, state: str, code: int) -> None:
     words = [*SLOW, "trainer.epochs=200", "logger=[]", "hydra.run.dir=run"]
-    run = start(*PYTHON_TRAIN, *words, "optimizer.lr=0.1", "trainer.ema=0.9")
+    run = start(*PYTHON_TRAIN, *words, "optimizer.lr=0.1", ema(0.9))
     folder = run.cwd / "run"
     wait_for(lambda: position(folder)[0] >= 5, "snapshot")
     assert states(run.cwd) == ["running"]
@@ -130,7 +130,7 @@ def test_how_an_interrupted_run_ended(start: Callable[..., Command], number: int
     run.finish(None)
     wait_for(lambda: states(run.cwd) == [state], f"state {state}")  # the monitor's report comes after the kill
     assert run_exit_code(read_run(folder)) == code
-    fewer = start(*PYTHON_TRAIN, *words, "trainer.ema=0.5").finish(2)  # the default would replace the learning rate
+    fewer = start(*PYTHON_TRAIN, *words, ema(0.5)).finish(2)  # the default would replace the learning rate
     told = "holds a run with optimizer.lr=0.1, and here it is 0.05; type optimizer.lr=0.1 to go on with it"
     assert told in fewer.sentence
 

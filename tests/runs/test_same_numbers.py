@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ConfigError
-from support.commands import ON_TEST
+from support.commands import ON_TEST, ema
 from support.configs import composed, with_values
 from support.event_files import scalars
 from support.worlds import distance, in_world, train, train_all, weights
@@ -26,7 +26,7 @@ RUNS = {
     "dropout": ["model=mlp", "model.dropout=0.3", "trainer.gradient_accumulation_steps=2"],
     "dropout in parts": ["model=mlp", "model.dropout=0.3", "strategy=fsdp"],
     "drawn": ["model._target_=support.models.Drawing", "optimizer._target_=support.models.Langevin"],
-    "mlp": ["model=mlp", "trainer.max_grad_norm=0.5", "scheduler=one_cycle", "trainer.ema=0.9"],
+    "mlp": ["model=mlp", "trainer.max_grad_norm=0.5", "scheduler=one_cycle", ema(0.9)],
 }
 
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from lockstep.tasks.regression import Regression
+from lockstep.training.state import TrainSettings, TrainState
 from torch import Tensor, nn
 
 from lockstep.distributed.world import World, join_world
 from lockstep.snapshots.state import collect_state, model_state, plain_copy, restore_state
 from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.gradient_sync import GradientSync
-from lockstep.tasks.regression import Regression
-from lockstep.training.state import TrainSettings, TrainState
 from support.worlds import in_world
 
 OPTIMIZERS = ["Adadelta", "Adagrad", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop"]

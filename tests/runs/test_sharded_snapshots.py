@@ -10,6 +10,7 @@ import lockstep
 from lockstep.config.nodes import instantiate
 from lockstep.snapshots.files import list_snapshots, parts_of
 from lockstep.snapshots.initial_weights import load_initial_weights
+from support.commands import ema
 from support.configs import composed
 from support.digits import FEW_ON_TEST
 from support.worlds import in_world, same_bits, train
@@ -17,7 +18,7 @@ from support.worlds import in_world, same_bits, train
 pytestmark = pytest.mark.whole
 
 # 360 training samples in batches of 64: 6 steps an epoch.
-SMALL = ["model=mlp", "logger=[]", "evaluation.batch_size=360", "trainer.ema=0.9"]
+SMALL = ["model=mlp", "logger=[]", "evaluation.batch_size=360", ema(0.9)]
 SMALL += ["trainer.precision=fp64", "optimizer=adamw", "trainer.epochs=3", "snapshot.keep_last=1", FEW_ON_TEST]
 
 

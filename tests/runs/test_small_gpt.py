@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lockstep.tasks.language_modelling import IGNORED
 
 from lockstep.data.source import Splits, Tensors
 from lockstep.data.text import Text
-from lockstep.tasks.language_modelling import IGNORED
 from support.configs import composed, with_values
 from support.small_text import small_gpt
 from support.worlds import distance, in_world, train_all, weights

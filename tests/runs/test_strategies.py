@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.errors import StoppedEarly
-from support.commands import ON_TEST, Command, wait_for
+from support.commands import ON_TEST, Command, ema, wait_for
 from support.configs import composed
 from support.digits import PAIRS_ON_TEST
 from support.worlds import distance, in_world, train, train_all, weights
@@ -24,10 +24,10 @@ SMALL = [
     "evaluation.batch_size=20",
 ]
 DOUBLE = ["trainer.precision=fp64", "trainer.epochs=2", "optimizer.fused=false", "logger=[]"]
-AVERAGED = [*SMALL, *DOUBLE, "optimizer=adamw", "trainer.max_grad_norm=0.3", "trainer.ema=0.8", "monitor=val/loss"]
+AVERAGED = [*SMALL, *DOUBLE, "optimizer=adamw", "trainer.max_grad_norm=0.3", ema(0.8), "monitor=val/loss"]
 IMAGES = [
     ON_TEST, *DOUBLE, "model=convnet", "sync_bn=on", "trainer.batch_size=200", "trainer.gradient_accumulation_steps=2",
-    "loader.augment={_target_:lockstep.data.augment.ShiftFlip,pad:1}", "trainer.max_grad_norm=1.0", "trainer.ema=0.8",
+    "loader.augment={_target_:lockstep.data.augment.ShiftFlip,pad:1}", "trainer.max_grad_norm=1.0", ema(0.8),
 ]  # fmt: skip
 HALVES = [ON_TEST, *DOUBLE, "model=toy_parallel", "trainer.batch_size=200"]
 

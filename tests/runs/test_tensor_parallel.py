@@ -16,6 +16,7 @@ from lockstep.loggers.csv_logger import read_rows
 from lockstep.models.gpt import gpt
 from lockstep.snapshots.files import list_snapshots
 from lockstep.strategies.tensor_parallel import TensorParallel
+from support.commands import ema
 from support.configs import composed, with_values
 from support.small_text import small_gpt
 from support.worlds import distance, in_world, train_all, weights
@@ -28,7 +29,7 @@ def grad_norms(folder: Path) -> list[float]:
 
 
 def test_two_replicas_of_two_ranks_have_one_processs_numbers(tmp_path: Path) -> None:
-    options = ["trainer.ema=0.8", "trainer.gradient_accumulation_steps=2", "trainer.max_steps=6", "logging.every=1"]
+    options = [ema(0.8), "trainer.gradient_accumulation_steps=2", "trainer.max_steps=6", "logging.every=1"]
     base = small_gpt(tmp_path, *options, "logger=[csv]", "trainer.max_grad_norm=0.1", "optimizer.fused=false")
     two_by_two = ["strategy=tensor_parallel", "strategy.replicas=2"]
     in_world(1, train_all, [composed(*base, f"run_dir={tmp_path / 'alone'}")])

@@ -23,8 +23,9 @@ from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.tensor_bytes import to_bytes
 from lockstep.tasks.base import OwnParts
 from lockstep.training.ema import ExponentialMovingAverage
-from lockstep.training.schedulers import one_cycle
+from lockstep.training.schedules import one_cycle
 from lockstep.training.setup import cast
+from support.commands import ema
 from support.configs import composed, with_values
 from support.models import MadeInForward, OddTensors
 from support.reference import train_reference
@@ -35,7 +36,6 @@ MODEL = (
     "model=linear",
     "model._target_=support.models.OddTensors",
     "optimizer.fused=false",
-    "trainer.buffers=own",
     "logger=[]",
 )
 
@@ -54,7 +54,7 @@ def as_made() -> OddTensors:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_each_type_and_layout_is_trained_averaged_saved_and_resumed(tmp_path: Path, strategy: str) -> None:
     trains_all = strategy == "ddp"
-    words = [*MODEL, f"+model.trains_all={trains_all}", f"strategy={strategy}", "trainer.ema=0.5"]
+    words = [*MODEL, f"+model.trains_all={trains_all}", f"strategy={strategy}", ema(0.5)]
     words += ["trainer.batch_size=500", "trainer.epochs=2"]
     base = composed(*words)
     whole, parts = (with_values(base, f"run_dir={tmp_path / name}") for name in ("whole", "parts"))
@@ -167,7 +167,7 @@ def test_any_name_of_a_shared_weight_freezes_groups_and_initialises_it(tmp_path:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_average_of_a_shared_weight_is_under_all_its_names(tmp_path: Path, strategy: str) -> None:
     """In model.pt, in model_best.pt and in what init= reads of a snapshot."""
-    words = small_gpt(tmp_path, "trainer.ema=0.5", f"strategy={strategy}", f"run_dir={tmp_path / 'run'}")
+    words = small_gpt(tmp_path, ema(0.5), f"strategy={strategy}", f"run_dir={tmp_path / 'run'}")
     cfg = composed(*words)
     in_world(2, train_all, [cfg])
     saved = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
@@ -216,7 +216,7 @@ def test_buffers_that_a_forward_pass_makes_and_extra_state_are_resumed(
     tmp_path: Path, strategy: str, extra: str
 ) -> None:
     words = ["model=linear", "model._target_=support.models.MadeInForward", f"+model.extra={extra}", "logger=[]"]
-    base = composed(*words, f"strategy={strategy}", "trainer.buffers=own", "trainer.batch_size=500", "trainer.epochs=2")
+    base = composed(*words, f"strategy={strategy}", "trainer.batch_size=500", "trainer.epochs=2")
     whole, parts = (with_values(base, f"run_dir={tmp_path / name}") for name in ("whole", "parts"))
     in_world(2, train_all, [whole, with_values(parts, "trainer.pause_after=1"), parts])
     one, other = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "parts"))

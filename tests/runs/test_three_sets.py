@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import EXIT_RESUMABLE
-from support.commands import TRAIN
+from support.commands import TRAIN, ema
 from support.configs import composed, parts_of, record_of
 from support.digits import digits
 from support.event_files import scalars
@@ -18,7 +18,7 @@ from support.worlds import in_world, same_bits, train_all
 
 SMALL = ["model=linear", "trainer.epochs=2", "trainer.batch_size=256", "logger=[tensorboard,console,csv]"]
 # The first evaluation is the best one: the weights that are tested are not the last ones.
-FIRST_IS_BEST = ["monitor=val/loss", "task.metrics.loss=max"]
+FIRST_IS_BEST = ["task._target_=support.models.LargestLoss"]
 
 
 def run_of(folder: Path) -> Any:
@@ -192,7 +192,7 @@ def test_a_final_training_takes_all_data_and_reads_the_test_set_once(train, tmp_
 STRATEGIES = {
     "ddp": [],
     "fsdp": ["strategy=fsdp"],
-    "sharded": ["strategy=fsdp", "snapshot.format=sharded", "trainer.ema=0.5"],
+    "sharded": ["strategy=fsdp", "snapshot.format=sharded", ema(0.5)],
     "pipeline": ["strategy=pipeline", "model=mlp"],
     "virtual_ranks": ["strategy=virtual_ranks", "strategy.count=4"],
     "async_parameter_server": ["strategy=async_parameter_server"],

@@ -42,7 +42,7 @@ KEPT: list[tuple[str, str, dict[str, Any]]] = [
         "optimizer",
         {"lr": 0.1, "momentum": 0.9, "nesterov": False, "weight_decay": 0, "fused": None},
     ),
-    ("scheduler._target_=lockstep.training.schedulers.step +scheduler.gamma=0.5", "scheduler", {"gamma": 0.5}),
+    ("scheduler._target_=lockstep.training.schedules.step +scheduler.gamma=0.5", "scheduler", {"gamma": 0.5}),
 ]
 # What is typed, and what the sentence says.
 REFUSED = [
@@ -132,9 +132,9 @@ def test_a_loss_and_a_metric_of_ones_own_have_the_same_numbers_on_two_ranks(star
 
 def test_a_yaml_file_with_keys_that_its_class_does_not_take_is_refused(start: Start, tmp_path: Path) -> None:
     (tmp_path / "mine" / "scheduler").mkdir(parents=True)
-    text = "defaults: [cosine]\n_target_: lockstep.training.schedulers.step\nstep_epochs: 2\ngamma: 0.1\n"
+    text = "defaults: [cosine]\n_target_: lockstep.training.schedules.step\nstep_epochs: 2\ngamma: 0.1\n"
     (tmp_path / "mine" / "scheduler" / "own.yaml").write_text(text)
     words = [*PYTHON_TRAIN, "--config-dir=mine", "scheduler=own", "trainer.max_steps=2"]
     sentence = start(*words).finish(2).sentence
-    assert "lockstep.training.schedulers.step takes no warmup_epochs or final_lr_ratio" in sentence
+    assert "lockstep.training.schedules.step takes no warmup_epochs or final_lr_ratio" in sentence
     start(*words, *shlex.split(sentence.rpartition("; type ")[2])).finish()

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lockstep.training.weight_check import PIECE, digest
 
 from lockstep.errors import RanksDiffer
-from lockstep.training.weight_check import PIECE, digest
-from support.commands import PYTHON_TRAIN, ROOT, Command
+from support.commands import PYTHON_TRAIN, ROOT, Command, ema
 from support.configs import composed
 from support.digits import FEW
 from support.small_text import small_gpt
@@ -69,11 +69,11 @@ def test_a_digest_changes_with_every_bit_and_with_the_order_of_values() -> None:
 
 def test_a_damaged_weight_of_one_rank_is_named(tmp_path: Path) -> None:
     saves = ["snapshot.every=12steps"]
-    first = composed(f"run_dir={tmp_path / 'first'}", *damaged(0, 14, 3, "bit"), *saves, "watch.every=10")
+    first = composed(f"run_dir={tmp_path / 'first'}", *damaged(0, 14, 3, "bit"), *saves, "watch.weights_every=10")
     configs = [
-        composed(f"run_dir={tmp_path / 'off'}", *damaged(1, 3, 1, 5.0), "watch.every=1", "watch.weights=off"),
-        composed(f"run_dir={tmp_path / 'whole'}", *damaged(1, 1000, 1, 5.0), "watch.every=1", "trainer.ema=0.9"),
-        composed(f"run_dir={tmp_path / 'save'}", *damaged(2, 7, 0, 5.0), *saves, "watch.every=1000"),
+        composed(f"run_dir={tmp_path / 'off'}", *damaged(1, 3, 1, 5.0), "watch.weights_every=1", "watch.weights=off"),
+        composed(f"run_dir={tmp_path / 'whole'}", *damaged(1, 1000, 1, 5.0), "watch.weights_every=1", ema(0.9)),
+        composed(f"run_dir={tmp_path / 'save'}", *damaged(2, 7, 0, 5.0), *saves, "watch.weights_every=1000"),
     ]
     for (stopped,) in in_world(3, _train_all, [first]):
         assert stopped.startswith(
@@ -91,9 +91,9 @@ def test_a_damaged_weight_of_one_rank_is_named(tmp_path: Path) -> None:
 
 
 def test_copies_of_a_part_are_compared(tmp_path: Path) -> None:
-    replicas = ["strategy=fsdp", "strategy.replicas=3", "watch.every=5"]
+    replicas = ["strategy=fsdp", "strategy.replicas=3", "watch.weights_every=5"]
     configs = [
-        composed(f"run_dir={tmp_path / 'whole'}", *damaged(0, 1000, 0, "bit"), *replicas, "watch.every=1"),
+        composed(f"run_dir={tmp_path / 'whole'}", *damaged(0, 1000, 0, "bit"), *replicas, "watch.weights_every=1"),
         composed(f"run_dir={tmp_path / 'bit'}", *damaged(3, 4, 0, "bit"), *replicas),
     ]
     every_one = composed(f"run_dir={tmp_path / 'every'}", *damaged(4, 6, 2, 5.0), *replicas)
@@ -113,7 +113,7 @@ def test_copies_of_a_part_are_compared(tmp_path: Path) -> None:
 
 def test_copies_of_a_cut_matrix_are_compared(tmp_path: Path) -> None:
     text = [word for word in small_gpt(tmp_path, "trainer.precision=fp32") if word != "optimizer=adamw"]
-    two_by_two = ["strategy=tensor_parallel", "strategy.replicas=2", "watch.every=2"]
+    two_by_two = ["strategy=tensor_parallel", "strategy.replicas=2", "watch.weights_every=2"]
     damage = [word for word in damaged(3, 2, 3, "bit") if word not in SMALL]
     cfg = composed(f"run_dir={tmp_path / 'bit'}", *text, *damage, *two_by_two)
     for (sentence,) in in_world(4, _train_all, [cfg]):
@@ -125,7 +125,7 @@ def test_copies_of_a_cut_matrix_are_compared(tmp_path: Path) -> None:
 
 def test_two_ranks_stop_and_the_command_ends_with_one_sentence(tmp_path: Path) -> None:
     options = damaged(1, 6, 1, 5.0)
-    launch = ["launch=fork", "launch.nproc_per_node=2", "watch.every=5"]
+    launch = ["launch=fork", "launch.nproc_per_node=2", "watch.weights_every=5"]
     command = Command([*PYTHON_TRAIN, *launch, *options], tmp_path, PYTHONPATH=ROOT / "tests")
     sentence = command.finish(1).sentence
     assert "rank 1 has other values in 1.bias than rank 0, and no majority shows which are right" in sentence
@@ -133,7 +133,7 @@ def test_two_ranks_stop_and_the_command_ends_with_one_sentence(tmp_path: Path) -
 
 
 def test_a_weight_that_is_not_trained_and_differs_is_told_to_be_a_buffer(tmp_path: Path) -> None:
-    words = ["model=linear", "model._target_=support.models.HiddenCodes", "logger=[]", "watch.every=5"]
+    words = ["model=linear", "model._target_=support.models.HiddenCodes", "logger=[]", "watch.weights_every=5"]
     for (sentence,) in in_world(2, _train_all, [composed(f"run_dir={tmp_path}", *words)]):
         assert "rank 1 has other values in code than rank 0" in sentence
         assert "perhaps the forward pass changes code, which is not trained: keep it in a buffer" in sentence

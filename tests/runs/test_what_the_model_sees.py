@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.commands import ON_TEST
+from support.commands import ON_TEST, ema
 from support.configs import composed, with_values
 from support.event_files import scalars
 from support.recording import Call, record_trainings
@@ -120,7 +120,7 @@ def test_evaluations_come_when_they_are_due_and_end_a_run_that_does_not_improve(
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_average_of_the_weights_is_evaluated_and_exported(tmp_path: Path, ranks: int) -> None:
     base = composed(*EVALUATED, "trainer.epochs=1")
-    runs = {str(step): [f"trainer.max_steps={step}"] for step in (1, 2, 3)} | {"ema": ["trainer.ema=0.7"]}
+    runs = {str(step): [f"trainer.max_steps={step}"] for step in (1, 2, 3)} | {"ema": [ema(0.7)]}
     in_world(
         ranks, train_all, [with_values(base, f"run_dir={tmp_path / name}", *values) for name, values in runs.items()]
     )

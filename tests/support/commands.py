@@ -21,6 +21,7 @@ PYTHON_TRAIN = [sys.executable, TRAIN]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 WHOLE = ["loader.validation=null", "evaluation.test=every"]  # nothing is held out, and each epoch is tested
 ON_TEST = "dataset._target_=support.digits.OnTest"  # all digits are trained on, and each rank knows the objective
+BY_LOSS = "task._target_=support.models.ByLoss"  # of all tasks the one whose loss is the objective
 TIMEOUT = 150  # seconds for a command to end
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "GROUP_RANK")
 
@@ -163,3 +164,8 @@ def processes_of(session: int) -> list[int]:
         if int(fields[3]) == session and fields[0] != "Z":
             found.append(int(stat.parent.name))
     return found
+
+
+def ema(decay: float) -> str:
+    """What one types for an average of the weights."""
+    return f"trainer.ema={{_target_:lockstep.training.ema.Average,decay:{decay}}}"

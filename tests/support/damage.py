@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.data import Tensors
 from lockstep.models.tutorial import mlp
-from lockstep.training.weight_check import local_part
+from lockstep.training.replicas import local_part
 from support.digits import digits
 
 

@@ -51,7 +51,7 @@ LETTERS = [
 ]
 LETTERS += ["a" * 300, "9" * 400, "[" * 60, "a" * 5000]
 TARGETS = "os.getcwd torch.nn.Linear torch.nn.Identity torch.optim.RMSprop lockstep.models.tutorial.mlp nowhere.Nothing"
-TARGETS += " lockstep.strategies.ddp.DDP lockstep.nothing math.pi torch a..b . lockstep.tasks.regression.Regression"
+TARGETS += " lockstep.strategies.ddp.DDP lockstep.nothing math.pi torch a..b . lockstep.tasks.tasks.Regression"
 TARGETS += " lockstep.strategies.gradient_sync.Auto lockstep.launchers.env.EnvLauncher torch.optim.SGD"
 
 WILD: list[str] = [

@@ -21,7 +21,7 @@ PRELOAD = [
     "train",
     "lockstep.build",
     "lockstep.training.loop",
-    "lockstep.training.meter",
+    "lockstep.training.metrics",
     "lockstep.data.vision",
     "lockstep.loggers.tensorboard",
     "lockstep.loggers.console",

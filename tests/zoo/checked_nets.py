@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from lockstep.tasks.classification import Classification
 from torch import Tensor, nn
 
-from lockstep.tasks.classification import Classification
+from support.commands import ema
 from support.own_data import Noisy, Points
 
 
@@ -747,7 +748,6 @@ TASK, OPTIMIZER = f"task._target_={__name__}.", f"optimizer._target_={__name__}.
 COLLATE = f"loader.collate_fn={{_target_:{__name__}.collate}}"
 TEXT = ["dataset=text", f"dataset.path={Path(__file__)}", "dataset.block=16", f"dataset.tokens_dir={gettempdir()}"]
 TEXT += ["model=gpt", "model.layers=2", "model.width=16", "trainer.batch_size=8", "loader.validation=0.1"]
-OWN = "trainer.buffers=own"
 UNUSED = "strategy.find_unused_parameters=true"
 ENDS = "its run ends with an error"
 Animal = tuple[Any, ...]  # what it is, its words, and of a wrong one the row and a part of the reason
@@ -760,9 +760,9 @@ FIRST_WRONG: list[Animal] = [  # those that the first edition named
     (BySize, [], "two", "layers,"),
     (Clamped, [], "two", "gradients,"),
     (Normalised, [], "two", "gradients,"),
-    (Running, [OWN], "two", "mean: changed by a rank's own share"),
-    (Queue, [OWN], "two", "queue: changed by"),
-    (Codebook, ["trainer.buffers=mean"], "two", "weights,"),
+    (Running, [], "two", "mean: changed by a rank's own share"),
+    (Queue, [], "two", "queue: changed by"),
+    (Codebook, [], "two", "weights,"),
     (FrozenCodes, [], "two", "layer (Linear)", ENDS),
     (Annealed, [], "resumed", "keeps what no snapshot has"),
     (Unsaved, [], "resumed", "Unsaved: the model, the loss or a hook keeps"),
@@ -777,8 +777,8 @@ FIRST_WRONG: list[Animal] = [  # those that the first edition named
 FIRST_RIGHT: list[Animal] = [  # those that it did not doubt
     (LayerNormed, []),
     (GroupNormed, ["optimizer=adamw"]),
-    (Dropping, ["optimizer=adamw", "trainer.ema=0.9"]),
-    (BatchNormed, ["trainer.ema=0.9"]),
+    (Dropping, ["optimizer=adamw", ema(0.9)]),
+    (BatchNormed, [ema(0.9)]),
     (Tied, []),
     (Teacher, []),
     (Recurrent, []),
@@ -790,9 +790,9 @@ WRONG: list[Animal] = [
     (NoiseOfAll, [], "two", "layer (Linear) gives other outputs"),
     (NumpyNoise, [], "two", "layer (Linear) gives other outputs"),
     (BatchNormed, ["sync_bn=off"], "two", "1 (BatchNorm1d) sees a rank's share"),
-    (ByData, [OWN], "two", "mean: changed by a rank's own share"),
-    (ByNumpy, [OWN], "two", "mean: changed by a rank's own share"),
-    (ByForeach, [OWN], "two", "mean: changed by a rank's own share"),
+    (ByData, [], "two", "mean: changed by a rank's own share"),
+    (ByNumpy, [], "two", "mean: changed by a rank's own share"),
+    (ByForeach, [], "two", "mean: changed by a rank's own share"),
     (Cached, [], "resumed", "keeps what no snapshot has"),
     (ByCallback, [], "resumed", "keeps what no snapshot has"),
     (Folding, [], "resumed", "layer (Linear)"),
@@ -846,7 +846,7 @@ RIGHT: list[Animal] = [
     (Activated, ["strategy=tensor_parallel", "strategy.plan=[{0:colwise},{2:rowwise}]"]),
     (BatchNormed, ["strategy=virtual_ranks"]),
     (LayerNormed, PIPELINE),
-    ("a gpt with dropout", [*TEXT, "model.dropout=0.1", "trainer.ema=0.9", "optimizer=adamw"]),
+    ("a gpt with dropout", [*TEXT, "model.dropout=0.1", ema(0.9), "optimizer=adamw"]),
     ("a compiled gpt", [*TEXT, "model.dropout=0", "trainer.compile=true"]),
     ("a convnet by a plateau", ["scheduler=plateau", "loader.validation=0.1"]),
 ]

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 import lockstep
-from support.commands import ROOT
+from support.commands import BY_LOSS, ROOT, ema
 from support.small_commands import Answer, answer_of
 from zoo import data
 from zoo.data import CLASSES, KINDS, TRUTHS
@@ -35,7 +35,7 @@ COMMON = [
     "--config-dir", str(ROOT / "tests" / "zoo" / "conf"), "model=linear",
     "model._target_=zoo.modules.net", f"trainer.batch_size={BATCH}",
     f"trainer.epochs={EPOCHS}", f"optimizer.lr={LR}", "scheduler=constant",
-    "task.monitor=loss", "logger=[]", "snapshot.keep_last=100", "watch.timeout=60",
+    BY_LOSS, "logger=[]", "snapshot.keep_last=100", "watch.timeout=60",
 ]  # fmt: skip
 
 
@@ -108,7 +108,7 @@ CHANGES = {
     "none": Change((), Numbers()),
     "accumulation": Change(("trainer.gradient_accumulation_steps=2",), Numbers(accumulation=2)),
     "clipping": Change(("trainer.max_grad_norm=0.05",), Numbers(clip=0.05)),
-    "ema": Change(("trainer.ema=0.8",), Numbers(ema=0.8)),
+    "ema": Change((ema(0.8),), Numbers(ema=0.8)),
     # Adam divides by the size of a gradient, also where that is rounding alone: a bias before a batch norm.
     "adamw": Change(("optimizer=adamw", f"optimizer.lr={LR}", "optimizer.weight_decay=0.1"), Numbers(adamw=True), 1e-6),
     **{
@@ -128,7 +128,7 @@ CHANGES = {
         (
             "trainer.gradient_accumulation_steps=2",
             "trainer.max_grad_norm=0.05",
-            "trainer.ema=0.8",
+            ema(0.8),
             "parameters.freeze=[stem]",
         ),
         Numbers(accumulation=2, clip=0.05, ema=0.8, frozen="stem."),
@@ -138,7 +138,7 @@ CHANGES = {
 EQUAL = {
     "none": (),
     "workers": ("loader.num_workers=1",),
-    "watched": ("watch.every=1",),
+    "watched": ("watch.weights_every=1",),
     "saved": ("snapshot.every=1steps",),
     "sharded": ("snapshot.format=sharded",),
     "contiguous": ("trainer.channels_last=false",),

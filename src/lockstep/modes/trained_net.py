@@ -19,7 +19,8 @@ from lockstep.errors import ConfigError
 from lockstep.modes.base import folder_of, recorded_classes
 from lockstep.snapshots.resume import PYTHON, load_first_good, snapshots_to_try
 from lockstep.snapshots.state import trained_weights, with_buffers
-from lockstep.training.setup import AUTOCAST_TYPES, autocast, cast, model_dtype, model_memory_format
+from lockstep.strategies.base import AUTOCAST_TYPES, autocast, model_dtype
+from lockstep.training.setup import cast, model_memory_format
 
 
 class TrainedNet(nn.Module):

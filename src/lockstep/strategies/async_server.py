@@ -79,7 +79,8 @@ class ServedStep(Step):
 
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)
-        assert isinstance(self.strategy, AsyncParameterServer)
+        if not isinstance(self.strategy, AsyncParameterServer):
+            raise ConfigError("this step needs its server; type strategy=async_parameter_server, or step=default")
         self.world, self.unit = self.strategy.world, self.strategy.sync_every
         self.trained = list(self.strategy.model.parameters())
         self.tensors = [*self.trained, *self.strategy.model.buffers()]

@@ -23,7 +23,6 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import sparse_parameters
 from lockstep.strategies.old_state import OldState
-from lockstep.training.setup import autocast, model_dtype
 
 if TYPE_CHECKING:
     from lockstep.strategies.gradient_sync import GradientSync
@@ -54,6 +53,9 @@ class JobSpec:
     optimizer: Any  # the class, or whatever `optimizer._target_` names
     fused_optimizer: bool
     has_own_step: bool
+
+
+AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Computed(nn.Module):
@@ -190,6 +192,16 @@ class Strategy(OldState):
     def evaluated_module(self) -> nn.Module:
         """What an evaluation calls: no wrapper that waits for other ranks."""
         return self.module
+
+
+def model_dtype(precision: str) -> torch.dtype:
+    """The type of inputs and ordinary parameters. fp16 and bf16 are autocast over float32 parameters."""
+    return {"fp64": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """The autocast context of `precision`. fp32 and fp64 compute in the parameters' own type."""
+    return torch.autocast(device.type, AUTOCAST_TYPES[precision]) if precision in AUTOCAST_TYPES else nullcontext()
 
 
 def forward(module: nn.Module, inputs: Any, outputs: Outputs | None = None) -> Any:

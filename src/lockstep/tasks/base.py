@@ -154,6 +154,8 @@ class Task:
         values, counts = list[Tensor](), list[int | Tensor]()
         for name in self.names:
             value = found[name] if name in found else _missing(self, name, found)
+            if not isinstance(value, Tensor):
+                raise self._of_wrong_shape(name, value, rows, targets)
             if value.shape == (rows,):
                 count: int | Tensor = rows
             elif by_target and value.shape == targets.shape:

@@ -74,7 +74,7 @@ class CrossEntropy(Task):
         require_one_tensor(self, outputs, targets)
         logits = at_least_float32(self._classes_second(outputs))
         is_soft = targets.is_floating_point()
-        self._require_fit(logits, targets)
+        self._require_fit(outputs, logits, targets)
         if self.own_loss is not None:
             loss = self.own_loss(logits, targets)
         else:
@@ -151,16 +151,18 @@ class CrossEntropy(Task):
     def _classes_second(self, outputs: Tensor) -> Tensor:
         return outputs.movedim(-1, 1) if self.classes_last else outputs
 
-    def _require_fit(self, logits: Tensor, targets: Tensor) -> None:
+    def _require_fit(self, outputs: Tensor, logits: Tensor, targets: Tensor) -> None:
         rest = logits.shape[:1] + logits.shape[2:]
         fits = logits.shape == targets.shape if targets.is_floating_point() else rest == targets.shape
         if fits and logits.dim() > 1 and logits.shape[1] > 1:
             return
-        shapes = f"{list(logits.shape)} and {list(targets.shape)}, {str(targets.dtype).removeprefix('torch.')}"
+        shapes = f"{list(outputs.shape)} and {list(targets.shape)}, {str(targets.dtype).removeprefix('torch.')}"
         wanted = "outputs (N, classes, ...) and whole numbers (N, ...)"
         advice = "regression for targets that are numbers"
-        if logits.shape == targets.shape and not targets.is_floating_point():
+        if logits.shape == targets.shape and not (targets.is_floating_point() or self.classes_last):
             advice = "multi_label for targets that are labels of 0 and 1"
+        elif self.classes_last:
+            wanted, advice = "outputs (N, T, classes) and whole numbers (N, T)", "classification, or model=gpt"
         elif targets.dim() == 2:
             advice = "language_modelling for a class number at each place of a text"
         raise ConfigError(f"{type(self).__name__} takes {wanted}, and these are {shapes}; type task={advice}")

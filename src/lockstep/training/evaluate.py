@@ -142,8 +142,9 @@ class Metrics:
             states[world.rank] = state
             return list(world.all_reduce_sum(states))
 
-        for metric in self.by_share.values():
-            metric.sync(dist_sync_fn=gathered, distributed_available=lambda: world.size > 1)
+        for name, metric in (self.by_share | self.by_sample).items():
+            metric.dist_sync_fn = gathered
+            metric.distributed_available_fn = lambda by_share=name in self.by_share: by_share and world.size > 1
         whole = self._whole(run) if self.by_sample else ()
         for metric in self.by_sample.values():
             metric.update(*whole)

@@ -9,44 +9,40 @@ from annotated_types import Len
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.config.nodes import instantiate
 from lockstep.config.schema import Count, Fraction, NotNegative, Parameters, Positive
 from lockstep.data.source import tensors_in
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import matching_parameters, require_matches, sparse_parameters
-from lockstep.strategies.base import Strategy
 from lockstep.training.replicas import local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration: they bring all singular values near 1
 
 
-def build_optimizer(node: dict[str, Any], rules: Parameters, strategy: Strategy) -> Optimizer:
-    """The optimizer of a node, on the parameters that are trained, in groups by rule. A collective.
+Rule = tuple[str, list[str], dict[str, Any]]
+"""(the key that says it, patterns of parameters, their hyperparameters)."""
 
-    Raises ConfigError for what is none, for what a snapshot could not hold, and for a rule with a hyperparameter that
-    it does not have.
-    """
-    groups = [
-        (("parameters.groups"), _patterns(group), {k: v for k, v in group.items() if k != "match"})
-        for group in rules.groups
+
+def rules_of(parameters: Parameters) -> list[Rule]:
+    """What `parameters` says of hyperparameters of their own."""
+    rules = [
+        ("parameters.groups", _patterns(group), {name: value for name, value in group.items() if name != "match"})
+        for group in parameters.groups
     ]
-    if rules.no_decay:
-        groups.append(("parameters.no_decay", [str(name) for name in rules.no_decay], {"weight_decay": 0.0}))
-    node = dict(node)
-    if "fused" in node and node["fused"] is None:
-        node["fused"] = can_fuse(strategy.model)
-    optimizer = instantiate(node, parameter_groups(strategy.model, strategy.world, groups))
-    if not isinstance(optimizer, Optimizer):
-        what = f"optimizer._target_ gives an object of {type(optimizer).__name__}, and torch.optim.Optimizer is wanted"
-        raise ConfigError(f"{what}; type optimizer=<an option in conf/optimizer>, or return one")
+    if parameters.no_decay:
+        rules.append(("parameters.no_decay", [str(name) for name in parameters.no_decay], {"weight_decay": 0.0}))
+    return rules
+
+
+def require_fit(optimizer: Optimizer, rules: Sequence[Rule]) -> None:
+    """Raise ConfigError for state that a snapshot could not hold, and for a rule with a hyperparameter that the
+    optimizer does not have: torch would keep it, and never read it."""
     _require_plain(optimizer)
-    for key, _, values in groups:
+    for key, _, values in rules:
         for name in values:
-            if name not in optimizer.defaults:  # torch would keep it, and never read it
+            if name not in optimizer.defaults:
                 what = f"{key}: {type(optimizer).__name__} has no {name}, but {', '.join(optimizer.defaults)}"
                 raise ConfigError(f"{what}; type {key}=[] or one of these")
-    return optimizer
 
 
 def _patterns(group: dict[str, Any]) -> list[str]:
@@ -54,12 +50,10 @@ def _patterns(group: dict[str, Any]) -> list[str]:
     return [str(name) for name in match] if isinstance(match, Sequence) and not isinstance(match, str) else [str(match)]
 
 
-def parameter_groups(
-    model: nn.Module, world: World, rules: Sequence[tuple[str, list[str], dict[str, Any]]]
-) -> list[Any]:
+def parameter_groups(model: nn.Module, world: World, rules: Sequence[Rule]) -> list[Any]:
     """What an optimizer takes: the trained parameters, in groups if there are rules. A collective.
 
-    rules: (key, patterns, hyperparameters); of several that match a parameter, the last one wins. The groups and their
+    rules: of several that match a parameter, the last one wins. The groups and their
     order are the same on all ranks, though a rank may hold only some layers: a group can be empty. Raises ConfigError
     for a pattern that no rank's model has.
     """

@@ -221,7 +221,7 @@ class _Operators(dispatch_mode()):  # type: ignore[misc]
                 return input * noise.copy_(slopes.where(input <= 0, 1))
             case name, (Tensor() as tensor, *numbers) if name in FILLERS:
                 return self._fill(tensor, name, *numbers, **kwargs)
-            case ("_sample_dirichlet" | "multinomial"), (Tensor() as row, *_) if row.numel() == row.shape[-1]:
+            case (("_sample_dirichlet" | "multinomial"), (Tensor() as row, *_)) if row.numel() == row.shape[-1]:
                 return self.draws.by_all(func, *args, **kwargs)
             case "_standard_gamma", (Tensor() as number, *_) if number.numel() == 1:
                 return self.draws.by_all(func, *args, **kwargs)

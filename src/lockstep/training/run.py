@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,8 +18,7 @@ from lockstep.strategies.base import Strategy
 from lockstep.tasks.base import Task
 
 if TYPE_CHECKING:
-    from lockstep.build import Loaders
-    from lockstep.data.loader import Batch
+    from lockstep.data.loader import Batch, Loader
     from lockstep.training.callbacks import Callback
     from lockstep.training.ema import WeightAverage
     from lockstep.training.metrics import Meter
@@ -64,6 +63,20 @@ class Progress:
         reporter.step_ended(self.epoch + 1, self.step)
 
 
+class Loaders(NamedTuple):
+    """What gives this rank its share of each split. val: None without a validation set.
+
+    split: which samples the validation set has, in words with a hash; None without one.
+    held_out: (n,) indices of the validation samples in the training data; None if they are other data.
+    """
+
+    train: "Loader"
+    test: "Loader"
+    split: str | None
+    held_out: Any
+    val: "Loader | None" = None
+
+
 @dataclass
 class Run:
     """A run's parts. Everybody may read them; `progress` and what the parts hold change as it goes on.
@@ -82,7 +95,7 @@ class Run:
     scaler: torch.amp.GradScaler
     meter: "Meter"
     progress: Progress
-    loaders: "Loaders"
+    loaders: Loaders
     batch_size: int
     average: "WeightAverage | None" = None
     objective: str | None = None

@@ -23,8 +23,6 @@ from lockstep.models.base import has_lazy_layers, require_matches
 
 log = logging.getLogger(__name__)
 
-AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def set_determinism(seed: int, deterministic: bool, tf32: bool | None = None) -> None:
     """Seed torch. With `deterministic`, use only algorithms that give the same bits every time; else the fastest.
@@ -40,11 +38,6 @@ def set_determinism(seed: int, deterministic: bool, tf32: bool | None = None) ->
     if deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports the compiler
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = not deterministic  # shapes change seldom, and each is searched for once
-
-
-def model_dtype(precision: str) -> torch.dtype:
-    """The type of inputs and ordinary parameters. fp16 and bf16 are autocast over float32 parameters."""
-    return {"fp64": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
 
 
 CAST = {
@@ -135,11 +128,6 @@ def prepare_model(
     if compile:
         model.compile(mode=None if compile is True else compile)
     return model
-
-
-def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """The autocast context of `precision`. fp32 and fp64 compute in the parameters' own type."""
-    return torch.autocast(device.type, AUTOCAST_TYPES[precision]) if precision in AUTOCAST_TYPES else nullcontext()
 
 
 def checkpoint_activations(model: nn.Module, patterns: Sequence[object]) -> None:
