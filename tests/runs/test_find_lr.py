@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from lockstep.training.rate_finder import smoothed, suggested
 from PIL import Image
 
 from lockstep.data.partition import seeded
 from lockstep.models.tutorial import mlp
+from lockstep.training.lr_range import smoothed, suggested
 from support.commands import PYTHON_TRAIN, Command
 from support.digits import digits
 from support.event_files import scalars

@@ -11,6 +11,7 @@ from torch import nn
 from lockstep.errors import ConfigError
 from lockstep.models.tutorial import convnet
 from lockstep.strategies.fsdp import FSDP, blocks_to_wrap
+from lockstep.training.replicas import digest
 from support.commands import own_data
 from support.configs import composed, parts_of, with_values
 from support.models import WATCHED, Block, TinyGPT
@@ -79,10 +80,11 @@ def shares_of_one_step(replicas: int) -> list[int]:
     """How many values of the weights, the gradients and the moments this rank holds after one step."""
     from lockstep.distributed.world import join_world
     from lockstep.strategies.gradient_sync import GradientSync
+    from lockstep.tasks.base import Task
 
     with join_world("gloo", 60) as world:
         strategy = FSDP(replicas, True, [], 1000, find_unused_parameters=False)
-        strategy.setup(nn.Sequential(nn.Linear(100, 50), nn.Linear(50, 7)), world, GradientSync())
+        strategy.setup(nn.Sequential(nn.Linear(100, 50), nn.Linear(50, 7)), Task().outputs, world, GradientSync())
         optimizer = torch.optim.AdamW(strategy.module.parameters())
         strategy.module(torch.ones(4, 100)).sum().backward()
         optimizer.step()
@@ -111,12 +113,12 @@ def bytes_after_setup(cfg: Any) -> tuple[int, int]:
     from lockstep.config.nodes import instantiate
     from lockstep.distributed.world import join_world
 
-    odd_weights(torch.device("cpu"), 1)  # a constant that this process keeps, for hashes
+    digest(torch.zeros(1))  # keeps a constant in this process
     with join_world("gloo", 60) as world:
         gc.collect()
         before = live_bytes()
         parts = parts_of(cfg)  # its strategy holds the model
-        cfg, loaders = build.model_and_data(cfg, world, parts)
+        loaders = build.build_run(cfg, world, parts).loaders
         both = loaders.train, loaders.test
         data = sum(
             tensor.nbytes for loader in both for tensor in (loader.reader.dataset.inputs, loader.reader.dataset.targets)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from lockstep.tasks.tasks import CrossEntropy
 from support.commands import PYTHON_TRAIN, ROOT, TRAIN, wait_for
-from support.models import OwnClassification
 
 pytestmark = pytest.mark.new_process
 
@@ -23,7 +23,7 @@ def test_torchvision_is_imported_for_its_models_only(start, model):
     assert ("torchvision" in modules) == (model == "resnet18")
 
 
-class CollectorTask(OwnClassification):
+class CollectorTask(CrossEntropy):
     """Prints, in a step, what Python's garbage collector does."""
 
     def __call__(self, *args: Any) -> Any:

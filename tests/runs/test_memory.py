@@ -3,8 +3,8 @@
 import pytest
 import torch
 from hydra.utils import instantiate
-from lockstep.training.checkpointing import checkpoint_activations
 
+from lockstep.training.setup import checkpoint_activations
 from support.commands import ROOT
 from support.configs import composed
 from support.worlds import distance, in_world, train_all, weights

@@ -3,18 +3,16 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lockstep.training.parameter_groups import ParameterRules
 from torch import nn
 from torch.optim import lr_scheduler
 
 from lockstep.errors import ConfigError
-from lockstep.training.optimizers import MuonWithAdamW
-from lockstep.training.schedules import AnySchedule, Plateau
+from lockstep.training.optimizers import MuonWithAdamW, require_fit
+from lockstep.training.schedules import Plateau, TorchSchedule
 from support.commands import ON_TEST, Command
 from support.configs import with_values
 from support.event_files import scalars
@@ -34,13 +32,13 @@ def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (2.0, 0.5)], lr=1.0)
 
 
-def rates(made: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[list[float]]:
-    """The learning rates of each step, of both groups."""
+def rates(made: torch.optim.Optimizer, move: Callable[[int], object], steps: range) -> list[list[float]]:
+    """The learning rates of each step, of both groups. move: gets how many steps are done."""
     found = []
-    for _ in range(steps):
+    for step in steps:
         found.append([group["lr"] for group in made.param_groups])
         made.step()
-        scheduler.step()
+        move(step + 1)
     return found
 
 
@@ -49,14 +47,15 @@ def rates(made: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[list[
 def test_a_schedule_of_torch_moves_on_after_steps_or_epochs_and_warms_up(name: str, every: str) -> None:
     steps, plain = STEPS_PER_EPOCH * EPOCHS, optimizer()
     moves = steps if every == "step" else EPOCHS
-    by_move = rates(plain, getattr(lr_scheduler, name)(plain, **SCHEDULES[name]), moves)
+    theirs = getattr(lr_scheduler, name)(plain, **SCHEDULES[name])
+    by_move = rates(plain, lambda step: theirs.step(), range(moves))
     expected = [by_move[step // (1 if every == "step" else STEPS_PER_EPOCH)] for step in range(steps)]
     for warmup_epochs, warm in ((0.0, []), (0.75, [1 / 3, 2 / 3])):
         ours = optimizer()
         schedule = partial(getattr(lr_scheduler, name), **SCHEDULES[name])
-        scheduler = AnySchedule(ours, STEPS_PER_EPOCH, schedule, every, warmup_epochs)
+        scheduler = TorchSchedule(ours, STEPS_PER_EPOCH, schedule, every, warmup_epochs)
         factors = [*warm, *[1.0] * steps]
-        for step, found in enumerate(rates(ours, scheduler, steps)):
+        for step, found in enumerate(rates(ours, scheduler, range(steps))):
             assert found == pytest.approx([factors[step] * rate for rate in expected[step]], rel=1e-12), step
 
 
@@ -81,7 +80,7 @@ def test_the_plateau_is_torchs_with_a_warm_up(mode: Any) -> None:
     scheduler = Plateau(ours, 2, mode, factor=0.5, patience=1, threshold=1e-4, min_lr=0.2, warmup_epochs=1.5)
     found, expected = [], []
     for number, value in enumerate(values):
-        found += rates(ours, scheduler, 2)
+        found += rates(ours, scheduler, range(2 * number, 2 * number + 2))
         scheduler.evaluated(value)
         for step in (2 * number, 2 * number + 1):
             expected.append([min(1, (step + 1) / 3) * group["lr"] for group in plain.param_groups])
@@ -153,14 +152,10 @@ def test_muon_and_a_schedule_with_warm_up_go_on_where_they_stopped(tmp_path: Pat
     assert found[:-1] == pytest.approx(expected[1:], rel=1e-5)
 
 
-def test_what_makes_no_optimizer_is_refused() -> None:
-    strategy: Any = SimpleNamespace(model=torch.nn.Linear(1, 1), world=None)
-    with pytest.raises(ConfigError, match="gives an object of NoneType, and torch.optim.Optimizer is wanted; type opt"):
-        ParameterRules([], []).optimizer(lambda parameters: None, strategy)  # type: ignore[arg-type,return-value]
-
+def test_an_optimizer_that_wants_a_closure_is_refused() -> None:
     class Closure(torch.optim.SGD):
         def step(self, closure: Any) -> None:  # type: ignore[override]
             closure()
 
     with pytest.raises(ConfigError, match=r"Closure.step needs closure, .*; type optimizer=adamw, or def step"):
-        ParameterRules([], []).optimizer(Closure, strategy)
+        require_fit(Closure(nn.Linear(1, 1).parameters()), [])

@@ -9,7 +9,6 @@ from PIL import Image
 from torch import Tensor
 
 from lockstep.distributed.world import join_world
-from lockstep.tasks.base import Share
 from lockstep.tasks.reports import (
     RIGHT,
     ClassReport,
@@ -37,9 +36,9 @@ def class_report() -> tuple[list[list[float]], list[tuple[int, int, int, float]]
     """The confusion matrix and the shown samples, as this rank has them at the end."""
     outputs, targets = outputs_and_targets()
     with join_world("gloo", 60) as world:
-        report = ClassReport(Share(world.rank, world.size, SAMPLES), images=60)
+        report = ClassReport("test", images=60)
         for rows in torch.arange(SAMPLES)[world.rank :: world.size].split(7):
-            report.add(outputs[rows], targets[rows])
+            report.add(outputs[rows], targets[rows], rows)
         report.reduce(world)
         assert report.confusion is not None
         shown = [(one.number, one.prediction, one.truth, one.confidence) for one in report.shown]
@@ -63,9 +62,9 @@ def test_mistakes_come_first_and_every_sample_is_counted_once(ranks: int) -> Non
 
 def value_points() -> list[list[float]]:
     with join_world("gloo", 60) as world:
-        report = ValueReport(Share(world.rank, world.size, 2500))
-        for rows in torch.arange(2500.0)[world.rank :: world.size].split(100):
-            report.add(rows[:, None] + 0.5, rows[:, None])
+        report = ValueReport("test", 2500)
+        for rows in torch.arange(2500)[world.rank :: world.size].split(100):
+            report.add(rows[:, None] + 0.5, rows[:, None].float(), rows)
         report.reduce(world)
         return report.points.tolist()
 

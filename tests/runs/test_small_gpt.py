@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lockstep.tasks.language_modelling import IGNORED
 
 from lockstep.data.source import Splits, Tensors
 from lockstep.data.text import Text
@@ -52,7 +51,7 @@ class Uneven(Text):
         text = train.tokens[: 26 * self.block + 1].long()
         targets = text[1:].clone().view(26, self.block)
         for number, row in enumerate(targets):
-            row[number % (self.block + 1) :] = IGNORED
+            row[number % (self.block + 1) :] = -100
         return Splits(Tensors(text[:-1].view(26, self.block), targets, train.classes), test)
 
 

@@ -21,8 +21,8 @@ from lockstep.snapshots.state import require_plain, trained_weights
 from lockstep.strategies.base import refuse_changing_weights
 from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.tensor_bytes import to_bytes
-from lockstep.tasks.base import OwnParts
-from lockstep.training.ema import ExponentialMovingAverage
+from lockstep.tasks.tasks import Regression
+from lockstep.training.ema import Average
 from lockstep.training.schedules import one_cycle
 from lockstep.training.setup import cast
 from support.commands import ema
@@ -117,7 +117,7 @@ def test_precision_casts_float32_and_complex64_alone() -> None:
 
 def test_an_average_of_complex_and_bfloat16_weights_is_that_of_plain_torch() -> None:
     model = as_made()
-    ema, steps = ExponentialMovingAverage(model, 0.9), []
+    ema, steps = Average(model, 0.9), []
     for number in range(50):
         with torch.no_grad():
             model.filter.mul_(1j)
@@ -284,7 +284,7 @@ def test_factors_of_a_loss_are_a_node(tmp_path: Path, target: str) -> None:
 
 def test_a_loss_with_weights_of_its_own_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"task.loss has weights of its own \(weight, bias\)"):
-        OwnParts(nn.Linear(2, 2), {})
+        Regression(loss=nn.Linear(2, 2))
 
 
 def test_a_layer_that_changes_weights_in_its_forward_pass_is_refused_on_several_ranks() -> None:

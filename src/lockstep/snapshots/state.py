@@ -92,7 +92,8 @@ def restore_state(run: Run, saved: dict[str, Any]) -> None:
         setattr(run.progress, name, value)
     run.clock.start(saved["seconds"], run.progress.step)
     _restore_optimizer(run, saved)
-    run.schedule.load_state_dict(saved["schedule"]) if saved["schedule"] else None
+    if saved["schedule"]:
+        run.schedule.load_state_dict(saved["schedule"])
     run.schedule(run.progress.step)
     if saved["scaler"]:  # empty after a run without loss scaling
         run.scaler.load_state_dict(saved["scaler"])

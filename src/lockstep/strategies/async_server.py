@@ -84,6 +84,7 @@ class ServedStep(Step):
         self.world, self.unit = self.strategy.world, self.strategy.sync_every
         self.trained = list(self.strategy.model.parameters())
         self.tensors = [*self.trained, *self.strategy.model.buffers()]
+        self.synchronised = 0  # after which step
         self.flags = torch.empty(len(self.trained), dtype=torch.bool, device=self.world.device)
 
     def __call__(self, batch: Batch) -> None:
@@ -94,7 +95,7 @@ class ServedStep(Step):
             self.forward_backward(batch)
             self._ask()
         if (self.progress.step + 1) % self.unit == 0:
-            self.synchronise()
+            self._bring_weights(self.progress.step + 1)
 
     def _serve(self) -> None:
         # gloo, on the CPU: NCCL cannot receive from any rank.
@@ -117,7 +118,11 @@ class ServedStep(Step):
         from_bytes(weights, self.tensors)
 
     def synchronise(self) -> None:
-        """Copy the server's weights, buffers and average to every rank. A collective."""
+        if self.synchronised != self.progress.step:
+            self._bring_weights(self.progress.step)
+
+    def _bring_weights(self, step: int) -> None:
+        """Copy the server's weights, buffers and average, after `step` steps, to every rank. A collective."""
         tensors = list(self.tensors)
         if self.average is not None:
             averages = self.average.state_dict()
@@ -128,7 +133,8 @@ class ServedStep(Step):
         message = to_bytes(tensors).cpu()
         dist.broadcast(message, 0, group=self.world.control)
         from_bytes(message, tensors)
-        self.schedule(self.progress.step + 1)
+        self.schedule(step)
+        self.synchronised = step
 
 
 def _no_wait() -> None:

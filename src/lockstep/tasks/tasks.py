@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.config.schema import ClassWeights, Count, Fraction
 from lockstep.data.source import count_samples
@@ -55,7 +55,7 @@ class CrossEntropy(Task):
         if loss is not None and class_weights is not None:
             what = f"task.class_weights={show(class_weights)} weighs the task's own loss, which task.loss replaces"
             raise ConfigError(f"{what}; type task.class_weights=null, or task.loss=null")
-        self.label_smoothing, self.own_loss = label_smoothing, loss
+        self.label_smoothing, self.own_loss = label_smoothing, without_weights(loss)
         self.ignored = self.label = ignored_label
         self.classes_last, self.top = classes_last, list(top or ())
         self.better = {"loss": "min", "accuracy": "max"} | {f"top{k}": "max" for k in self.top}
@@ -181,7 +181,7 @@ class MultiLabel(Task):
     monitor = "accuracy"
 
     def __init__(self, loss: Function | None = None) -> None:
-        self.own_loss = loss
+        self.own_loss = without_weights(loss)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         require_one_tensor(self, outputs, targets)
@@ -223,7 +223,7 @@ class Regression(Task):
     better = {"loss": "min", "mae": "min"}
 
     def __init__(self, loss: Function | None = None) -> None:
-        self.own_loss = loss
+        self.own_loss = without_weights(loss)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         require_one_tensor(self, outputs, targets)
@@ -251,6 +251,14 @@ class Regression(Task):
         from lockstep.tasks.reports import ValueReport  # imports Pillow
 
         return ValueReport(split, samples)
+
+
+def without_weights(loss: Function | None) -> Function | None:
+    """Raise ConfigError for a loss with weights, which no optimizer would train."""
+    if isinstance(loss, nn.Module) and (names := [name for name, _ in loss.named_parameters()]):
+        what = f"task.loss has weights of its own ({', '.join(names)}), which nothing trains"
+        raise ConfigError(f"{what}; type model._target_=<a net that has them, and outputs what the loss needs>")
+    return loss
 
 
 def _is_one_value(values: Tensor) -> bool:

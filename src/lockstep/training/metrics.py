@@ -55,7 +55,8 @@ class Meter:
             self.losses.append((list(steps), columns[0]))
             sums = [column.to(self.device).sum(0, dtype=torch.float64) for column in columns]
             known = [sum(one for one in column if isinstance(one, int)) for column in zip(*counts, strict=True)]
-            self.totals += torch.stack([*sums, *torch.tensor(known, dtype=torch.float64).to(self.device)])
+            here = torch.tensor(known, dtype=torch.float64).to(self.device, non_blocking=True)
+            self.totals += torch.stack([*sums, *here])
             for place, column in enumerate(zip(*counts, strict=True), start=len(self.names)):
                 others = [one.to(self.device, torch.float64) for one in column if isinstance(one, Tensor)]
                 if others:

@@ -13,6 +13,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.source import tensors_in
 from lockstep.errors import TrainingDiverged, first_of
 from lockstep.strategies.base import Strategy
+from lockstep.training.replicas import local_part
 from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class SkipNonFinite:
 
 def are_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether all values are. Reads them: on a GPU the host waits. Huge values overflow in a norm."""
-    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    local = [tensor.coalesce().values() if tensor.is_sparse else local_part(tensor) for tensor in tensors]
     if not local:
         return True
     total = torch.stack([norm.to(local[0].device) for norm in foreach_norm(local)]).sum()

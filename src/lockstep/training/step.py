@@ -57,6 +57,7 @@ class Step:
         self.grad_norm: Tensor | None = None  # of the last step, before it was clipped
         self.weights: dict[int, Tensor] = {}  # {samples of a batch: what multiplies the sum of the losses}
         self.pending: tuple[Any, Tensor, Tensor] | None = None  # (what waits for the counts, the weight)
+        self.targets_per_sample: int | None = None  # where each of them counts
 
     def __call__(self, batch: Batch) -> None:
         self.optimizer.zero_grad()
@@ -87,14 +88,17 @@ class Step:
         weight = self.weights.get(batch.count)
         if weight is None:
             device, dtype = self.strategy.world.device, self.strategy.loss_type
-            weight = torch.tensor(self.strategy.gradient_divisor() / batch.count, device=device, dtype=dtype)
+            # torch.tensor would wait for a GPU
+            weight = torch.full((), self.strategy.gradient_divisor() / batch.count, device=device, dtype=dtype)
             targets = batch.parts[0].targets if batch.parts else None
             if targets is not None and self.task.counts_by_value(targets, self.ignores):
-                counts = [torch.as_tensor(self.task.count(part.targets), device=device) for part in batch.parts]
+                counts = [_as_tensor(self.task.count(part.targets), self.meter.device) for part in batch.parts]
                 wait, total = self.strategy.sum_counts(torch.stack(counts))
                 self.pending = wait, total, weight
                 return weight
             self.weights[batch.count] = weight
+            if isinstance(targets, Tensor) and len(targets):
+                self.targets_per_sample = targets[0].numel()
         return self.scaler.scale(weight) if self.scales else weight
 
     def _fill_in(self) -> None:
@@ -139,9 +143,20 @@ class Step:
         if chosen is self.optimizer:
             self.schedule(self.progress.step + 1)
 
+    def synchronise(self) -> None:
+        """At an epoch's end: bring what all ranks shall hold the same to all of them, where that is not so after each
+        step."""
+
     def state_dict(self) -> dict[str, Any]:
         """What a snapshot keeps of this step, beside the run's own: tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse, before the first step of a resumed run."""
+
+
+def _as_tensor(count: int | Tensor, device: torch.device) -> Tensor:
+    """0-d, in float64."""
+    if isinstance(count, Tensor):
+        return count.to(device).double()
+    return torch.full((), count, dtype=torch.float64, device=device)
