@@ -41,6 +41,7 @@ FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "linsp
 FACTORIES += ("rand", "randn", "randint", "randperm")
 PURGED_AFTER = 50  # kernels: the notes of tensors that are gone are dropped
 
+of_data = torch.tensor  # which copies from the host, and waits
 real_to, real_numpy = torch.Tensor.to, torch.Tensor.numpy
 notes: dict[int, tuple[StorageWeakRef, torch.device | None]] = {}  # {address of a storage: it, where it is said to be}
 of_gloo = set[str]()  # names of groups whose tensors are on the CPU
@@ -56,13 +57,14 @@ class Seen:
     products: {type: matrix products in it}.
     weights_moved: bytes of parameters that came from the host to a GPU.
     bound: the device that nccl was started on at once.
+    step: how many steps have begun.
     """
 
     def __init__(self) -> None:
         self.waits, self.products = Counter[str](), Counter[str]()
         self.collectives: list[tuple[Any, ...]] = []
         self.weights_moved = 0
-        self.counting = False
+        self.counting, self.step = False, 0
         self.bound: torch.device | None = None
 
     def wait(self, *_: Any, **__: Any) -> None:
@@ -188,8 +190,10 @@ def to_numpy(tensor: Any, *args: Any, **options: Any) -> Any:
 
 
 def factory(make: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, device: Any = None, **options: Any) -> Any:
+    def call(*args: Any, device: Any = None, pin_memory: bool = False, **options: Any) -> Any:
         where = CPU if device is None else full_device(device)
+        if make is of_data and where.type == "cuda":
+            seen.wait()
         out = make(*args, device=CPU if where.type == kind[0] else where, **options)
         return out if "out" in options else tag(require_known_type(out, where), where)
 
@@ -356,13 +360,15 @@ ONLY_ON_CUDA = {
 
 
 class Event:
-    at = 0.0
+    """To wait for one of an earlier step is no wait: the device has the newest step to work on meanwhile."""
+
+    at, step = 0.0, 0
 
     def __init__(self, **_: Any) -> None:
         pass
 
     def record(self, stream: Any = None) -> "Event":
-        self.at = time.perf_counter()
+        self.at, self.step = time.perf_counter(), seen.step
         return self
 
     def elapsed_time(self, other: "Event") -> float:
@@ -375,7 +381,8 @@ class Event:
         pass
 
     def synchronize(self) -> None:
-        seen.wait()
+        if self.step == seen.step:
+            seen.wait()
 
 
 class Stream(contextlib.nullcontext[None]):

@@ -1,11 +1,14 @@
-"""A step must never make the host wait for the device: no value of a tensor is read between two log lines."""
+"""A step must never make the host wait for the device: no value of a tensor is read but by an exchange of the ranks, and
+that one's result waits for the next exchange."""
 
-from collections.abc import Iterator
+import itertools
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from support.commands import ema
 from support.configs import composed
@@ -22,12 +25,11 @@ QUIET = ["logging.every=1000", "logger=[]"]
 
 
 def values_read(cfg: Any) -> list[str]:
-    """The operations that read a tensor's value, of the steps of an epoch. The CPU is treated as a GPU."""
+    """The operations that read a tensor's value, of the epochs' steps and what lies between them. The CPU is treated as
+    a GPU. Without what the ranks tell each other: it is read an exchange later, and at an epoch's end."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from lockstep.training import loop, nan
-
-    nan.reads_at_once = lambda device, action: False
+    from lockstep.training import exchange, loop
 
     read: list[str] = []
 
@@ -37,13 +39,26 @@ def values_read(cfg: Any) -> list[str]:
                 read.append(operation.name())
             return operation(*args, **kwargs or {})
 
-    train_epoch = loop.train_epoch
+    def unwatched(function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            with _disable_current_modes():
+                return function(*arguments)
 
-    def watched(*arguments: Any) -> int:
+        return call
+
+    train_epoch, create = loop.train_epoch, exchange.Exchange.__init__
+
+    def watched(*arguments: Any) -> Any:
         with Watch():
             return train_epoch(*arguments)
 
-    loop.train_epoch = watched
+    def delayed(self: Any, *arguments: Any, **options: Any) -> None:
+        create(self, *arguments, **options | {"delayed": True})
+
+    loop.train_epoch, loop.end_epoch = watched, unwatched(loop.end_epoch)
+    exchange.LONG = math.inf  # a slow machine reads at once
+    exchange.Exchange.__init__ = delayed  # type: ignore[method-assign]
+    exchange.Exchange._read = unwatched(exchange.Exchange._read)  # type: ignore[method-assign]
     with Watch():
         torch.ones(1).item()
     assert len(read) == 1  # it does notice
@@ -58,22 +73,37 @@ def test_no_step_reads_a_value_back(tmp_path: Path, overrides: list[str]) -> Non
     assert in_world(2, values_read, cfg) == [[], []]
 
 
-def train_strictly(cfg: Any) -> float:
-    """A training during which torch refuses every wait of the host for the device."""
-    from lockstep.data.loader import Loader
+def exchanges_read(cfg: Any) -> list[tuple[int, int]]:
+    """(the step of an exchange, the step after which its result is read) of each one that is read in an epoch, where
+    the result is delayed as on a GPU."""
+    from lockstep.training import exchange
 
-    plain = Loader.batches
+    found: list[tuple[int, int]] = []
+    create, read = exchange.Exchange.__init__, exchange.Exchange._read
 
-    def strict(*arguments: Any, **options: Any) -> Iterator[Any]:
-        try:
-            for batch in plain(*arguments, **options):
-                torch.cuda.set_sync_debug_mode("error")  # the first permutation may be waited for, once
-                yield batch
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    def delayed(self: Any, *arguments: Any, **options: Any) -> None:
+        create(self, *arguments, **options | {"delayed": True})
 
-    Loader.batches = strict  # type: ignore[method-assign]
-    return train(cfg)
+    def noted(self: Any) -> None:
+        if self.pending is not None:
+            found.append((self.pending[2], self.run.progress.step))
+        read(self)
+
+    exchange.LONG = math.inf  # a slow machine reads at once
+    exchange.Exchange.__init__ = delayed  # type: ignore[method-assign]
+    exchange.Exchange._read = noted  # type: ignore[method-assign]
+    train(cfg)
+    return found
+
+
+def test_what_ranks_tell_each_other_is_read_at_the_next_exchange(tmp_path: Path) -> None:
+    words = ["trainer.epochs=1", "trainer.batch_size=50", "logging.every=4", "logger=[]"]
+    for found in in_world(2, exchanges_read, composed(f"run_dir={tmp_path}", *words)):
+        *in_epoch, (_, last) = found
+        assert len(in_epoch) >= last // 4 - 1
+        for (_, read_at), (step, _) in itertools.pairwise(found):
+            assert read_at == step  # the next one begins
+        assert all(read_at > step for step, read_at in in_epoch)
 
 
 @pytest.mark.gpu

@@ -168,4 +168,4 @@ def processes_of(session: int) -> list[int]:
 
 def ema(decay: float) -> str:
     """What one types for an average of the weights."""
-    return f"trainer.ema={{_target_:lockstep.training.ema.Average,decay:{decay}}}"
+    return f"trainer.ema={{_target_: lockstep.training.ema.Average, decay: {decay}}}"
