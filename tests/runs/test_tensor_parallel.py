@@ -1,7 +1,6 @@
 """strategy=tensor_parallel: what a rank holds, and one process's numbers with data parallel beside it."""
 
 import copy
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,13 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.data.loader import LoadedPart
 from lockstep.errors import ConfigError
 from lockstep.loggers.csv_logger import read_rows
 from lockstep.models.gpt import gpt
 from lockstep.snapshots.files import list_snapshots
 from lockstep.strategies.tensor_parallel import TensorParallel
+from lockstep.tasks.base import Task
 from support.commands import ema
 from support.configs import composed, with_values
 from support.small_text import small_gpt
@@ -51,9 +52,13 @@ def values_after_setup(rank_plan: Any) -> dict[str, int]:
     with join_world("gloo", 60) as world:
         strategy = TensorParallel(1, rank_plan)
         strategy.setup(
-            gpt([8], 28, layers=1, heads=2, width=16, dropout=0.0, tied=True, variant="gpt2"), world, GradientSync()
+            gpt([8], 28, layers=1, heads=2, width=16, dropout=0.0, tied=True, variant="gpt2"),
+            Task().outputs,
+            world,
+            GradientSync(),
         )
         held: dict[str, Any] = dict(strategy.model.named_parameters())
+        world.barrier()  # who leaves while the other still connects ends it
         return {
             name: (value.to_local() if hasattr(value, "to_local") else value).numel() for name, value in held.items()
         }
@@ -87,7 +92,7 @@ def test_layers_that_have_no_weight_to_cut_are_refused() -> None:
     with pytest.raises(ConfigError, match="0 computes its weight from others, .* type strategy.plan=.* without it"):
         TensorParallel(1, [{"0": "gathered"}]).validate_model(normed, 2)
     sparse = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
-    with pytest.raises(ConfigError, match="strategy=tensor_parallel adds up dense gradients, .* type strategy=ddp"):
+    with pytest.raises(ConfigError, match="several ranks add up dense gradients, .* sparse=True; make it with sparse=False"):
         TensorParallel(1, [{"1": "gathered"}]).validate_model(sparse, 2)
 
 
@@ -95,6 +100,11 @@ def test_layers_that_have_no_weight_to_cut_are_refused() -> None:
 def test_cut_layers_in_a_checkpointed_block_with_an_activation_in_place(reentrant: bool) -> None:
     for apart in in_world(2, distance_of_gradients, reentrant):
         assert apart < 1e-12
+
+
+def part_of(inputs: torch.Tensor, targets: torch.Tensor) -> LoadedPart:
+    """A whole batch."""
+    return LoadedPart(0, 0, inputs, targets, torch.arange(len(inputs)))
 
 
 class Recomputed(nn.Sequential):
@@ -118,8 +128,8 @@ def distance_of_gradients(reentrant: bool) -> float:
         plain, inputs, targets = copy.deepcopy(model), torch.rand(3, 4).double(), torch.rand(3, 4).double()
         nn.functional.mse_loss(plain(inputs), targets).backward()
         strategy = TensorParallel(1, [{"1.0": "colwise"}, {"1.2": "rowwise"}, {"2": "gathered"}])
-        strategy.setup(model, world, GradientSync())
-        strategy.forward_backward(inputs, targets, nn.functional.mse_loss, nullcontext(), is_last=True)
+        strategy.setup(model, Task().outputs, world, GradientSync())
+        strategy.forward_backward(part_of(inputs, targets), nn.functional.mse_loss, torch.ones(()).double(), last=True)
         found = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
         pairs = zip(found, plain.parameters(), strict=True)
         return max(float((gradient - p.grad).abs().max()) for gradient, p in pairs)
@@ -167,10 +177,10 @@ def sentences_of_used_twice() -> list[str]:
         for model, names in zip((UsedTwice(), nn.Sequential(*blocks)), plans, strict=True):
             styles = zip(names, ["colwise", "rowwise"] * 2, strict=False)
             strategy = TensorParallel(1, [{name: style} for name, style in styles])
-            strategy.setup(model, world, GradientSync())
+            strategy.setup(model, Task().outputs, world, GradientSync())
             inputs, targets = torch.rand(3, 4), torch.rand(3, 4)
             try:
-                strategy.forward_backward(inputs, targets, nn.functional.mse_loss, nullcontext(), is_last=True)
+                strategy.forward_backward(part_of(inputs, targets), nn.functional.mse_loss, torch.ones(()), last=True)
                 found.append("")
             except ConfigError as error:
                 found.append(str(error))
@@ -195,11 +205,12 @@ def masks() -> tuple[list[bool], list[bool], list[int]]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 64), nn.Dropout(), nn.Linear(64, 32), nn.Dropout())
         strategy, kept = TensorParallel(1, [{"0": "colwise"}, {"2": "rowwise"}]), list[list[bool]]()
-        strategy.setup(model, world, GradientSync())
+        strategy.setup(model, Task().outputs, world, GradientSync())
         for dropout in (model[1], model[3]):
             dropout.register_forward_hook(lambda module, inputs, outputs: kept.append((outputs == 0).tolist()))
         torch.manual_seed(1)
-        strategy.forward_backward(torch.ones(1, 2), torch.ones(1), lambda x, y: x.sum(), nullcontext(), True)
+        part = part_of(torch.ones(1, 2), torch.ones(1))
+        strategy.forward_backward(part, lambda outputs, targets: outputs.sum(), torch.ones(()), last=True)
         pipeline = Pipeline("GPipe", 2)
-        pipeline.setup(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), world, GradientSync())
+        pipeline.setup(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Task().outputs, world, GradientSync())
         return *kept, [part.number for part in pipeline.parts(0, 8, 2)]

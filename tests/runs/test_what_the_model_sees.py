@@ -43,12 +43,11 @@ def test_batches_of_training_and_evaluation_have_the_sizes_asked_for(tmp_path: P
         ["evaluation.batch_size=10"],
         ["trainer.batch_size_per_rank=5"],
     )
-    probe = [2, 4]  # a copy gets two samples, alone and beside two others
-    assert rows(plain, training=True) == [*probe, 6, 6, 3]
-    assert rows(accumulated, training=True) == [1, 2] + [2] * 6 + [1, 1, 1]
-    assert rows(per_rank, training=True) == [*probe, 5, 5, 5]
+    assert rows(plain, training=True) == [6, 6, 3]
+    assert rows(accumulated, training=True) == [2] * 6 + [1, 1, 1]
+    assert rows(per_rank, training=True) == [5, 5, 5]
     assert rows(plain, training=False) == [15]
-    assert rows(evaluated, training=False) == [10, 5]
+    assert rows(evaluated, training=False) == [5, 5, 5]  # of both ranks together
 
 
 def rows(calls: list[Call], training: bool) -> list[int]:

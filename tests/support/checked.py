@@ -22,7 +22,7 @@ CHECK = instantiate(composed("mode=check").mode)
 
 def shares(config: RunConfig) -> int:
     strategy: Any = instantiate(config.strategy)
-    return strategy.data_parallel_size(2)
+    return strategy.data_share_of(2)
 
 
 def job(animal: Animal) -> RunConfig:

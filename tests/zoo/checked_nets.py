@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from lockstep.tasks.classification import Classification
 from torch import Tensor, nn
 
+from lockstep.tasks.tasks import CrossEntropy
 from support.commands import ema
 from support.own_data import Noisy, Points
 
@@ -413,23 +413,24 @@ def collate(samples: list[Any]) -> tuple[Tensor, Tensor]:
     return points / len(BATCHES), labels
 
 
-class MeanTimesN(Classification):
-    """A class-weighted mean times the number of samples."""
+class WeighedByBatch(CrossEntropy):
+    """A class-weighted mean times the number of samples, in which a sample counts by the others of its batch."""
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Any:
-        loss = F.cross_entropy(outputs, targets, weight=torch.tensor([0.2, 3.0]).to(outputs)) * len(targets)
-        return loss, {"loss": loss, "accuracy": (outputs.argmax(1) == targets).sum()}
+    def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        weight = torch.tensor([0.2, 3.0]).to(outputs)
+        losses = F.cross_entropy(outputs, targets, weight=weight, reduction="none")
+        return super().__call__(outputs, targets) | {"loss": losses * len(targets) / weight[targets].sum()}
 
 
-class Memory(Classification):
+class Memory(CrossEntropy):
     """Divides by what the steps before have left, in an attribute; the same on all ranks."""
 
     calls = 0
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Any:
-        loss, sums = super().__call__(outputs, targets)
+    def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        found = super().__call__(outputs, targets)
         self.calls += torch.is_grad_enabled()
-        return loss / (1 + self.calls), sums
+        return found | {"loss": found["loss"] / (1 + self.calls)}
 
 
 class Outside(torch.optim.Optimizer):
@@ -709,12 +710,12 @@ class Dropped(nn.Sequential):
         super().__init__(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 2))
 
 
-class DrawnLoss(Classification):
+class DrawnLoss(CrossEntropy):
     """One number for all samples, too."""
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Any:
-        loss, sums = super().__call__(outputs, targets)
-        return loss * (1 + np.random.rand()), sums
+    def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        found = super().__call__(outputs, targets)
+        return found | {"loss": found["loss"] * (1 + np.random.rand())}
 
 
 class OnlyFloat32(Simple):
@@ -807,7 +808,7 @@ WRONG: list[Animal] = [
     (Simple, [Unseeded], "again", "samples,"),
     (Simple, [Unseeded], "two", "data", ENDS),
     (Simple, [COLLATE], "resumed", "samples,"),
-    (Simple, [f"{TASK}MeanTimesN"], "two", "loss,", ENDS),
+    (Simple, [f"{TASK}WeighedByBatch"], "two", "loss,", ENDS),
     (Simple, [f"{TASK}Memory"], "resumed", "keeps what no snapshot has"),
     (Simple, [f"{OPTIMIZER}Outside", "optimizer.lr=0.05"], "resumed", "the optimizer keeps"),
     (Simple, ["gradient_sync=powersgd"], "two", "type gradient_sync=auto"),

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 import lockstep
-from support.commands import BY_LOSS, ROOT, ema
+from support.commands import ROOT, ema
 from support.small_commands import Answer, answer_of
 from zoo import data
 from zoo.data import CLASSES, KINDS, TRUTHS
@@ -35,7 +35,7 @@ COMMON = [
     "--config-dir", str(ROOT / "tests" / "zoo" / "conf"), "model=linear",
     "model._target_=zoo.modules.net", f"trainer.batch_size={BATCH}",
     f"trainer.epochs={EPOCHS}", f"optimizer.lr={LR}", "scheduler=constant",
-    BY_LOSS, "logger=[]", "snapshot.keep_last=100", "watch.timeout=60",
+    "monitor=val/loss", "logger=[]", "snapshot.keep_last=100", "watch.timeout=60",
 ]  # fmt: skip
 
 
@@ -144,7 +144,7 @@ EQUAL = {
     "contiguous": ("trainer.channels_last=false",),
     "deterministic": ("trainer.deterministic=true",),
     "curves": ("logger=[tensorboard,csv]", "logging.every=1"),
-    "profiled": ("profiler.enabled=true", "profiler.every=2"),
+    "profiled": ("trainer.profiler={_target_: lockstep.training.profile.Profiler, after: 1, steps: 2}",),
     "small evaluations": ("evaluation.batch_size=2",),
     "unfused": ("optimizer.fused=false",),
     "checkpointed": ("trainer.checkpoint_activations=[body]",),
@@ -159,7 +159,6 @@ CHANGED += ("batch_norm_plain", "two_batch_norms", "lazy_batch_norm", "Residual"
 # Values of two axes that no command has together: one of them is refused there, which other tests hold.
 NEVER = [
     ({"sharded"}, {way for way in WAYS if way not in SHARDED}),
-    ({"profiled"}, {"pipeline"}),
     ({"accumulation", "all"}, set(VIRTUAL)),
     ({"accumulation", "all"}, {"tensor_parallel, two by two"}),  # a batch norm gets single samples there
     ({*OWN_OPTIMIZERS}, {way for way in WAYS if way not in ("one", "two", "three")} | {"unfused", "sharded", *CHANGED}),

@@ -11,10 +11,8 @@ class Weighted(Task):
 
     counts = "weights"
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        losses = F.cross_entropy(outputs, targets[:, 0].long(), reduction="none")
-        loss = (losses * targets[:, 1]).sum()
-        return loss, {"loss": loss}
+    def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(outputs, targets[:, 0].long(), reduction="none") * targets[:, 1]}
 
     def count(self, targets: Tensor) -> Tensor:
         return targets[:, 1].sum()
