@@ -78,7 +78,7 @@ def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, take
     if "fused" in node and node["fused"] is None:
         node["fused"] = can_fuse(strategy.model)
     optimizer = instantiate_as(torch.optim.Optimizer, node, "optimizer", parameter_groups(strategy.model, world, rules))
-    require_fit(optimizer, rules)
+    require_fit(optimizer, rules, strategy.shards_state)
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     average: WeightAverage | None = own_average(strategy.model, optimizer, trainer.ema is not None)
     if trainer.ema is not None:

@@ -66,7 +66,7 @@ class RanksDiffer(Exception):
     what: the first words.
     """
 
-    ADVICE = "watch.weights=off if ranks compute on different hardware"
+    ADVICE = "watch.weights_every=0 if ranks compute on different hardware"
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}; no snapshot was saved before; type {self.ADVICE}")

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.config.record import ConfigRecord
 from lockstep.loggers.base import EpochSummary, hyperparameters
-from lockstep.loggers.tensorboard import HEADER, TensorBoardLogger, last_wall_time, layout, read_events
+from lockstep.loggers.tensorboard import HEADER, TensorBoardLogger, last_wall_time, read_events
 from support.event_files import Backend, scalars
 from support.logged import run_info
 
@@ -107,14 +107,6 @@ def test_train_and_test_share_a_chart_and_equal_layouts_are_shown_once(tmp_path)
     assert charts["loss"] == ["^(train|val|test)/loss$"]
     assert charts["accuracy"] == ["^(train|val|test)/accuracy$"]
     assert sum(len(category["chart"]) for category in shown) == len(charts)
-
-
-def test_a_run_has_no_chart_that_stays_empty(tmp_path):
-    charts = set()
-    for enabled in (False, True):
-        run = replace(run_info(tmp_path), hyperparameters={"profiler.enabled": enabled})
-        charts ^= {title for category in layout(run).values() for title in category}
-    assert charts == {"parts of a step (ms)"}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from support.commands import ema
 from support.configs import composed
 from support.event_files import scalars
 from support.worlds import distance, in_world, same_bits, train, train_all, weights
@@ -66,21 +65,6 @@ def test_approximations_differ_by_what_they_round_off(tmp_path: Path) -> None:
     assert 1e-4 < errors["powersgd"] < 0.2
 
 
-def test_local_sgd_with_an_average_in_every_step_is_the_mean_of_ranks_that_step_alone(tmp_path: Path) -> None:
-    # Of plain SGD without momentum, one step apart is one step together.
-    plain = ["trainer.precision=fp64", "optimizer.momentum=0", "scheduler=constant"]
-    local = [*plain, "gradient_sync=local_sgd"]
-    found = trained(
-        tmp_path,
-        2,
-        together=plain,
-        each=[*local, "gradient_sync.sync_every=1"],
-        rare=[*local, "gradient_sync.sync_every=5"],
-    )
-    assert distance(found["together"], found["each"]) < 1e-12
-    assert 1e-6 < distance(found["together"], found["rare"]) < 0.1
-
-
 def test_a_world_of_one_has_nothing_to_average(tmp_path: Path) -> None:
     trained(tmp_path, 1, plain=["gradient_sync=all_reduce"], ring=["gradient_sync=ring"], bf16=["gradient_sync=bf16"])
     assert same_bits(tmp_path / "plain", tmp_path / "ring")
@@ -88,17 +72,8 @@ def test_a_world_of_one_has_nothing_to_average(tmp_path: Path) -> None:
 
 
 def test_approximations_learn_the_digits(tmp_path: Path) -> None:
-    names = ["fp16", "bf16", "powersgd", "local_sgd"]
+    names = ["fp16", "bf16", "powersgd"]
     run = ["model=mlp", "strategy.bucket_cap_mb=0.01", "logger=[tensorboard]"]
     in_world(2, train_all, [composed(f"run_dir={tmp_path / name}", *run, f"gradient_sync={name}") for name in names])
     for name in names:
         assert scalars(tmp_path / name)["test/accuracy"][-1][1] > 0.85, name
-
-
-def test_local_sgd_stopped_and_resumed_ends_with_the_bits_of_an_unbroken_run(tmp_path: Path) -> None:
-    apart = ["gradient_sync=local_sgd", "gradient_sync.sync_every=5", "model=mlp", "optimizer=adamw", ema(0.9)]
-    saved = ["snapshot.every=7steps", "snapshot.keep_last=100", "trainer.epochs=2", "logger=[]"]
-    resumed = f"resume={tmp_path}/whole/snapshots/step_00000035.pt"
-    whole = composed(f"run_dir={tmp_path / 'whole'}", *apart, *saved)
-    in_world(2, train_all, [whole, composed(f"run_dir={tmp_path / 'resumed'}", *apart, *saved, resumed)])
-    assert same_bits(tmp_path / "whole", tmp_path / "resumed")

@@ -69,36 +69,27 @@ NUMBER = 3
 """
 OWN_TASK = """
 import torch.nn.functional as F
-from lockstep.tasks.classification import Classification
+from lockstep.tasks.tasks import CrossEntropy
 
-class Means(Classification):
+class Means(CrossEntropy):
     def __call__(self, outputs, targets):
-        loss = F.cross_entropy(outputs, targets)
-        return loss, {"loss": loss, "accuracy": (outputs.argmax(1) == targets).sum()}
+        return {"loss": F.cross_entropy(outputs, targets), "accuracy": outputs.argmax(1) == targets}
 
-class LossAlone(Classification):
+class LossAlone(CrossEntropy):
     def __call__(self, outputs, targets):
-        return F.cross_entropy(outputs, targets, reduction="sum")
+        return F.cross_entropy(outputs, targets, reduction="none")
 
-class NoDict(Classification):
+class Forgets(CrossEntropy):
     def __call__(self, outputs, targets):
-        loss = F.cross_entropy(outputs, targets, reduction="sum")
-        return loss, loss
+        return {"loss": F.cross_entropy(outputs, targets, reduction="none")}
 
-class PerSample(Classification):
-    def __call__(self, outputs, targets):
-        loss = F.cross_entropy(outputs, targets, reduction="none")
-        return loss, {"loss": loss, "accuracy": loss}
-
-class Fails(Classification):
+class Fails(CrossEntropy):
     def __init__(self, **options):
         raise ValueError("there is no table of weights")
 
 def forgets_to_return(optimizer):
     pass
 """
-TASK = ["task.metrics={loss:min,accuracy:max}", "task.monitor=accuracy", "task.class_weights=null"]
-TASK += ["task.label_smoothing=0.0", "task.loss=null", "task.measures={}"]
 STEPS = 9
 
 
@@ -199,40 +190,31 @@ def test_a_net_whose_inputs_or_outputs_do_not_fit_is_refused_in_the_first_step(t
     pair = accepted("model._target_=own_nets.Pair", *base)
     dicts = ["dataset=pair", *(f"dataset.{half}._target_=own_nets.LeftAndRight" for half in ("train", "test"))]
     dicts += ["dataset.classes=2"]
-    by_name = composed("logger=[]", f"run_dir={tmp_path}", "model._target_=own_nets.ByName", *dicts)
     masked = ["dataset=pair", *(f"dataset.{half}._target_=own_nets.MaskInADict" for half in ("train", "test"))]
     masks = composed("logger=[]", "task=segmentation", "dataset.classes=2", f"run_dir={tmp_path}", *masked)
-    logits = "the model returns an object of Output, and Classification needs its logits alone; type model._target_="
-    for found in in_world(2, sentences, [of_transformers, of_transformers_in_parts, pair, by_name, masks]):
+    logits = "the model returns an object of Output, and CrossEntropy needs its logits alone; type model._target_="
+    for found in in_world(2, sentences, [of_transformers, of_transformers_in_parts, pair, masks]):
         assert found[0].startswith(logits)
         assert found[1].startswith(logits)
         assert (
-            "the model returns an object of tuple, and Classification needs one tensor; type model._target_="
-            in found[2]
+            "the model returns an object of tuple, and CrossEntropy needs one tensor; type model._target_=" in found[2]
         )
-        assert found[3].startswith("own_nets.ByName takes left, right by name, and a model gets all inputs as one")
-        assert found[4].startswith("a target is a dict of mask, and Segmentation needs one tensor; return (inputs, one")
-
-
-def test_a_task_that_returns_means_is_refused_in_the_first_step(tmp_path: Path) -> None:
-    cfg = accepted("task._target_=own_tasks.Means", *TASK, "logger=[]")
-    for words in in_world(2, sentence, with_values(cfg, f"run_dir={tmp_path}")):
-        assert "own_tasks.Means returns a mean as its loss" in words
-        assert 'type reduction="sum"' in words
+        assert found[3].startswith("a target is a dict, and CrossEntropy needs one tensor; type task._target_=")
 
 
 def test_what_a_task_or_a_scheduler_must_not_return_is_refused_in_the_first_step(tmp_path: Path) -> None:
     base = ["logger=[]", f"run_dir={tmp_path}"]
-    tasks = [accepted(f"task._target_=own_tasks.{name}", *TASK, *base) for name in ("LossAlone", "NoDict", "PerSample")]
+    tasks = [accepted(f"task._target_=own_tasks.{name}", *base) for name in ("Means", "LossAlone", "Forgets")]
     torchs = accepted("scheduler=torch", "scheduler.schedule={_target_:own_tasks.forgets_to_return}", *base)
     own = accepted("scheduler._target_=own_tasks.forgets_to_return", *base)
-    returned = "_target_ returns None, and a scheduler of torch is wanted; type return before"
+    returned = "scheduler._target_ returns None, and a scheduler of torch is wanted; type return before"
     for found in in_world(2, sentences, [*tasks, torchs, own]):
-        assert "LossAlone returns one Tensor, and the loss and a dict of sums are wanted; type return loss" in found[0]
-        assert "NoDict returns a Tensor beside the loss, and a dict of sums is wanted; type return loss" in found[1]
-        assert "returns the shape [32] as its loss, and a sum over the samples is wanted; type loss.sum()" in found[2]
-        assert found[3].startswith(f"scheduler.schedule.{returned}")
-        assert found[4].startswith(f"scheduler.{returned}")
+        assert "own_tasks.Means gives loss as [], and a value for each sample is wanted, [32]" in found[0]
+        assert 'type reduction="none"' in found[0]
+        assert found[1].startswith("own_tasks.LossAlone gives a Tensor, and no loss; return a dict that has it")
+        assert found[2].startswith("own_tasks.Forgets gives loss, and no accuracy; return a dict that has it")
+        assert found[3].startswith(returned)
+        assert found[4].startswith(returned)
 
 
 def test_an_error_in_the_constructor_of_a_task_names_its_line(tmp_path: Path) -> None:

@@ -26,14 +26,9 @@ REFUSED = [
         ["optimizer._target_=zoo.optimizers.Lookahead", "strategy=fsdp", "launch=fork", "launch.nproc_per_node=2"],
         "Lookahead keeps slow, steps beside its state, and each rank holds a part of it",
     ),
-    (["scheduler._target_=zoo.optimizers.stepped"], "of SimpleNamespace without state_dict, and a snapshot keeps what"),
     (
         ["optimizer._target_=zoo.optimizers.Recent", "trainer.max_steps=1"],
         r"Recent keeps a deque in state_dict()['state'][0]['last'], and a snapshot holds tensors",
-    ),
-    (
-        ["scheduler._target_=zoo.optimizers.Shaken", "trainer.max_steps=1"],
-        "Shaken changes a Random in state_dict()['numbers'], and a snapshot holds tensors",
     ),
 ]
 

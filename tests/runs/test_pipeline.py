@@ -1,7 +1,6 @@
 """strategy=pipeline: stages, small batches, and what each rank keeps."""
 
 import gc
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from lockstep.config.nodes import instantiate
+from lockstep.data.loader import LoadedPart
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.loggers.csv_logger import read_rows
@@ -85,12 +85,14 @@ def test_a_batch_of_several_tensors_is_refused(inputs: str, targets: str, said: 
     values: dict[str, Any] = {"tensor": torch.ones(4, 2), "dict": {"left": torch.ones(4, 2)}}
     strategy = instantiate(composed("strategy=pipeline").strategy)
     strategy.world = World(0, 2, 0, 2, torch.device("cpu"), None, 60, None)  # type: ignore[arg-type]
+    part = LoadedPart(0, 0, values[inputs], values[targets], torch.arange(4))
     with pytest.raises(ConfigError, match=f"{said} of tensors; type strategy=fsdp"):
-        strategy.forward_backward(values[inputs], values[targets], None, nullcontext(), is_last=True)
+        strategy.forward_backward(part, None, torch.ones(()), True)
 
 
 def test_the_norm_of_a_gradient_in_parts_is_that_of_the_whole(tmp_path: Path) -> None:
     options = [*SMALL, "trainer.batch_size=16", "trainer.max_steps=3", "logger=[csv]", "logging.every=1"]
+    options.append("trainer.max_grad_norm=1000")  # it is not clipped
     norms = {}
     for strategy, ranks in (("ddp", 1), ("pipeline", 2), ("fsdp", 2)):
         cfg = composed(*options, f"strategy={strategy}", f"run_dir={tmp_path / strategy}")
@@ -133,9 +135,9 @@ def parameters_alive(cfg: Any) -> list[bool]:
 
     with join_world("gloo", 60) as world:
         parts = parts_of(cfg)  # holds the strategy
-        cfg, loaders = build.model_and_data(cfg, world, parts)
+        run = build.build_run(cfg, world, parts)
         gc.collect()
-        assert loaders.val is None
+        assert run.loaders.val is None
         return [reference() is not None for reference in WATCHED]
 
 

@@ -1,44 +1,25 @@
-"""profiler.enabled=true: a run shows the phases of its steps, and trains to the same bits."""
+"""trainer.profiler: a trace of some steps of each rank, and the same bits."""
 
-import pytest
+import json
+from pathlib import Path
 
-from lockstep.errors import ConfigError
-from lockstep.preflight import preflight
 from support.configs import composed
-from support.event_files import scalars
-from support.profiles import OFTEN, check_profile
 from support.worlds import in_world, same_bits, train_all
 
-SMALL = ["model=mlp", "trainer.batch_size=240", "trainer.epochs=4"]  # 5 whole batches an epoch, and a smaller one
+TRACED = "trainer.profiler={_target_:lockstep.training.profile.Profiler,after:3,steps:2}"
 
 
-def test_a_profiled_run_shows_its_phases_and_ends_with_the_same_bits(tmp_path):
-    on = composed(f"run_dir={tmp_path / 'on'}", *SMALL, *OFTEN)
-    off = composed(f"run_dir={tmp_path / 'off'}", *SMALL)
-    ((profiled, plain),) = in_world(1, train_all, [on, off])
-    assert profiled == plain
+def test_a_profiled_run_has_a_trace_of_its_steps_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+    small = ["model=mlp", "trainer.batch_size=240", "trainer.epochs=2", "logger=[]"]
+    runs = {"on": [TRACED], "off": []}
+    configs = [composed(f"run_dir={tmp_path / name}", *small, *words) for name, words in runs.items()]
+    (first, second), _ = in_world(2, train_all, configs)
+    assert first == second
     assert same_bits(tmp_path / "on", tmp_path / "off")
-    at = [step["at"] for step in check_profile(tmp_path / "on", ranks=1)]
-    assert at == sorted(set(at))
-    # Of the 6 steps of an epoch, the first follows an evaluation and the last has a smaller batch.
-    assert not [step for step in at if step % 6 in (0, 1)]
-    assert not any(tag.startswith("profile/") for tag in scalars(tmp_path / "off"))
+    traces = sorted((tmp_path / "on" / "trace").iterdir())
+    assert [path.name for path in traces] == [f"rank{rank}.3.pt.trace.json" for rank in (0, 1)]
+    for path in traces:
+        names = [event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]]
+        assert len({name for name in names if name.startswith("ProfilerStep")}) == 2
+        assert names.count("aten::cross_entropy_loss") == 2
     assert not (tmp_path / "off" / "trace").exists()
-
-
-@pytest.mark.parametrize(
-    ("typed", "answer"),
-    [
-        (["profiler.every=0"], "profiler.every=101"),
-        (["profiler.trace_steps=0"], "profiler.trace_steps=3"),
-        (["strategy=pipeline"], "profiler.enabled=false"),
-        (
-            ["strategy=async_parameter_server", "launch=spawn", "launch.nproc_per_node=3"],
-            "profiler.enabled=false",
-        ),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_what_cannot_be_measured_is_refused(typed, answer):
-    with pytest.raises(ConfigError, match=f"type {answer}$"):
-        preflight(composed("profiler.enabled=true", *typed))

@@ -7,7 +7,7 @@ from support.configs import composed
 from support.worlds import distance, in_world, train_all, weights
 
 OPTIMIZERS = ["Adadelta", "Adagrad", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop"]
-OPTIONS = {"ASGD": ["+optimizer.t0=2"], "RMSprop": ["+optimizer.momentum=0.9", "+optimizer.centered=true"]}
+OPTIONS = {"ASGD": ["+optimizer.t0=2"], "RMSprop": ["optimizer.momentum=0.9", "+optimizer.centered=true"]}
 # 7 samples a batch are 3, 2 and 2 on 3 ranks, of which two hold nothing of the last layer.
 SMALL = ["dataset=random", "dataset.samples=21", "model=mlp", "model.width=7", "model.depth=1", "model.dropout=0"]
 SMALL += ["trainer.batch_size=7", "trainer.epochs=3", "trainer.precision=fp64", "scheduler=constant", "logger=[]"]

@@ -27,7 +27,7 @@ def test_a_sweep_with_a_wrong_value_is_refused_before_its_first_job(start):
     ("typed", "said"),
     [
         (
-            ["launch=torchrun", "gradient_sync=ring,powersgd,local_sgd", "strategy=ddp,fsdp"],
+            ["launch=torchrun", "gradient_sync=ring,powersgd", "strategy=ddp,fsdp"],
             "the job gradient_sync=ring strategy=fsdp: gradient_sync=",
         ),
         (

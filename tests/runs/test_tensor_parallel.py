@@ -92,7 +92,9 @@ def test_layers_that_have_no_weight_to_cut_are_refused() -> None:
     with pytest.raises(ConfigError, match="0 computes its weight from others, .* type strategy.plan=.* without it"):
         TensorParallel(1, [{"0": "gathered"}]).validate_model(normed, 2)
     sparse = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
-    with pytest.raises(ConfigError, match="several ranks add up dense gradients, .* sparse=True; make it with sparse=False"):
+    with pytest.raises(
+        ConfigError, match="several ranks add up dense gradients, .* sparse=True; make it with sparse=False"
+    ):
         TensorParallel(1, [{"1": "gathered"}]).validate_model(sparse, 2)
 
 

@@ -92,6 +92,7 @@ def buffers_after_a_broadcast() -> list[list[int]]:
     from lockstep.distributed.world import join_world
     from lockstep.strategies.base import Strategy
     from lockstep.strategies.gradient_sync import GradientSync
+    from lockstep.tasks.base import Task
 
     with join_world("gloo", 60, None) as world:
         model, strategy = as_made(), Strategy()
@@ -99,7 +100,7 @@ def buffers_after_a_broadcast() -> list[list[int]]:
         model(torch.rand(3, 1, 8, 8) + world.rank)
         model.register_buffer("bank", torch.rand(world.rank + 3, 2))  # one that grows with the samples of a rank
         model.layer.register_buffer("number", torch.tensor([7] * (4 - world.rank)))
-        strategy.setup(model, world, GradientSync())
+        strategy.setup(model, Task().outputs, world, GradientSync())
         strategy.sync_buffers()
         return [to_bytes([buffer]).tolist() for buffer in model.buffers()]
 
@@ -207,7 +208,7 @@ def test_optimizer_state_of_other_types_than_its_weight_is_resumed(tmp_path: Pat
     in_world(2, train_all, [whole, with_values(parts, "trainer.pause_after=1"), parts])
     assert same_bits(tmp_path / "whole", tmp_path / "parts")
     newest = torch.load(list_snapshots(tmp_path / "parts" / "snapshots")[0], weights_only=True)
-    state = newest["optimizer"]["state"]["1.weight"]
+    state = newest["optimizer"]["1.weight"]
     assert (state["velocity"].dtype, state["changes"].dtype) == (torch.float64, torch.int16)
 
 
@@ -241,9 +242,16 @@ def test_sparse_gradients_give_the_numbers_of_dense_ones(tmp_path: Path) -> None
     dense, sparse = (
         with_values(base, f"model.sparse={word}", f"run_dir={tmp_path / word}") for word in ("false", "true")
     )
-    in_world(1, train_all, [dense])
-    in_world(2, train_all, [sparse])
+    in_world(1, train_all, [dense, sparse])
     assert distance(weights(tmp_path / "false"), weights(tmp_path / "true")) < 1e-12
+    for said in in_world(2, refusal, sparse):
+        assert "several ranks add up dense gradients" in said
+
+
+def refusal(cfg: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        train(cfg)
+    return str(refused.value)
 
 
 def test_the_type_of_a_run_is_its_precisions_whatever_the_default_is(tmp_path: Path) -> None:
@@ -263,7 +271,7 @@ def train_with_another_default(cfg: Any) -> float:
 )
 def test_factors_of_a_loss_are_a_node(tmp_path: Path, target: str) -> None:
     """They have the type of the run."""
-    loss = f"task.loss={{_target_:torch.{target},pos_weight:{{_target_:torch.tensor,data:[3.0]}}}}"
+    loss = f"task.loss={{_target_:torch.{target},reduction:none,pos_weight:{{_target_:torch.tensor,data:[3.0]}}}}"
     words = ["dataset=random", "model=linear", "task=regression", loss, "trainer.precision=fp64", "logger=[]"]
     sizes = ["dataset.samples=61", "trainer.batch_size=16", "trainer.epochs=2", "optimizer.momentum=0"]
     sizes += ["scheduler=constant"]

@@ -196,7 +196,6 @@ STRATEGIES = {
     "pipeline": ["strategy=pipeline", "model=mlp"],
     "virtual_ranks": ["strategy=virtual_ranks", "strategy.count=4"],
     "async_parameter_server": ["strategy=async_parameter_server"],
-    "local_sgd": ["gradient_sync=local_sgd"],
 }
 
 

@@ -34,10 +34,13 @@ class Net(nn.Module):
         return {"side": found[:, :2], "sum": found[:, 2]}
 
 class Both(Task):
+    better = {"loss": "min", "accuracy": "max"}
+    monitor = "accuracy"
+
     def __call__(self, outputs, targets):
-        loss = F.cross_entropy(outputs["side"], targets["side"], reduction="sum")
-        loss = loss + (outputs["sum"] - targets["sum"]).square().sum()
-        return loss, {"loss": loss, "accuracy": (outputs["side"].argmax(1) == targets["side"]).sum()}
+        loss = F.cross_entropy(outputs["side"], targets["side"], reduction="none")
+        loss = loss + (outputs["sum"] - targets["sum"]).square()
+        return {"loss": loss, "accuracy": outputs["side"].argmax(1) == targets["side"]}
 
     def predictions(self, outputs):
         return {"side": outputs["side"].argmax(1), "sum": outputs["sum"]}
@@ -46,7 +49,7 @@ class AsTheyAre(Both):
     predictions = Task.predictions
 """
 DATA = "defaults: [pair]\ntrain: {_target_: heads.TwoTargets}\ntest: {_target_: heads.TwoTargets}\n"
-TASK = "_target_: heads.Both\nmetrics: {loss: min, accuracy: max}\nmonitor: accuracy\n"
+TASK = "_target_: heads.Both\n"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -74,7 +77,7 @@ def test_metrics_and_predictions_of_two_heads_are_over_the_samples(
     right = sum(row["side"] == row["truth_side"] for row in rows)
     metrics = json.loads((tmp_path / "run" / "evaluation.json").read_text())["metrics"]
     assert metrics["accuracy"] == pytest.approx(right / len(rows))
-    plain = ["task._target_=heads.AsTheyAre", "task.metrics={loss:min,accuracy:max}", "task.monitor=accuracy"]
+    plain = ["task._target_=heads.AsTheyAre"]
     plain += ["mode=predict", "resume=run", "mode.file=plain.csv"]
     start(*PYTHON_TRAIN, *own, *plain, PYTHONPATH=python_path).finish()
     header = (tmp_path / "plain.csv").read_text().splitlines()[0]

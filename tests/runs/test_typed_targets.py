@@ -119,12 +119,12 @@ def test_the_best_job_of_a_sweep_can_be_run_again_as_the_summary_says(
 
 def test_a_loss_and_a_metric_of_ones_own_have_the_same_numbers_on_two_ranks(start: Start) -> None:
     words = ["dataset=random", "model=mlp", "trainer.max_steps=20"]
-    words += ["task.loss={_target_: torch.nn.HuberLoss, delta: 0.1}"]
-    words += ["+task.measures.mae={_target_: torch.nn.L1Loss}", "+task.metrics.mae=min"]
+    words += ["task.loss={_target_: torch.nn.HuberLoss, delta: 0.1, reduction: none}"]
+    words += ["+evaluation.metrics.mse={_target_: torchmetrics.MeanSquaredError}"]
     found = []
     for launch in ("env", "fork"):
         run = start(*PYTHON_TRAIN, *words, f"launch={launch}").finish()
-        (line,) = re.findall(r"^finished: val loss ([\d.]+), mae ([\d.]+)$", run.output, re.MULTILINE)
+        (line,) = re.findall(r"^finished: val loss ([\d.]+), mae ([\d.]+), mse ([\d.]+)$", run.output, re.MULTILINE)
         found.append([float(value) for value in line])
     assert found[0] == pytest.approx(found[1], abs=2e-4)
     assert 0 < found[0][0] < 0.1 * found[0][1]  # Huber's loss with delta 0.1 is below a tenth of the distance

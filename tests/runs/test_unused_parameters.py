@@ -7,12 +7,11 @@ import torch
 
 from zoo.combinations import Combination, Zoo
 
-REFUSED = [
+REFUSED = [  # in the first step; what a later one leaves out is a hang, whose cause is told
     Combination("Experts", "tensors", way, equal="saved")
     for way in ("two, all_reduce", "two, ring", "three, parameter_server", "fsdp, two")
 ]
-REFUSED += [Combination("LateExperts", "tensors", way) for way in ("two", "fsdp, two")]
-REFUSED += [Combination("Experts", "tensors", "two", "accumulation"), Combination("Unused", "tensors", "two, ring")]
+REFUSED += [Combination("LateExperts", "tensors", "fsdp, two"), Combination("Unused", "tensors", "two, ring")]
 EQUAL = [
     Combination("Experts", "tensors", "two, unused", "accumulation", after="resume"),
     Combination("Experts", "tensors", "fsdp, unused", "adamw", after="resume"),

@@ -1,6 +1,5 @@
 """strategy=virtual_ranks: the same bits at every world size."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.data.loader import LoadedPart
 from lockstep.distributed.shared_memory import tree_sum
+from lockstep.tasks.base import Task
 from support.configs import composed, with_values
 from support.models import WithConstants
 from support.worlds import distance, in_world, same_bits, train_all, weights
@@ -76,7 +77,7 @@ def sums_are_those_of_one_rank(counts: list[int]) -> list[bool]:
     with join_world("gloo") as world:
         for count in counts:
             strategy = VirtualRanks(count)
-            strategy.setup(nn.Linear(20, 5), world, GradientSync())
+            strategy.setup(nn.Linear(20, 5), Task().outputs, world, GradientSync())
             rows = torch.randn(count, strategy.rows.shape[1], generator=torch.Generator().manual_seed(0))
             for shared_memory in (strategy.shared_memory, None):
                 strategy.shared_memory = shared_memory
@@ -117,12 +118,13 @@ def one_step(parts: list[list[float]]) -> dict[str, Any]:
     model = Remembering()
     with join_world("gloo") as world:
         strategy = VirtualRanks(len(parts))
-        strategy.setup(model, world, GradientSync())
+        strategy.setup(model, Task().outputs, world, GradientSync())
         for number, part in enumerate(parts, start=1):
             inputs = torch.tensor(part, dtype=torch.float64)
             targets: Any = {"one": inputs, "other": inputs}  # what counts is the samples in it
-            is_last = number == len(parts)
-            strategy.forward_backward(inputs, targets, lambda outputs, _: outputs.sum(), nullcontext(), is_last)
+            loaded = LoadedPart(number - 1, 0, inputs, targets, torch.arange(len(part)))
+            weight = torch.ones((), dtype=torch.float64)
+            strategy.forward_backward(loaded, lambda outputs, _: outputs.sum(), weight, number == len(parts))
     assert model.trained.grad is not None
     return {"gradient": model.trained.grad.item(), "frozen": model.fixed.grad, "buffer": model.total.item()}
 

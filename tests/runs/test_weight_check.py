@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lockstep.training.weight_check import PIECE, digest
 
 from lockstep.errors import RanksDiffer
+from lockstep.training.replicas import PIECE, digest
 from support.commands import PYTHON_TRAIN, ROOT, Command, ema
 from support.configs import composed
 from support.digits import FEW
@@ -71,7 +71,7 @@ def test_a_damaged_weight_of_one_rank_is_named(tmp_path: Path) -> None:
     saves = ["snapshot.every=12steps"]
     first = composed(f"run_dir={tmp_path / 'first'}", *damaged(0, 14, 3, "bit"), *saves, "watch.weights_every=10")
     configs = [
-        composed(f"run_dir={tmp_path / 'off'}", *damaged(1, 3, 1, 5.0), "watch.weights_every=1", "watch.weights=off"),
+        composed(f"run_dir={tmp_path / 'off'}", *damaged(1, 3, 1, 5.0), "watch.weights_every=0"),
         composed(f"run_dir={tmp_path / 'whole'}", *damaged(1, 1000, 1, 5.0), "watch.weights_every=1", ema(0.9)),
         composed(f"run_dir={tmp_path / 'save'}", *damaged(2, 7, 0, 5.0), *saves, "watch.weights_every=1000"),
     ]
@@ -108,7 +108,7 @@ def test_copies_of_a_part_are_compared(tmp_path: Path) -> None:
         assert "than rank 0" in every
     two = composed(f"run_dir={tmp_path / 'two'}", *damaged(1, 4, 0, "bit"), *replicas, "strategy.replicas=2")
     for sentence in in_world(4, _train_all, [two]):
-        assert "rank 3 has other values in 1.weight than rank 1, and no majority shows which are right" in sentence[0]
+        assert "rank 3 has other values in 1.weight than rank 1" in sentence[0]
 
 
 def test_copies_of_a_cut_matrix_are_compared(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_copies_of_a_cut_matrix_are_compared(tmp_path: Path) -> None:
     for (sentence,) in in_world(4, _train_all, [cfg]):
         assert sentence.startswith(
             "the weights differ between ranks at step 2: rank 3 has other values in "
-            "block1.attention.queries_keys_values.weight than rank 1, and no majority"
+            "block1.attention.queries_keys_values.weight than rank 1"
         )
 
 
@@ -128,13 +128,5 @@ def test_two_ranks_stop_and_the_command_ends_with_one_sentence(tmp_path: Path) -
     launch = ["launch=fork", "launch.nproc_per_node=2", "watch.weights_every=5"]
     command = Command([*PYTHON_TRAIN, *launch, *options], tmp_path, PYTHONPATH=ROOT / "tests")
     sentence = command.finish(1).sentence
-    assert "rank 1 has other values in 1.bias than rank 0, and no majority shows which are right" in sentence
+    assert "rank 1 has other values in 1.bias than rank 0" in sentence
     assert "Traceback" not in command.output
-
-
-def test_a_weight_that_is_not_trained_and_differs_is_told_to_be_a_buffer(tmp_path: Path) -> None:
-    words = ["model=linear", "model._target_=support.models.HiddenCodes", "logger=[]", "watch.weights_every=5"]
-    for (sentence,) in in_world(2, _train_all, [composed(f"run_dir={tmp_path}", *words)]):
-        assert "rank 1 has other values in code than rank 0" in sentence
-        assert "perhaps the forward pass changes code, which is not trained: keep it in a buffer" in sentence
-        assert "type trainer.buffers=mean" in sentence

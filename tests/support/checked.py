@@ -45,13 +45,14 @@ def taken(ways: list[RunConfig]) -> list[Any]:
     return [run(way, record_of(way), replace(parts_of(way), mode=Train())) for way in ways]
 
 
-def failures(ways: list[tuple[int, RunConfig]]) -> list[str]:
-    """The sentence of the error that ends each run on so many ranks."""
+def failures(ways: list[tuple[int, RunConfig]]) -> list[tuple[str, bool]]:
+    """The sentence of the error that ends each run on so many ranks, and whether it is a known one."""
     torch.set_num_threads(1)
     sentences = []
     for ranks, way in ways:
         launcher = SpawnLauncher("fork", ranks, 1, 0, "127.0.0.1", 0)
-        sentences.append(ended(way, record_of(way), replace(parts_of(way), launcher=launcher, mode=Train())).failed)
+        end = ended(way, record_of(way), replace(parts_of(way), launcher=launcher, mode=Train()))
+        sentences.append((end.failed, end.is_known))
     return sentences
 
 
@@ -77,8 +78,9 @@ def tables(animals: list[Animal], folder: Path) -> list[dict[str, tuple[str, str
         for (number, name), found in zip(chosen, facts, strict=True):
             runs[number][name] = Ended(found, traces_in(Path(ways[number][name].run_dir)))
     said = in_world(1, failures, [(2 if name == "two" else 1, ways[number][name]) for number, name in ends])[0]
-    for (number, name), sentence in zip(ends, said, strict=True):
-        runs[number][name] = Ended({}, traces_in(Path(ways[number][name].run_dir)), sentence)
+    for (number, name), (sentence, is_known) in zip(ends, said, strict=True):
+        traces = traces_in(Path(ways[number][name].run_dir))
+        runs[number][name] = Ended({}, traces, sentence, is_known=is_known)
     rows = [CHECK.rows(one, found) for one, found in zip(jobs, runs, strict=True)]
     promises = {promise.format(2): way for way, promise in PROMISES.items()}
     return [{promises.get(promise, "learns"): found for promise, *found in table} for table in rows]

@@ -191,6 +191,8 @@ def unknown_key(key: str, value: str, known: Iterable[str]) -> str:
     section, last = key.partition(".")[0], key.rpartition(".")[2]
     if section in ("experiment", "local"):
         return f"a file below conf/{section} is not for the whole config; type # @package _global_ in its first line"
+    if key.startswith(("vars.", "evaluation.metrics.")):  # these hold what one adds
+        return f"{key} is a new key; type {shlex.quote(f'+{key}={value}')}"
     options = [option for option, values in conf_values().items() if option and key in values]
     if options:
         return f"{key} is a key of {' and '.join(options)}; type {options[0]} {shlex.quote(f'{key}={value}')}"

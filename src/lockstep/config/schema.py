@@ -117,7 +117,7 @@ class Logging(Section):
 
 @dataclass(frozen=True)
 class Watch(Section):
-    weights_every: Count
+    weights_every: Whole
     nan: Literal["stop", "skip"]
     timeout: Positive | None
     on_hang: Literal["stop", "report"]

@@ -180,11 +180,19 @@ def is_consequence(failure: Mapping[str, Any] | None) -> bool:
     return failure is not None and failure["kind"] == "exception" and bool(failure.get("is_communication"))
 
 
-def explain_exception(failure: Mapping[str, Any]) -> tuple[str, str]:
-    """(what it means, what to type) in plain words. failure: see lockstep.failures.record."""
+def known_meaning(failure: Mapping[str, Any]) -> tuple[str, str] | None:
+    """(what it means, what to type) of an exception that is often met. failure: see lockstep.failures.record."""
     for pattern, meaning, advice in MEANINGS:
         if re.search(pattern, f"{failure['type']}: {failure['message']}"):
             return meaning, advice
+    return None
+
+
+def explain_exception(failure: Mapping[str, Any]) -> tuple[str, str]:
+    """(what it means, what to type) in plain words. failure: see lockstep.failures.record."""
+    known = known_meaning(failure)
+    if known is not None:
+        return known
     if failure["is_communication"]:
         return LOST_RANK
     if is_project(failure.get("file", "")):

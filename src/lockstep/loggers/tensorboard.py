@@ -206,8 +206,6 @@ def layout(run: RunInfo) -> dict[str, dict[str, Chart]]:
         "step time (ms)": _lines("speed/step_ms"),
     }
     ranks = {"memory of the largest and the smallest rank (MiB)": _lines("world/.*_rank_mib")}
-    if run.hyperparameters.get("profiler.enabled"):
-        speed["parts of a step (ms)"] = _lines("profile/.*_ms")
     return {"results": results, "training": training, "speed": speed, "ranks": ranks}
 
 

@@ -13,6 +13,7 @@ from annotated_types import Ge
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import EXIT_PROMISES, ConfigError, RankFailed, StoppedEarly, first_of
+from lockstep.failures.causes import known_meaning
 from lockstep.modes.base import Mode
 from lockstep.text import aligned
 
@@ -38,13 +39,13 @@ CAUSES = {  # of a way, of a stage, of both
     "are seeded for it, and change a copy of what the data set keeps",
     "two norm": "{first} sees a rank's share of the batch; type sync_bn=auto strategy=ddp",
     "two layers": f"{{first}} gives other outputs for the same samples: it {MIXES}",
-    "two loss": f"the loss of the same outputs is another one: it {MIXES}, and return a sum over samples",
+    "two loss": f"the loss of the same outputs is another one: it {MIXES}, and return a value for each sample",
     "two unseen": "the loss is another one, and this strategy does not show its layers, such as a batch norm or "
     "dropout of a part of the net; type strategy=ddp",
     "two gradients": "{names}: other gradients of the same loss, as a hook or a backward pass is not linear, or "
     "compares samples; change the gradient of the whole batch, in the optimizer",
     "two weights": "{names}: changed by a rank's own share of the batch; compute it of the samples of all ranks",
-    "two evaluation": "{names}: another number of the same weights; return sums over samples from the task",
+    "two evaluation": "{names}: another number of the same weights; return a value for each sample from the task",
     "cut": "{first}: changed in each pass, or by comparing samples; type trainer.gradient_accumulation_steps=1",
     "resumed": "{names}: the model, the loss or a hook keeps what no snapshot has, or draws by itself; make it a "
     "buffer, or return it in get_extra_state, and draw from torch's generator",
@@ -61,12 +62,16 @@ Row = tuple[str, str, str]
 
 
 class Ended(NamedTuple):
-    """A run: what `recorder.run` returns, the traces of its ranks, and the error that has ended it, in a sentence."""
+    """A run: what `recorder.run` returns, the traces of its ranks, and the error that has ended it, in a sentence.
+
+    is_known: whether this sentence names the cause of a broken promise, whatever the traces say.
+    """
 
     facts: dict[str, Any]
     traces: list[Any]
     failed: str = ""
     error: Exception | None = None
+    is_known: bool = False
 
 
 class Check(Mode):
@@ -203,15 +208,19 @@ def ended(config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> Ended:
     except ConfigError as error:
         return Ended({}, traces_in(folder), str(error), error)
     except RankFailed as error:
-        if error.report["first"]["kind"] not in ("exception", "diverged", "different"):
+        first = error.report["first"]
+        if first["kind"] not in ("exception", "diverged", "different"):
             raise
-        return Ended({}, traces_in(folder), error.report["first"]["message"], error)
+        known = known_meaning(first) if first["kind"] == "exception" else None
+        return Ended({}, traces_in(folder), "; ".join(known or [first["message"]]), error, known is not None)
 
 
 def judged(way: str, one: Ended, other: Ended, tolerance: float, steps: int) -> tuple[str, str]:
     """(whether two runs are alike, why)."""
     from lockstep.modes.recorder import compare
 
+    if other.is_known:
+        return "no", other.failed
     parting, most = compare(one.traces[0], other.traces, tolerance, steps)
     if parting is None:
         return ("no", other.failed) if other.failed else ("yes", f"{most:.0e} apart" if tolerance else "all bits")

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 OF_CLASSES = ("prediction", "truth")  # columns whose whole numbers may be classes
 
+NUMBERS = ""  # the column of the samples' numbers in what is gathered
 Columns = dict[str, "Tensor"]
 """{name: (N,) or (N, values)} on the CPU, one row for each sample."""
 
@@ -50,15 +51,14 @@ class Predict(Mode):
 
         loader, world = trained.loader(self.split), trained.world
         columns = predict(trained, self.split)
-        rows = sum(world.all_gather_json(len(next(iter(columns.values()), ()))))
+        rows = sum(world.all_gather_json(len(columns.get(NUMBERS, ()))))
         samples = len(loader.reader)
         if rows != samples:
             raise ConfigError(f"{samples - rows} samples of {samples} have no prediction; type mode.split=test")
-        (rank, size), numbers = loader.share, loader.indices
-        shares = gather_state(world, {"share": rank, "columns": columns})
+        shares = gather_state(world, columns)
         path = Path(self.file) if self.file is not None else trained.folder / "predictions.csv"
         lines = (
-            table(in_order(shares, size, samples), trained.classes, files_of(loader), numbers)
+            table(in_order(shares, samples), trained.classes, files_of(loader), loader.indices)
             if world.is_rank_zero
             else iter(())
         )
@@ -67,7 +67,7 @@ class Predict(Mode):
 
 
 def predict(trained: TrainedRun, split: str) -> Columns:
-    """The columns of this rank's share, without rows where another rank computes the outputs."""
+    """The columns of this rank's share, and the numbers of its rows; empty where another rank computes the outputs."""
     import torch
 
     from lockstep.data.source import count_samples
@@ -75,19 +75,21 @@ def predict(trained: TrainedRun, split: str) -> Columns:
     from lockstep.failures import reporter
     from lockstep.training.evaluate import evaluating
 
-    run, parts, rows = trained.run, list[Columns](), 0
+    run, parts, numbers = trained.run, list[Columns](), torch.empty(0)
 
     def keep(outputs: "Tensor", targets: "Tensor") -> None:
+        nonlocal numbers
         named = run.task.predictions(outputs) | {"truth": targets}
         columns = [column for name, values in named.items() for column in _columns(name, values)]
-        count = min(rows, count_samples(targets))  # a pipeline has some of them; targets may be packed
+        count = min(len(numbers), count_samples(targets))  # a pipeline has some of them; targets may be packed
         of_samples = [(name, values.detach()) for name, values in columns if values.shape[:1] == (count,)]
-        parts.append({name: _beside(targets, values).cpu() for name, values in of_samples})
+        now, numbers = numbers.tensor_split([count])
+        parts.append({NUMBERS: now} | {name: _beside(targets, values).cpu() for name, values in of_samples})
 
     loader = trained.loader(split)
     with evaluating(run, loader):
         for part in loader.evaluation(run.config.evaluation.batch_size):
-            rows = len(part.numbers)
+            numbers = part.numbers
             run.strategy.evaluate(part, keep)
             reporter.heartbeat()
             if signals.stop_requested():
@@ -132,14 +134,16 @@ def _beside(targets: Any, values: "Tensor") -> "Tensor":
     return values.squeeze(1) if is_number and values.shape[1:] == (1,) else values
 
 
-def in_order(shares: Sequence[dict[str, Any]], size: int, samples: int) -> Columns:
-    """The columns of all samples. shares: of each rank; share r of `size` has the samples r, r + size, ..."""
+def in_order(shares: Sequence[Columns], samples: int) -> Columns:
+    """The columns of all samples. shares: of each rank."""
     whole: Columns = {}
     for share in shares:
-        for name, values in share["columns"].items():
+        for name, values in share.items():
+            if name == NUMBERS:
+                continue
             if name not in whole:
                 whole[name] = values.new_empty((samples, *values.shape[1:]))
-            whole[name][share["share"] :: size] = values
+            whole[name][share[NUMBERS]] = values
     return whole
 
 

@@ -226,7 +226,8 @@ def whole(value: Any) -> Tensor:
 
 def kept(value: Tensor) -> tuple[int, Tensor]:
     """(a checksum of its bits, sums over `PARTS` parts of it in float64, and what is left over)."""
-    values = whole(value).cpu().contiguous().reshape(-1)
+    # A copy: a storage that numpy has seen cannot be freed, and FSDP2 frees gathered weights.
+    values = whole(value).cpu().contiguous().reshape(-1).clone()
     parts = min(PARTS, max(1, len(values)))
     size = len(values) // parts
     numbers, rest = values.double().split([parts * size, len(values) - parts * size])

@@ -12,7 +12,7 @@ from typing import Any
 
 REPEATS = ("seed", "loader.fold", "loader.split_seed")  # keys in which runs of one setting differ
 # Parts of the config that change no number of a run.
-NO_NUMBER: tuple[str, ...] = ("launch.", "backend.", "sweep.", "profiler.", "logger", "logging.", "snapshot.")
+NO_NUMBER: tuple[str, ...] = ("launch.", "backend.", "sweep.", "logger", "logging.", "snapshot.")
 NO_NUMBER += ("data_dir", "run_dir", "resume", "mode.", "trainer.pause_after", *REPEATS)
 CONFIDENCE, POWER = 0.95, 0.8
 MOST = 10_000  # pairs that `pairs_for` counts up to

@@ -28,8 +28,8 @@ from lockstep.strategies.tensor_bytes import Block, FileBlock, StoredTensor, as_
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2  # of the snapshots that this version writes and reads, beside FORMAT_IN_PARTS
-FORMAT_IN_PARTS = 3
+FORMAT = 4  # of the snapshots that this version writes and reads, beside FORMAT_IN_PARTS
+FORMAT_IN_PARTS = 5
 SECTIONS = ("model", "optimizer", "ema")  # of a snapshot's contents, whose tensors are in the parts
 STORED = {"dtype", "shape", "blocks"}  # what the snapshot's own file holds of a tensor
 INFIX = ".parts."

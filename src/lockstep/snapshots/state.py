@@ -73,6 +73,7 @@ def collect_state(run: Run, meter_totals: Tensor, spread: Spread) -> dict[str, A
         "ema": None if run.average is None else spread(run.average.state_dict()),
         "schedule": run.schedule.state_dict(),
         "step": step,
+        "has_drawn": run.step.draws.has_drawn,
         "scaler": run.scaler.state_dict(),
         "meter": {"names": run.meter.names, "totals": meter_totals},
         "objective": [run.objective, run.direction],
@@ -94,12 +95,14 @@ def restore_state(run: Run, saved: dict[str, Any]) -> None:
     _restore_optimizer(run, saved)
     if saved["schedule"]:
         run.schedule.load_state_dict(saved["schedule"])
-    run.schedule(run.progress.step)
+    run.progress.ahead = run.place - run.progress.step  # with another batch size
+    run.schedule(run.place)
     if saved["scaler"]:  # empty after a run without loss scaling
         run.scaler.load_state_dict(saved["scaler"])
     if run.step.skip is not None:
         run.step.skip.restore(*saved["skipped"])
     run.step.load_state_dict(saved["step"])
+    run.step.draws.restore(saved["has_drawn"])
     # The sums of the epoch and the best evaluation go on, unless something else is measured now.
     step = run.progress.step
     if saved["meter"]["names"] == run.meter.names:

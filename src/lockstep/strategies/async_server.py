@@ -133,7 +133,7 @@ class ServedStep(Step):
         message = to_bytes(tensors).cpu()
         dist.broadcast(message, 0, group=self.world.control)
         from_bytes(message, tensors)
-        self.schedule(step)
+        self.schedule(step + self.progress.ahead)
         self.synchronised = step
 
 

@@ -33,7 +33,7 @@ OF_RUNS = {"finished": FINISHED, "paused": STOPPED, "stopped": STOPPED}  # by th
 RECORD = "sweep.json"
 SCHEMA = 2
 # Parts of the config that change no number of a job.
-NOT_COMPARED = ("launch.", "backend.", "sweep.", "profiler.", "logger", "logging.", "snapshot.", "data_dir", "run_dir")
+NOT_COMPARED = ("launch.", "backend.", "sweep.", "logger", "logging.", "snapshot.", "data_dir", "run_dir")
 # All the same: another search does not fit the table.
 COMPARED = ("sweep.search", "sweep.seed")
 OF_ONE_COMMAND = ("sweep.retry=", "sweep.changes=", "hydra.sweep.dir=")  # not repeated by a resume

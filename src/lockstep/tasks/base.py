@@ -153,7 +153,9 @@ class Task:
         by_target = isinstance(targets, Tensor) and targets.dim() > 1
         values, counts = list[Tensor](), list[int | Tensor]()
         for name in self.names:
-            value = found[name] if name in found else _missing(self, name, found)
+            if not isinstance(found, Mapping) or name not in found:
+                raise _missing(self, name, found)
+            value = found[name]
             if not isinstance(value, Tensor):
                 raise self._of_wrong_shape(name, value, rows, targets)
             if value.shape == (rows,):
@@ -185,9 +187,9 @@ class Task:
         return self.better[name]
 
 
-def _missing(task: Task, name: str, found: Any) -> Tensor:
+def _missing(task: Task, name: str, found: Any) -> ConfigError:
     given = ", ".join(found) if isinstance(found, Mapping) else f"a {type(found).__name__}"
-    raise ConfigError(
+    return ConfigError(
         f"{name_of(task)} gives {given}, and no {name}; return a dict that has it, as docs/tasks.md shows"
     )
 

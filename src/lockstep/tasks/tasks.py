@@ -109,6 +109,8 @@ class CrossEntropy(Task):
         return torch.ne(targets, self.label).sum()
 
     def counts_by_value(self, targets: Tensor, ignores: bool) -> bool:
+        if not isinstance(targets, Tensor):
+            return False  # the call will say so
         is_plain = targets.is_floating_point() or targets.dim() == 1 or not ignores
         return self.weight is not None or type(self).count is not CrossEntropy.count or not is_plain
 

@@ -79,8 +79,8 @@ def begin_epoch(run: Run, exchange: Exchange, loggers: Logger) -> None:
     reporter.epoch_starts(progress.epoch + 1)
     progress.evaluation_pending = False
     run.strategy.module.train()
-    run.step.draws.begin_epoch()
     if progress.samples == 0:
+        run.step.draws.begin_epoch()
         run.meter.clear()
     exchange.begin_epoch()
     loggers.on_epoch_start(progress.epoch + 1, run.config.trainer.epochs, run.epoch_samples, progress.samples)

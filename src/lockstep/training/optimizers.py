@@ -34,10 +34,13 @@ def rules_of(parameters: Parameters) -> list[Rule]:
     return rules
 
 
-def require_fit(optimizer: Optimizer, rules: Sequence[Rule]) -> None:
+def require_fit(optimizer: Optimizer, rules: Sequence[Rule], in_parts: bool = False) -> None:
     """Raise ConfigError for state that a snapshot could not hold, and for a rule with a hyperparameter that the
-    optimizer does not have: torch would keep it, and never read it."""
-    _require_plain(optimizer)
+    optimizer does not have: torch would keep it, and never read it.
+
+    in_parts: whether ranks hold parts of the weights.
+    """
+    _require_plain(optimizer, in_parts)
     for key, _, values in rules:
         for name in values:
             if name not in optimizer.defaults:
@@ -53,9 +56,8 @@ def _patterns(group: dict[str, Any]) -> list[str]:
 def parameter_groups(model: nn.Module, world: World, rules: Sequence[Rule]) -> list[Any]:
     """What an optimizer takes: the trained parameters, in groups if there are rules. A collective.
 
-    rules: of several that match a parameter, the last one wins. The groups and their
-    order are the same on all ranks, though a rank may hold only some layers: a group can be empty. Raises ConfigError
-    for a pattern that no rank's model has.
+    rules: of several that match a parameter, the last one wins. The groups and their order are the same on all ranks,
+    though a rank may hold only some layers: a group can be empty. Raises ConfigError for a pattern that no rank has.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not rules:
@@ -89,17 +91,16 @@ def can_fuse(model: nn.Module) -> bool:
     return not sparse_parameters(model) and all(p.is_floating_point() and local_part(p) is p for p in trained)
 
 
-def _require_plain(optimizer: Optimizer) -> None:
+def _require_plain(optimizer: Optimizer, in_parts: bool) -> None:
     """Raise ConfigError for an optimizer whose state no snapshot would have, or whose step needs a loss."""
     name, given = type(optimizer).__name__, optimizer.state_dict()
     if not {"state", "param_groups"} <= given.keys():
         what = f"{name}.state_dict gives {first_of(list(given))}, and a snapshot needs state and param_groups"
         raise ConfigError(f"{what}; keep what belongs to a parameter in self.state[parameter], or type optimizer=adamw")
-    if any(
-        True for _ in tensors_in({key: value for key, value in given.items() if key not in ("state", "param_groups")})
-    ):
-        what = f"{name} keeps tensors beside its state"
-        raise ConfigError(f"{what}; keep them in self.state[parameter], or type optimizer=adamw")
+    beside = {key: value for key, value in given.items() if key not in ("state", "param_groups")}
+    if in_parts and any(True for _ in tensors_in(beside)):
+        what = f"{name} keeps {first_of(list(beside))} beside its state, and each rank holds a part of it"
+        raise ConfigError(f"{what}; keep it in self.state[parameter], or type strategy=ddp")
     inner = [key for key, value in vars(optimizer).items() if isinstance(value, Optimizer)]
     if type(optimizer).state_dict is Optimizer.state_dict:
         apart = [key for key in inner if getattr(optimizer, key).state is not optimizer.state]

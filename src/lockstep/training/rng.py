@@ -58,19 +58,31 @@ class Draws:
         self.generators = [torch.default_generator]
         if device.type == "cuda":
             self.generators.append(torch.cuda.default_generators[index])
+        self.is_mps = device.type == "mps"
         self.is_watched, self.step, self.step_seed = True, 0, 0
+
+    @property
+    def has_drawn(self) -> bool:
+        return self.samples.has_drawn
+
+    def restore(self, has_drawn: bool) -> None:
+        """Go on from a snapshot in the middle of an epoch: the same draws belong to samples as without the stop."""
+        self.is_watched = self.samples.has_drawn = has_drawn
 
     def begin_epoch(self) -> None:
         self.is_watched = True
 
     def begin_step(self, step: int) -> None:
-        """step: counted from 0. numpy and random give all parts the same numbers: one that decides about a layer, or
-        mixes a batch, is that of one process."""
+        """step: counted from 0."""
         self.step, self.step_seed = step, fold_in(self.seed, step)
-        seed_numpy_and_random(self.step_seed)
 
     def of_part(self, part: LoadedPart, count: int) -> AbstractContextManager[Any]:
-        """The block in which `part` of a batch of `count` samples is passed forward and backward."""
+        """The block in which `part` of a batch of `count` samples is passed forward and backward.
+
+        numpy and random give all parts the same numbers: one that decides about a layer, or mixes a batch, is that of
+        one process.
+        """
+        seed_numpy_and_random(self.step_seed)
         if not self.by_sample:
             self.set_seed(fold_in(self.seed, self.step, part.number))
             return UNWATCHED
@@ -85,6 +97,8 @@ class Draws:
         """torch.manual_seed does this too, and takes 0.5 ms where torch could use a GPU."""
         for generator in self.generators:
             generator.manual_seed(seed)
+        if self.is_mps:
+            torch.mps.manual_seed(seed)
 
 
 class SampleDraws(TorchFunctionMode):

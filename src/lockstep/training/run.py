@@ -44,6 +44,7 @@ class Progress:
     """How far a run is. A snapshot stores it.
 
     epoch: whole epochs done. samples: global samples used of the current epoch. step: optimizer steps done.
+    ahead: steps by which the schedule is before `step`, after a resume with another batch size.
     best, best_step: the best evaluation so far, and the step of it. evals_since_best: evaluations since then.
     evaluation_pending: the run stopped early after its last step and before the evaluation of it.
     """
@@ -51,6 +52,7 @@ class Progress:
     epoch: int = 0
     samples: int = 0
     step: int = 0
+    ahead: int = 0
     best: float | None = None
     best_step: int | None = None
     evals_since_best: int = 0
@@ -120,6 +122,11 @@ class Run:
     @property
     def steps_per_epoch(self) -> int:
         return -(-self.epoch_samples // self.batch_size)
+
+    @property
+    def place(self) -> int:
+        """Steps of this run that end where it is now."""
+        return self.progress.epoch * self.steps_per_epoch + -(-self.progress.samples // self.batch_size)
 
     @property
     def total_steps(self) -> int:

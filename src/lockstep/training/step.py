@@ -119,8 +119,11 @@ class Step:
         return sums.loss
 
     def unmeasured_loss(self, outputs: Any, targets: Any) -> Tensor:
-        """As `loss`, for a second pass: a sample counts once a step in the metrics."""
-        return self.task.sums(outputs, targets, self.ignores).loss
+        """As `loss`, for another pass: a sample counts once a step in the metrics."""
+        sums = self.task.sums(outputs, targets, self.ignores)
+        if self.pending is not None:
+            self._fill_in()
+        return sums.loss
 
     def update(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Unscale, clip, step, schedule and average, with the gradients in `.grad`.
@@ -141,7 +144,7 @@ class Step:
         if self.scales:
             self.scaler.update()
         if chosen is self.optimizer:
-            self.schedule(self.progress.step + 1)
+            self.schedule(self.progress.step + self.progress.ahead + 1)
 
     def synchronise(self) -> None:
         """At an epoch's end: bring what all ranks shall hold the same to all of them, where that is not so after each
