@@ -12,25 +12,20 @@ import statistics
 from typing import Any
 
 import harness
-from harness import DDP, MEASURED_FSDP
+from harness import DDP, MEASURED_STEPS
 from rank_costs import train_costs
 
 WIDE = ["model=mlp", "model.width=2048", "model.depth=3", "trainer.batch_size=256", "optimizer=adamw"]
-PIPELINE = ["strategy=pipeline", "strategy._target_=measured_sharded.MeasuredPipeline", "strategy.micro_batches=4"]
-MODEL_PARALLEL = ["strategy=model_parallel", "strategy._target_=measured_sharded.MeasuredModelParallel",
-                  "strategy.devices=2", *harness.DDP_OPTIONS]  # fmt: skip
-VIRTUAL_RANKS = [
-    "strategy=virtual_ranks",
-    "strategy._target_=measured_sharded.MeasuredVirtualRanks",
-    "strategy.count=4",
-]
+PIPELINE = ["strategy=pipeline", "strategy.micro_batches=4"]
+MODEL_PARALLEL = ["strategy=model_parallel", "strategy.devices=2"]
+VIRTUAL_RANKS = ["strategy=virtual_ranks", "strategy.count=4"]
 STRATEGIES = {
     "`ddp`": DDP,
     "`model_parallel`": MODEL_PARALLEL,
     "`pipeline`, 1F1B": [*PIPELINE, "strategy.schedule=1F1B"],
     "`pipeline`, GPipe": [*PIPELINE, "strategy.schedule=GPipe"],
-    "`fsdp`": MEASURED_FSDP,
-    "`fsdp`, `reshard_after_forward=false`": [*MEASURED_FSDP, "strategy.reshard_after_forward=false"],
+    "`fsdp`": ["strategy=fsdp"],
+    "`fsdp`, `reshard_after_forward=false`": ["strategy=fsdp", "strategy.reshard_after_forward=false"],
 }
 BATCH_NORM = {
     "`ddp`, `sync_bn=off`": [*DDP, "sync_bn=off"],
@@ -40,7 +35,7 @@ BATCH_NORM = {
 
 
 def strategies(rounds: int, quick: bool) -> str:
-    run = [*WIDE, f"trainer.max_steps={8 if quick else 20}"]
+    run = [*WIDE, MEASURED_STEPS, f"trainer.max_steps={8 if quick else 20}"]
     measure = {name: lambda how=how: harness.in_ranks(2, train_costs, *run, *how) for name, how in STRATEGIES.items()}
     walls: dict[str, float] = {}
     rows = []
@@ -65,7 +60,7 @@ def samples_per_second(size: int, *overrides: str) -> dict[str, float]:
 
 def virtual_ranks(rounds: int, quick: bool) -> str:
     augment = "loader.augment={_target_:lockstep.data.augment.ShiftFlip,pad:1}"
-    run = [augment, "trainer.batch_size=128", f"trainer.epochs={1 if quick else 12}"]
+    run = [augment, MEASURED_STEPS, "trainer.batch_size=128", f"trainer.epochs={1 if quick else 12}"]
     measure = {
         (name, size): lambda how=how, size=size: samples_per_second(size, *run, *how)
         for name, how in BATCH_NORM.items()

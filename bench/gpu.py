@@ -34,11 +34,11 @@ MINUTES = 9  # of --all
 ENDS = [float("inf")]  # time.time() when the last run of this part must have ended
 
 
-def run(*overrides: str, strategy: Sequence[str] = harness.MEASURED_DDP) -> dict[str, Any] | None:
+def run(*overrides: str, measured: str = harness.MEASURED_STEPS) -> dict[str, Any] | None:
     """The record of one command, see bench/measured.py, with "began"; None if it failed."""
     with tempfile.TemporaryDirectory() as name:
         folder, began = Path(name), time.time()
-        command = [sys.executable, TRAIN, f"hydra.run.dir={folder}/run", *QUIET, *strategy, *overrides]
+        command = [sys.executable, TRAIN, f"hydra.run.dir={folder}/run", *QUIET, measured, *overrides]
         left = min(600, ENDS[0] - began)
         code = harness.run_on_terminal(command, folder, left) if left > 0 else 124
         for record in harness.records(folder) if code == 0 else []:
@@ -107,7 +107,7 @@ def host_syncs(compiles: Sequence[str]) -> Iterator[str]:
 
     def row(mode: str) -> list[object]:
         record = run("trainer.precision=bf16", "trainer.epochs=1", f"trainer.compile={mode}",
-                     "strategy._target_=measured.SyncCountingDDP")  # fmt: skip
+                     "callbacks=[{_target_: measured.SyncCounts}]")  # fmt: skip
         if not record:
             return [mode, "failed", ""]
         places = [f"{place} ({times})" for place, times in sorted(record["places"].items())]
@@ -209,11 +209,11 @@ def to_accuracy(quick: bool, compiles: Sequence[str]) -> Iterator[str]:
 def sharded_snapshots(quick: bool) -> Iterator[str]:
     """Samples/s of a perceptron of 6 layers under fsdp, without snapshots and with one in every 10 steps."""
     samples, width = (640, 64) if quick else (6400, 4096)
-    run_of = ["snapshot.format=sharded", "dataset=random", "trainer.batch_size=64", "trainer.epochs=3"]
+    run_of = ["strategy=fsdp", "snapshot.format=sharded", "dataset=random", "trainer.batch_size=64", "trainer.epochs=3"]
     run_of += [f"dataset.samples={samples}", "model=mlp", "model.depth=6", f"model.width={width}", "optimizer=adamw"]
 
     def row(every: str) -> list[object]:
-        record = run(*run_of, f"snapshot.every={every}", strategy=harness.MEASURED_FSDP)
+        record = run(*run_of, f"snapshot.every={every}")
         return [every, f"{speed(record):,.0f}" if record else "failed"]
 
     return growing(

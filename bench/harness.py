@@ -27,21 +27,13 @@ ROOT = Path(__file__).parents[1]
 TRAIN = str(ROOT / "src" / "train.py")
 MARK = "BENCH_COMMAND"  # in the environment of all processes of a command
 CONTENDERS = ROOT / "bench" / "contenders"
-DDP_OPTIONS = ["strategy.gradient_as_bucket_view=true", "strategy.static_graph=false", "strategy.bucket_cap_mb=25",
-               "strategy.find_unused_parameters=false"]  # fmt: skip
-# The classes that measure, with the arguments of the options whose place they take.
-MEASURED_DDP = ["strategy._target_=measured.MeasuredDDP", *DDP_OPTIONS]
-MEASURED_FSDP = ["strategy=fsdp", "strategy._target_=measured_sharded.MeasuredFSDP", "strategy.replicas=1",
-                 "strategy.reshard_after_forward=true", "strategy.wrap_classes=[]", "strategy.wrap_min_parameters=1000",
-                 "strategy.find_unused_parameters=false"]  # fmt: skip
+MEASURED_STEPS = "callbacks=[{_target_: measured.Steps}]"
 WHOLE = ["loader.validation=null", "evaluation.test=every"]  # the data of those it is compared with
-DDP = [*MEASURED_DDP, *WHOLE]
+DDP = [MEASURED_STEPS, *WHOLE]
 RECORDER = "+logger.measured._target_=measured.EpochRecorder"
 MEASURED = [*DDP, RECORDER]
 # After MEASURED: a run takes turns with its floors. They have one group of parameters, so the run has one, too.
-BESIDE_FLOORS = ["strategy._target_=lockstep_floors.DDPAndFloors", "+strategy.optimizer=${optimizer}",
-                 "+optimizer._partial_=true", "+strategy.precision=${trainer.precision}", "parameters.no_decay=[]",
-                 "parameters.groups=[]"]  # fmt: skip
+BESIDE_FLOORS = ["callbacks=[{_target_: lockstep_floors.Floors}]", "parameters.no_decay=[]", "parameters.groups=[]"]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "bench")]
 
 

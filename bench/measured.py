@@ -1,6 +1,6 @@
-"""Lockstep under measurement, by its public contracts: strategies whose steps are timed, and a logger.
+"""Lockstep under measurement: a callback that times steps and epochs, and a logger.
 
-python src/train.py strategy._target_=measured.MeasuredDDP +logger.measured._target_=measured.EpochRecorder ...
+python src/train.py callbacks=[{_target_:measured.Steps}] +logger.measured._target_=measured.EpochRecorder ...
 
 `RECORD` holds what was measured. Every rank writes it after an epoch's training, rank 0 also after the evaluation.
 """
@@ -8,7 +8,7 @@ python src/train.py strategy._target_=measured.MeasuredDDP +logger.measured._tar
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,90 +17,76 @@ import torch
 from record import Record
 
 from lockstep.config.schema import Count
+from lockstep.data.loader import Batch
 from lockstep.data.source import DataSource, Splits, Tensors
 from lockstep.data.vision import TorchvisionImages
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
-from lockstep.strategies.base import Strategy
-from lockstep.strategies.ddp import DDP
-from lockstep.training.loop import train_epoch
-from lockstep.training.watchers import Watcher
+from lockstep.training import loop
+from lockstep.training.callbacks import Callback
+from lockstep.training.run import Run
 
 RECORD = Record()
 
 
-class RecordedSteps(Watcher):
-    def after_step(self, samples: int) -> None:
-        RECORD.stepped()
+class Steps(Callback):
+    """A lap of training reaches to the epoch's means over all ranks, which no callback sees."""
 
+    def on_fit_start(self, run: Run) -> None:
+        self.train_epoch = train_epoch = loop.train_epoch
 
-class MeasuredSteps(Strategy):
-    """Put before a strategy's class. A lap of training reaches to the epoch's means over all ranks."""
+        def measured(run: Run, batches: Iterator[Batch], *others: Any) -> EpochSummary:
+            return self.epoch(run, batches, lambda batches: train_epoch(run, batches, *others))
 
-    def own_epoch(self) -> Callable[..., int]:
-        train = super().own_epoch() or train_epoch
+        loop.train_epoch = measured
 
-        def measured(state: Any, stream: Iterator[Any], seed: int, timer: Any, watchers: Sequence[Watcher]) -> int:
-            RECORD.start()
-            self.samples = train(state, stream, seed, timer, [*self.step_watchers(), *watchers])
-            return self.samples
+    def on_fit_end(self, run: Run) -> None:
+        loop.train_epoch = self.train_epoch
 
-        return measured
-
-    def step_watchers(self) -> list[Watcher]:
-        """What is called first after each step."""
-        return [RecordedSteps()]
-
-    def epoch_metrics(self) -> dict[str, float]:
-        RECORD.lap("training", self.samples)
+    def epoch(self, run: Run, batches: Iterator[Batch], train: Callable[[Iterator[Batch]], EpochSummary]) -> Any:
+        before = run.progress.samples
+        RECORD.start()
+        summary = train(batches)
+        RECORD.lap("training", (run.progress.samples or run.epoch_samples) - before)
         if "BENCH_RECORD" in os.environ:
             RECORD.write()
         RECORD.start()
-        return super().epoch_metrics()
+        return summary
+
+    def on_step_end(self, run: Run) -> None:
+        RECORD.stepped()
 
 
-class MeasuredDDP(MeasuredSteps, DDP):
-    pass
-
-
-class SyncCountingDDP(MeasuredDDP):
-    """Counts where the host waits for the GPU, in all steps after the first `SyncCounts.WARM_UP`."""
-
-    def own_epoch(self) -> Callable[..., int]:
-        measured = super().own_epoch()
-
-        def counted(*arguments: Any) -> int:
-            with warnings.catch_warnings(record=True) as self.caught:
-                warnings.simplefilter("always")
-                return measured(*arguments)
-
-        return counted
-
-    def step_watchers(self) -> list[Watcher]:
-        return [*super().step_watchers(), SyncCounts(self)]
-
-    def epoch_metrics(self) -> dict[str, float]:
-        if torch.cuda.is_available():
-            torch.cuda.set_sync_debug_mode("default")
-        return super().epoch_metrics()
-
-
-class SyncCounts(Watcher):
-    """After each step: the places where the host has waited since the warm-up."""
+class SyncCounts(Steps):
+    """Counts where the host waits for the GPU, in all steps of an epoch after the first `WARM_UP`."""
 
     WARM_UP = 5
 
-    def __init__(self, strategy: SyncCountingDDP) -> None:
-        self.strategy, self.number = strategy, -self.WARM_UP
-        self.places: dict[str, int] = {}
+    def epoch(self, run: Run, batches: Iterator[Batch], train: Callable[[Iterator[Batch]], EpochSummary]) -> Any:
+        self.number, self.places = -self.WARM_UP, dict[str, int]()
         RECORD.extra = {"places": self.places, "steps": 0}
+        end_epoch = loop.end_epoch
 
-    def after_step(self, samples: int) -> None:
+        def uncounted(*arguments: Any) -> EpochSummary:
+            if torch.cuda.is_available():
+                torch.cuda.set_sync_debug_mode("default")
+            return end_epoch(*arguments)
+
+        loop.end_epoch = uncounted
+        try:
+            with warnings.catch_warnings(record=True) as self.caught:
+                warnings.simplefilter("always")
+                return super().epoch(run, batches, train)
+        finally:
+            loop.end_epoch = end_epoch
+
+    def on_step_end(self, run: Run) -> None:
+        super().on_step_end(run)
         self.number += 1
         if self.number == 0 and torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("warn")
         RECORD.extra["steps"] = self.number
         self.places.clear()
-        for warning in self.strategy.caught:
+        for warning in self.caught:
             if "called a synchronizing" in str(warning.message):
                 place = f"{Path(warning.filename).name}:{warning.lineno}"
                 self.places[place] = self.places.get(place, 0) + 1

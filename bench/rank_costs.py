@@ -9,7 +9,7 @@ from typing import Any
 
 
 def train_costs(config: Any) -> dict[str, Any]:
-    """A whole training, with a strategy of bench/measured.py.
+    """A whole training, with the callback of bench/measured.py.
 
     walls, cpus: seconds of each step after the second, by the clock and of CPU. first: seconds to the end of the first
     step. loss: the objective. laps: of the epochs' training. step_count: steps. state: MB of weights and optimizer
@@ -54,33 +54,38 @@ def state_bytes(optimizer: Any) -> int:
 
 
 @contextmanager
-def built(config: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """(world, state, loaders, snapshots) of a run, without loggers."""
+def built(config: Any) -> Iterator[tuple[Any, Any]]:
+    """(run, snapshots) of a training without loggers."""
     from lockstep import build, build_state
     from lockstep.distributed.world import join_world
     from lockstep.loggers.base import LoggerList
-    from lockstep.training.weight_check import WeightCheck
     from support.configs import parts_of, record_of
 
     parts, record = parts_of(config), record_of(config)
     with join_world(**vars(config.backend)) as world:
-        config, loaders = build.model_and_data(config, world, parts)
-        state = build_state.train_state(config, parts.strategy, loaders)
-        check = WeightCheck(state, config.watch.every, config.watch.weights)
-        with build_state.snapshots(config, record, state, loaders, LoggerList([]), check) as snapshots:
-            yield world, state, loaders, snapshots
+        run = build.build_run(config, world, parts)
+        with build_state.snapshots(record, run, LoggerList([])) as snapshots:
+            yield run, snapshots
+
+
+def train_an_epoch(run: Any, snapshots: Any) -> None:
+    from lockstep.loggers.base import LoggerList
+    from lockstep.training.exchange import Exchange
+    from lockstep.training.loop import train_epoch
+
+    loggers = LoggerList([])
+    exchange = Exchange(run, loggers, snapshots, delayed=False)
+    train_epoch(run, run.loaders.train.batches(run.progress), exchange, loggers)
 
 
 def snapshot_costs(config: Any) -> dict[str, float]:
     """Of the cheapest of three snapshots: CPU seconds in the training thread, seconds until it is written, and MB."""
     from harness import pin_to_core
 
-    from lockstep.training.loop import train_epoch
-
     pin_to_core()
     copying, writing = [], []
-    with built(config) as (_, state, loaders, snapshots):
-        train_epoch(state, loaders.train.batches(state.progress), loaders.train.seed)
+    with built(config) as (run, snapshots):
+        train_an_epoch(run, snapshots)
         for _ in range(4):
             began, busy = time.perf_counter(), time.thread_time()
             snapshots.save()

@@ -16,7 +16,7 @@ from typing import Any
 
 import harness
 
-from lockstep.training.watchers import Watcher
+from lockstep.training.callbacks import Callback
 
 CYCLE, WARM_UP, SAVES = 4, 2, 4
 RUN = [
@@ -31,7 +31,7 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-class Watch(Watcher):
+class Watch(Callback):
     """Called after every step: reads clocks and memory, and saves when it is time."""
 
     def __init__(self, snapshots: Any) -> None:
@@ -48,7 +48,7 @@ class Watch(Watcher):
             self.found[what + name].append(late - early)
         self.start()
 
-    def after_step(self, samples: int) -> None:
+    def on_step_end(self, run: Any) -> None:
         from record import memory
 
         self.lap("step ")
@@ -69,15 +69,13 @@ class Watch(Watcher):
 
 def costs(config: Any) -> dict[str, Any]:
     """Run on each rank: what `Watch` found, in seconds and MB, and the MB of the rank's shard."""
-    from rank_costs import built
-
-    from lockstep.training.loop import train_epoch
+    from rank_costs import built, train_an_epoch
 
     harness.pin_to_core()
-    with built(config) as (world, state, loaders, snapshots):
-        watch = Watch(snapshots)
-        train_epoch(state, loaders.train.batches(state.progress), loaders.train.seed, watchers=[watch])
-        own = Path(config.run_dir).glob(f"snapshots/*.parts.*/rank_{world.rank}.bin")
+    with built(config) as (run, snapshots):
+        run.callbacks = [watch := Watch(snapshots)]
+        train_an_epoch(run, snapshots)
+        own = Path(config.run_dir).glob(f"snapshots/*.parts.*/rank_{run.world.rank}.bin")
         return {**watch.found, "shard": max(path.stat().st_size for path in own) / 1e6}
 
 

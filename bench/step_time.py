@@ -123,12 +123,6 @@ def one_by_one(work: Work, machine: Machine, samples: float, ranks: int, way: Co
     return whole + sum(machine.combine(way, size, ranks) for size in work.buckets)
 
 
-def local_sgd(work: Work, machine: Machine, samples: float, ranks: int, every: int) -> float:
-    """An average of the weights after `every` steps; a rank that is slow in one of them may be fast in another."""
-    whole = work.compute(samples) * slowest(ranks, machine.spread / math.sqrt(every))
-    return whole + machine.combine(ring, work.size, ranks) / every
-
-
 def fsdp(work: Work, machine: Machine, samples: float, ranks: int) -> float:
     """Weights are gathered for the forward and for the backward pass, gradients scattered (Rajbhandari et al. 2020)."""
     whole = work.compute(samples) * slowest(ranks, machine.spread)
@@ -154,7 +148,6 @@ STRATEGIES: dict[str, Step] = {
     "DDP by ring": ddp,
     "DDP by tree": partial(ddp, way=tree),
     "DDP in bf16": partial(ddp, shrink=2),
-    "local SGD every 8": partial(local_sgd, every=8),
     "FSDP": fsdp,
     "pipeline": pipeline,
     "parameter server": partial(one_by_one, way=server),

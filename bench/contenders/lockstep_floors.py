@@ -1,6 +1,6 @@
 """Lockstep under measurement, and its floors in turns with it: the same steps and nothing else.
 
-python src/train.py strategy._target_=lockstep_floors.DDPAndFloors '+strategy.optimizer=${optimizer}' ...
+python src/train.py callbacks=[{_target_:lockstep_floors.Floors}] ...
 
 A floor of one process is a bare loop. Several processes have two: DistributedDataParallel with Lockstep's options, and
 replicas that never communicate. Lockstep and its floors take turns of TURN steps in the same processes: the machine's
@@ -10,22 +10,23 @@ turn from Lockstep's current weights: a model that has learned its one batch tak
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
 import torch
-from measured import RECORD, MeasuredDDP
+from measured import RECORD, Steps
 from record import Record
 from torch.nn.functional import cross_entropy
 
-from lockstep.distributed.world import World
+from lockstep.config.nodes import instantiate_as
+from lockstep.data.loader import Batch
+from lockstep.loggers.base import EpochSummary
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.gradient_sync import GradientSync
-from lockstep.training.loop import train_epoch
-from lockstep.training.setup import autocast
-from lockstep.training.watchers import Watcher
+from lockstep.training.optimizers import can_fuse
+from lockstep.training.run import Run
 
 TURN = 20  # steps
 
@@ -39,12 +40,14 @@ def wait_for_device() -> None:
 class Floor:
     """A copy of the run's model in a strategy of its own, and one batch."""
 
-    def __init__(
-        self, strategy: Strategy, model: torch.nn.Module, world: World, optimizer: Any, precision: str
-    ) -> None:
-        self.strategy, self.world, self.precision = strategy, world, precision
-        strategy.setup(copy.deepcopy(model), world, GradientSync())
-        self.optimizer = optimizer(strategy.module.parameters())
+    def __init__(self, strategy: Strategy, run: Run) -> None:
+        self.strategy, self.world = strategy, run.world
+        model = copy.deepcopy(run.model)
+        strategy.setup(model, run.task.outputs, run.world, GradientSync(), run.config.trainer.precision)
+        node = dict(run.config.optimizer)
+        if "fused" in node and node["fused"] is None:
+            node["fused"] = can_fuse(model)
+        self.optimizer = instantiate_as(torch.optim.Optimizer, node, "optimizer", strategy.module.parameters())
 
     def copy_weights(self, model: torch.nn.Module) -> None:
         self.strategy.model.load_state_dict(model.state_dict())
@@ -52,49 +55,28 @@ class Floor:
 
     def steps(self, count: int, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         for _ in range(count):
-            with autocast(self.world.device, self.precision):
+            with self.strategy.autocast:
                 outputs = self.strategy.module(inputs)
             cross_entropy(outputs.flatten(0, -2), targets.flatten()).backward()
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
 
-class Turns(Watcher):
-    """The last of the watchers: Lockstep's turn ends when all that belongs to a step is done."""
+class Floors(Steps):
+    """The last of the callbacks: Lockstep's turn ends when all that belongs to a step is done."""
 
-    def __init__(self, strategy: "DDPAndFloors") -> None:
-        self.strategy = strategy
+    floors: dict[str, Floor] | None = None
 
-    def after_step(self, samples: int) -> None:
-        self.strategy.turn_steps += 1
-        if self.strategy.turn_steps == TURN:
-            self.strategy.end_turn()
-
-
-class DDPAndFloors(MeasuredDDP):
-    """optimizer, precision: the run's own, which a strategy does not know: they come by interpolation in the config."""
-
-    def __init__(self, optimizer: Callable[..., Any], precision: str, **options: Any) -> None:
-        super().__init__(**options)
-        self.optimizer, self.precision = optimizer, precision
-        self.floors: dict[str, Floor] = {}
-
-    def own_epoch(self) -> Callable[..., int]:
-        def in_turns(state: Any, stream: Iterator[Any], seed: int, timer: Any, watchers: Sequence[Watcher]) -> int:
-            batch = next(stream)
-            part = batch.parts[0]
-            self.batch, self.batch_size = (part.inputs, part.targets), state.settings.batch_size
-            if not self.floors:
-                self.build_floors()
-                self.run_floors(Record(), TURN)  # warms up
-            self.turns, self.turn_steps = Record(), 0
-            self.turns.start()
-            called = [*self.step_watchers(), *watchers, Turns(self)]
-            return train_epoch(state, chain([batch], stream), seed, timer, called)
-
-        return in_turns
-
-    def epoch_metrics(self) -> dict[str, float]:
+    def epoch(self, run: Run, batches: Iterator[Batch], train: Callable[[Iterator[Batch]], EpochSummary]) -> Any:
+        batch = next(batches)
+        part = batch.parts[0]
+        self.run, self.batch = run, (part.inputs, part.targets)
+        if self.floors is None:
+            self.floors = self.built()
+            self.run_floors(Record(), TURN)  # warms up
+        self.turns, self.turn_steps = Record(), 0
+        self.turns.start()
+        summary = train(chain([batch], batches))
         if self.turn_steps:
             self.end_turn()
         for what, laps in self.turns.laps.items():
@@ -102,29 +84,36 @@ class DDPAndFloors(MeasuredDDP):
                 RECORD.laps.setdefault(what, []).append({key: sum(lap[key] for lap in laps) for key in laps[0]})
         RECORD.write()
         RECORD.start()
-        return {}
+        return summary
 
-    def build_floors(self) -> None:
-        names: dict[str, Strategy] = {"bare loop": Strategy()}
-        if self.world.size > 1:
-            names = {"bare DDP": DDP(**self.options), "no synchronisation": Strategy()}
-        for name, strategy in names.items():
-            self.floors[name] = Floor(strategy, self.model, self.world, self.optimizer, self.precision)
+    def on_step_end(self, run: Run) -> None:
+        super().on_step_end(run)
+        self.turn_steps += 1
+        if self.turn_steps == TURN:
+            self.end_turn()
+
+    def built(self) -> dict[str, Floor]:
+        strategy: Any = self.run.strategy
+        strategies: dict[str, Strategy] = {"bare loop": Strategy()}
+        if self.run.world.size > 1:
+            strategies = {"bare DDP": DDP(**strategy.options), "no synchronisation": Strategy()}
+        return {name: Floor(strategy, self.run) for name, strategy in strategies.items()}
 
     def end_turn(self) -> None:
         """Lockstep's turn ends. The floors take as many steps."""
         wait_for_device()
-        self.turns.lap("training", self.turn_steps * self.batch_size)
+        self.turns.lap("training", self.turn_steps * self.run.batch_size)
         self.run_floors(self.turns, self.turn_steps)
-        self.world.barrier()
+        self.run.world.barrier()
         self.turns.start()
         self.turn_steps = 0
 
     def run_floors(self, turns: Record, count: int) -> None:
+        assert self.floors is not None
         for name, floor in self.floors.items():
-            floor.copy_weights(self.model)
+            floor.copy_weights(self.run.model)
             wait_for_device()
             turns.start()
             floor.steps(count, *self.batch)
             wait_for_device()
-            turns.lap(name, count * self.batch_size)
+            turns.lap(name, count * self.run.batch_size)

@@ -1,8 +1,9 @@
-"""A step must never make the host wait for the device: no value of a tensor is read but by an exchange of the ranks, and
-that one's result waits for the next exchange."""
+"""A step must never make the host wait for the device: no value of a tensor is read but by an exchange of the ranks,
+whose result waits for the next one."""
 
 import itertools
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,26 @@ def test_what_ranks_tell_each_other_is_read_at_the_next_exchange(tmp_path: Path)
         for (_, read_at), (step, _) in itertools.pairwise(found):
             assert read_at == step  # the next one begins
         assert all(read_at > step for step, read_at in in_epoch)
+
+
+def train_strictly(cfg: Any) -> float:
+    """A training during which torch refuses every wait of the host for the device."""
+    from lockstep.data.loader import Loader
+    from lockstep.training import loop
+
+    plain, end_epoch = Loader.batches, loop.end_epoch
+
+    def strict(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for batch in plain(*arguments, **options):
+            torch.cuda.set_sync_debug_mode("error")  # the first permutation may be waited for, once
+            yield batch
+
+    def loose(*arguments: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        return end_epoch(*arguments)
+
+    Loader.batches, loop.end_epoch = strict, loose  # type: ignore[method-assign]
+    return train(cfg)
 
 
 @pytest.mark.gpu
