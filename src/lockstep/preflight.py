@@ -145,9 +145,13 @@ def check_options(
     from lockstep.training.run import time_limit
 
     with seeded(config.seed):
-        task = instantiate_as(Task, config.task, "task")
-    objective = objective_of(config, task)
-    if objective is not None:
+        try:
+            task = instantiate_as(Task, config.task, "task")
+        except ConfigError:
+            raise
+        except Exception:  # perhaps it needs what the data will tell; then a rank makes it, or says why it cannot
+            task = None
+    if task is not None and (objective := objective_of(config, task)) is not None:
         direction_of(config, task, objective)
     time_limit(config.trainer.max_time)
     job = job_spec(config, launcher)

@@ -64,7 +64,7 @@ class DDP(Strategy):
         super().setup(model, outputs, world, gradient_sync, precision)
         self.bits_equal, self.plain = gradient_sync.replicas_bitwise_equal, self.module
         self.wrapper: DistributedDataParallel | None = None
-        self.is_first = False
+        self.waited_for: list[tuple[str, nn.Parameter]] = []  # those without whose gradient no rank gets on
         if world.size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
             return
         devices = {parameter.device for parameter in model.parameters()}
@@ -79,30 +79,28 @@ class DDP(Strategy):
             self.plain, device_ids=devices_used, init_sync=can_send, **options
         )
         gradient_sync.attach(self.wrapper, world)
-        self.is_first = not (self.options["find_unused_parameters"] or self.options["static_graph"])
+        if not (self.options["find_unused_parameters"] or self.options["static_graph"]):
+            self.waited_for = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
     def forward_backward(
         self, part: LoadedPart, loss: Loss, weight: Tensor, last: bool, outputs: Outputs | None = None
     ) -> None:
         if last or self.wrapper is None:
             super().forward_backward(part, loss, weight, last, outputs)
-            if self.is_first:
-                self._require_gradients()
+            for _, parameter in self.waited_for:
+                if parameter.grad is None:
+                    raise self._left_out()
         else:  # gradients are averaged in the backward pass of the step's last part only
             with self.wrapper.no_sync():
                 super().forward_backward(part, loss, weight, last, outputs)
 
-    def _require_gradients(self) -> None:
-        """Raise ConfigError after the first step if this rank's backward pass has left weights out: the others wait for
-        these gradients."""
-        self.is_first = False
-        idle = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
-        if idle:
-            what = (
-                f"the loss of the first step does not depend on {first_of(idle)}, and all ranks wait for each gradient"
-            )
-            advice = f"strategy.find_unused_parameters=true, or parameters.freeze=[{','.join(idle[:2])}]"
-            raise ConfigError(f"{what}; type {advice}")
+    def _left_out(self) -> ConfigError:
+        """The error for weights that this rank's backward pass has left out. torch would find it in the next step, after
+        an update with gradients that are not averaged."""
+        names = [name for name, parameter in self.waited_for if parameter.grad is None]
+        what = f"no gradient of {first_of(names)} in some step, and all ranks wait for each gradient"
+        freeze = f"parameters.freeze=[{','.join(names[:2])}]"
+        return ConfigError(f"{what}; type strategy.find_unused_parameters=true, or {freeze}")
 
     def gradient_divisor(self) -> int:
         return 1 if self.wrapper is None else self.world.size

@@ -16,7 +16,7 @@ PIECE = 2**16  # words that are multiplied by the same weights
 def require_same_weights(run: "Run") -> None:
     """Raise RanksDiffer, on all ranks, if those hold different weights that shall hold the same ones. A collective."""
     tensors, world = run.strategy.replicated_tensors(), run.world
-    if world.size == 1 or not tensors:
+    if world.size == 1 or not tensors or not run.config.watch.weights_every:
         return
     digests = torch.stack([digest(local_part(tensor)).to(world.device) for tensor in tensors.values()])
     apart = run.strategy.ranks_per_model  # ranks so far apart hold the same

@@ -125,8 +125,9 @@ class Run:
 
     @property
     def place(self) -> int:
-        """Steps of this run that end where it is now."""
-        return self.progress.epoch * self.steps_per_epoch + -(-self.progress.samples // self.batch_size)
+        """The step of a run with this batch size that is as far from the end of the epoch."""
+        left = -(-(self.epoch_samples - self.progress.samples) // self.batch_size)
+        return (self.progress.epoch + 1) * self.steps_per_epoch - left
 
     @property
     def total_steps(self) -> int:
