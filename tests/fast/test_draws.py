@@ -92,6 +92,14 @@ def test_each_sample_draws_the_same_however_the_batch_is_cut(what: str) -> None:
         torch.testing.assert_close(their_gradients, gradients, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("what", ["lstm", "attention", "attention, tokens first", "transformer"])
+def test_as_many_steps_as_samples_are_not_taken_for_them(what: str) -> None:
+    inputs = torch.rand(BATCH, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    outputs, _ = passes(DRAWS[what], inputs, TOGETHER)
+    others, _ = passes(DRAWS[what], inputs, (0, 5, 12, 17, BATCH))
+    torch.testing.assert_close(others, outputs, rtol=0, atol=1e-12)
+
+
 def test_large_batches_are_cut_as_well() -> None:
     """Several blocks of rows are drawn, of which a part may need some."""
     inputs = torch.ones(50, 4000)

@@ -71,7 +71,7 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one_and_all_is_bfloat16(
     for name, tensor in saved["model"].items():
         if tensor.is_floating_point():
             assert (tensor.dtype == torch.float32) == (name.rpartition(".")[0] in norms), name
-    for name, values in saved["optimizer"]["state"].items():
+    for name, values in saved["optimizer"].items():
         in_norm = name.rpartition(".")[0] in norms
         found = types_in(value for key, value in values.items() if key != "step")
         assert found == {torch.float32 if in_norm else torch.bfloat16}

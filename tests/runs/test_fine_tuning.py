@@ -82,7 +82,7 @@ def test_groups_by_rule_are_the_groups_written_by_hand_under_every_strategy(tmp_
     assert distance(by_hand, train(tmp_path / "plain", "one")) > 1e-2
     for place in PLACES:
         assert distance(by_hand, train(tmp_path / place, place, *RULES)) < 1e-12, place
-    groups = [snapshot(tmp_path / place)["optimizer"]["param_groups"] for place in PLACES]
+    groups = [snapshot(tmp_path / place)["groups"] for place in PLACES]
     assert [[(g["lr"], g["weight_decay"]) for g in of_place] for of_place in groups] == [
         [(0.01, 0.5), (0.03, 0.5), (0.03, 0.0), (0.01, 0.0)]
     ] * len(PLACES)
@@ -94,7 +94,7 @@ def test_a_run_with_groups_and_frozen_weights_goes_on_under_another_strategy(tmp
     begin = torch.load(tmp_path / "whole" / "model.pt", weights_only=True)
     train(tmp_path / "moved", "ddp", *words, trainer__pause_after=1)
     assert distance(whole, train(tmp_path / "moved", "fsdp", *words)) < 1e-12
-    state = snapshot(tmp_path / "moved")["optimizer"]["state"]
+    state = snapshot(tmp_path / "moved")["optimizer"]
     assert sorted(state) == ["1.bias", "4.bias", "4.weight"]
     trained = torch.load(tmp_path / "moved" / "model.pt", weights_only=True)
     assert torch.equal(trained["2.weight"], torch.ones(16, dtype=torch.float64))

@@ -71,7 +71,7 @@ class SlowNet(Net):
 POINTS = "{half}: {{_target_: own_parts.points, train: {train}, scale: 1.0}}\n"
 OWN = [*PYTHON_TRAIN, "--config-dir=conf", "dataset=own", "logger=[]", "trainer.batch_size=15", "trainer.epochs=1"]
 NET = ["model=mlp", "model.width=8"]
-AVERAGED = "ema: {_target_: lockstep.training.ema.Average, decay: 0.9}"
+AVERAGED = "{precision: fp64, ema: {_target_: lockstep.training.ema.Average, decay: 0.9}}"
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +146,7 @@ def test_a_trained_run_is_used_as_it_was_trained_whatever_its_files_say_today(st
     files = {
         "dataset/pixels.yaml": "defaults: [digits]\nmean: [0.3]\nstd: [0.4]\n",
         "model/net.yaml": "defaults: [mlp]\nwidth: 12\n",
-        "local/default.yaml": f"# @package _global_\ntrainer: {{{AVERAGED}, precision: fp64}}\ndataset: {{mean: [0.25]}}\n",
+        "local/default.yaml": f"# @package _global_\ntrainer: {AVERAGED}\ndataset: {{mean: [0.25]}}\n",
     }
     for name, text in files.items():
         (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -82,7 +82,7 @@ def test_when_the_test_set_is_read(words, val, test, tested, train, tmp_path):
     assert [step for step, _ in curves.get("test/loss", [])] == test
     assert (run["test"] or {}).get("step") == tested
     chooses = "loader.validation=null" not in words
-    assert run["objective"]["name"] == ("val/loss" if chooses else "test/accuracy")
+    assert run["objective"]["name"] == ("val/loss" if chooses else "test/loss")
     assert (run["objective"]["best"] is None) == (not chooses)
     if tested is not None:
         assert run["test"]["metrics"]["loss"] == pytest.approx(dict(curves["test/loss"])[tested], rel=1e-6)
@@ -94,8 +94,8 @@ def test_when_the_test_set_is_read(words, val, test, tested, train, tmp_path):
 )
 def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(number, more, start, tmp_path):
     own = ["dataset._target_=support.own_data.Stopping"]
-    # Transforms, so that samples are read one by one.
-    own += ["loader.test_transforms=[{_target_:torch.nn.Identity}]", *more]
+    # Transforms, so that samples are read one by one, and batches in which the ranks ask for a stop.
+    own += ["loader.test_transforms=[{_target_:torch.nn.Identity}]", "evaluation.batch_size=16", *more]
     typed = [sys.executable, TRAIN, *SMALL, *FIRST_IS_BEST, "hydra.run.dir=run", *own]
     (tmp_path / "stop").write_text(str(int(number)))
     first = start(*typed).finish(EXIT_RESUMABLE if number == signal.SIGTERM else -number)

@@ -95,8 +95,8 @@ class DDP(Strategy):
                 super().forward_backward(part, loss, weight, last, outputs)
 
     def _left_out(self) -> ConfigError:
-        """The error for weights that this rank's backward pass has left out. torch would find it in the next step, after
-        an update with gradients that are not averaged."""
+        """The error for weights that this rank's backward pass has left out. torch would find them in the next step,
+        after an update with gradients that are not averaged."""
         names = [name for name, parameter in self.waited_for if parameter.grad is None]
         what = f"no gradient of {first_of(names)} in some step, and all ranks wait for each gradient"
         freeze = f"parameters.freeze=[{','.join(names[:2])}]"

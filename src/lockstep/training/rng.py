@@ -40,6 +40,10 @@ MAY_DRAW = {
     *gamma_functions(),
 }
 """Their operations are looked at one by one, which takes some microseconds for each."""
+BATCH_DIMENSIONS = {  # those of what they draw inside, if not the first or the second
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), (1,)),
+    F.multi_head_attention_forward: (0,),
+}
 
 
 UNWATCHED = nullcontext()
@@ -131,6 +135,7 @@ class SampleDraws(TorchFunctionMode):
         if func not in MAY_DRAW:
             return func(*args, **kwargs)
         self.of_weight = bool(args) and isinstance(args[0], Parameter)
+        self.dimensions = BATCH_DIMENSIONS.get(func, (0, 1))
         with self.operators:
             return func(*args, **kwargs)
 
@@ -160,9 +165,10 @@ class SampleDraws(TorchFunctionMode):
         """Which dimension counts samples. The first may have several rows of each: heads of an attention, windows."""
         if self.of_weight or not self.rows or (len(shape) < 2 and sum(shape) == 1) or not shape:
             return None
-        if shape[0] == self.rows or (len(shape) > 1 and shape[1] == self.rows):
-            return 0 if shape[0] == self.rows else 1
-        return 0 if shape[0] and shape[0] % self.rows == 0 else None
+        for dimension in self.dimensions:
+            if shape[dimension : dimension + 1] == (self.rows,):
+                return dimension
+        return 0 if 0 in self.dimensions and shape[0] and shape[0] % self.rows == 0 else None
 
     def by_all(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """`func`, which draws the same on all ranks."""
