@@ -205,11 +205,11 @@ class Loader:
 
     def _plan(self, position: Position) -> Iterator[tuple[int, int, list[_Share]]]:
         """(number, samples, this rank's shares) of each batch."""
-        skip = position.samples
+        skip, samples = position.samples, len(self)
         for epoch in numbers_from(position.epoch):
             order = self.order.epoch(epoch)
-            for start in range(skip, len(self), self.batch_size):
-                number, count = start // self.batch_size, min(self.batch_size, len(self) - start)
+            for start in range(skip, samples, self.batch_size):
+                number, count = start // self.batch_size, min(self.batch_size, samples - start)
                 shares = [self._share(epoch, start, count, part, order) for part in self.parts(number, count)]
                 yield number, count, shares
             skip = 0
@@ -233,7 +233,7 @@ class Loader:
             if self.augment is not None and is_training:
                 inputs = self.augment(inputs, self._where(group))
             inputs, targets = self.converter(inputs), map_tensors(self.converter.target, targets)
-            sizes = [len(share.numbers) for share in group]
+            sizes = [share.numbers.shape[0] for share in group]
             of_each = [(inputs, targets)]
             if len(group) > 1:
                 of_each = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
@@ -302,11 +302,11 @@ class Loader:
         most = VALUES_AT_ONCE // max(1, self.values)
         group, samples = list[_Share](), 0
         for share in shares:
-            if group and (samples + len(share.numbers) > most or share.epoch != group[0].epoch):
+            if group and (samples + share.numbers.shape[0] > most or share.epoch != group[0].epoch):
                 yield group
                 group, samples = [], 0
             group.append(share)
-            samples += len(share.numbers)
+            samples += share.numbers.shape[0]
         if group:
             yield group
 

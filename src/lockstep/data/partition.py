@@ -6,8 +6,9 @@ a run that stopped after any number of samples goes on from there at any world s
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,8 @@ class Part(NamedTuple):
     stop: int
 
 
-def parts(count: int, micro_batches: int, rank: int, size: int) -> list[Part]:
+@cache  # most batches have one size
+def parts(count: int, micro_batches: int, rank: int, size: int) -> Sequence[Part]:
     """Part `rank` of `size` of each micro-batch of a global batch of `count` samples, as `tensor_split` would cut them.
 
     A batch of fewer samples than micro-batches has fewer of them: batch norm has no mean of no samples.
@@ -37,7 +39,7 @@ def parts(count: int, micro_batches: int, rank: int, size: int) -> list[Part]:
         begin, end = cut(count, micro_batches, number)
         start, stop = cut(end - begin, size, rank)
         found.append(Part(number * size + rank, begin + start, begin + stop))
-    return found
+    return tuple(found)
 
 
 def cut(count: int, pieces: int, number: int) -> tuple[int, int]:

@@ -195,6 +195,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def count_samples(value: Any) -> int:
     """How many samples a batch has. A tensor with a single number is one for the whole batch."""
+    if isinstance(value, Tensor) and value.dim():
+        return value.shape[0]
     return next(len(tensor) for tensor in tensors_in(value) if tensor.dim())
 
 

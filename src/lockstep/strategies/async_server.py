@@ -8,6 +8,7 @@ steps and learning rates are those of any other run; with one worker the numbers
 Rank 0 does not train: a training thread in the same process would delay every answer.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class AsyncParameterServer(Strategy):
     def evaluation_share(self, world: World) -> tuple[int, int]:
         return world.rank, world.size
 
-    def parts(self, number: int, count: int, micro_batches: int) -> list[Part]:
+    def parts(self, number: int, count: int, micro_batches: int) -> Sequence[Part]:
         """Workers take turns. The server has no work."""
         turn = number % (self.world.size - 1) + 1
         return super().parts(number, count, micro_batches) if turn == self.world.rank else []

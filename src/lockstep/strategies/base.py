@@ -148,10 +148,10 @@ class Strategy(OldState):
         """The same of an evaluation."""
         return self.data_share(world)
 
-    def parts(self, number: int, count: int, micro_batches: int) -> list[Part]:
+    def parts(self, number: int, count: int, micro_batches: int) -> Sequence[Part]:
         """This rank's parts of a global batch of `count` samples, the `number`-th of its epoch: one forward pass each.
 
-        [] is no work.
+        Empty is no work.
         """
         return partition.parts(count, micro_batches, *self.data_share(self.world))
 
@@ -213,7 +213,8 @@ def forward(module: nn.Module, inputs: Any, outputs: Outputs | None = None) -> A
     not count them.
     """
     given = () if outputs is None else (outputs,)
-    if next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 1):
+    has_samples = isinstance(inputs, Tensor) and inputs.dim() and inputs.shape[0]
+    if has_samples or next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 1):
         return module(inputs, *given)
     with ExitStack() as stack:
         for layer in module.modules():

@@ -113,7 +113,7 @@ class Pipeline(Strategy):
     def data_share(self, world: World) -> tuple[int, int]:
         return 0, 1
 
-    def parts(self, number: int, count: int, micro_batches: int) -> list[Part]:
+    def parts(self, number: int, count: int, micro_batches: int) -> Sequence[Part]:
         """Every rank has all samples, and numbers of its own: each stage draws other random numbers than the others."""
         parts = super().parts(number, count, micro_batches)
         return [part._replace(number=part.number * self.world.size + self.world.rank) for part in parts]

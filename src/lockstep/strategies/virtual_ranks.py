@@ -124,7 +124,7 @@ class VirtualRanks(Strategy):
             [view.data for view in gradients], buffers[:half], buffers[half:], has_gradient, has_changed, samples
         )
 
-    def parts(self, number: int, count: int, micro_batches: int) -> list[Part]:
+    def parts(self, number: int, count: int, micro_batches: int) -> Sequence[Part]:
         """The same parts at any world size; neighbours go to one rank."""
         return [Part(own, *cut(count, self.count, own)) for own in self.share]
 

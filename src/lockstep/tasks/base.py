@@ -153,9 +153,10 @@ class Task:
         by_target = isinstance(targets, Tensor) and targets.dim() > 1
         values, counts = list[Tensor](), list[int | Tensor]()
         for name in self.names:
-            if not isinstance(found, Mapping) or name not in found:
-                raise _missing(self, name, found)
-            value = found[name]
+            try:
+                value = found[name]
+            except (KeyError, IndexError, TypeError):
+                raise _missing(self, name, found) from None
             if not isinstance(value, Tensor):
                 raise self._of_wrong_shape(name, value, rows, targets)
             if value.shape == (rows,):
