@@ -162,6 +162,10 @@ OWN_BUFFERS = ("RunningScale", "Codebook", "running_instance_norm")
 NEVER = [
     # Each rank has buffers of its own there, as docs/promise.md says; mode=check names them.
     ({*OWN_BUFFERS}, {way for way in WAYS if WAYS[way].ranks > 1} | {"resume"}),
+    # What an evaluation draws is a rank's.
+    ({"AlwaysNoise"}, {way for way in WAYS if WAYS[way].ranks > 1} | {"resume"}),
+    # A later part of a step that leaves weights out is a hang, whose cause is told.
+    ({"Experts", "LateExperts"}, {"accumulation", "all"}),
     ({"sharded"}, {way for way in WAYS if way not in SHARDED}),
     ({"accumulation", "all"}, set(VIRTUAL)),
     ({"accumulation", "all"}, {"tensor_parallel, two by two"}),  # a batch norm gets single samples there
