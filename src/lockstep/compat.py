@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from torch import Tensor
     from torch.distributed.tensor import DTensor
-    from torch.optim.lr_scheduler import LRScheduler
 
 # Python's library, seen in 3.11.
 
@@ -180,14 +179,6 @@ def shape_and_offsets_of_part(tensor: "DTensor") -> tuple[tuple[int, ...], tuple
     return tuple(part), tuple(offsets)
 
 
-def set_last_lr(scheduler: "LRScheduler", rates: "list[float | Tensor]") -> None:
-    """Let `scheduler.get_last_lr()` return `rates`, of each parameter group: only a step of the scheduler sets them.
-
-    Missing: the attribute is set, and nothing reads it.
-    """
-    scheduler._last_lr = rates
-
-
 # Files and functions of torch whose frames tell what a rank waits for. With other names the verdict on a hang, and who
 # failed first, are less certain.
 COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/")  # a rank that compiles is only slow
@@ -211,22 +202,6 @@ def flight_records() -> list[bytes]:
         except (AttributeError, RuntimeError, TypeError):
             continue
     return records
-
-
-def non_finite_check_and_unscale(tensors: "Sequence[Tensor]", found: "Tensor", scale: "Tensor") -> None:
-    """Set `found` to 1 if a value of `tensors` is NaN or infinite, and multiply them by `scale`.
-
-    It is the check of torch.amp.GradScaler, in half the time of a sum of each small tensor. Missing: the sums.
-    """
-    import torch
-
-    check = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
-    if check is not None:
-        check(list(tensors), found, scale)
-        return
-    for tensor in tensors:
-        found.logical_or_(~tensor.isfinite().all())
-        tensor.mul_(scale)
 
 
 def foreach_norm(tensors: "Sequence[Tensor]") -> "Sequence[Tensor]":
@@ -260,15 +235,6 @@ def plain_functions() -> AbstractContextManager[None]:
 def gradient_hooks(tensor: Any) -> "list[Callable[[Tensor], Tensor | None]]":
     """Those of `register_hook` on a weight. Missing: none, and no warning tells what they change."""
     return list((getattr(tensor, "_backward_hooks", None) or {}).values())
-
-
-def non_persistent_buffers(module: Any) -> set[str]:
-    """The names of the buffers that a module keeps out of its state dict, which may have others than the module.
-
-    Missing: none, and no warning tells that a step changes them.
-    """
-    names: set[str] = getattr(module, "_non_persistent_buffers_set", set())
-    return names
 
 
 def has_gradient_hooks(tensor: Any) -> bool:

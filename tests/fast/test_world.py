@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lockstep.distributed.backend import choose_backend, validate_backend
 from lockstep.distributed.old_world import gather_state
-from lockstep.distributed.signals import StopVote
 from lockstep.distributed.world import OtherData, join_world, require_same_config, require_same_data
 from lockstep.errors import ConfigError
 from support.worlds import in_world
@@ -43,9 +42,6 @@ def _talk(folder: str) -> dict[str, Any]:
         said["stored"] = [world.store.get(f"rank {rank}").decode() for rank in range(world.size)]
         said["found"] = _found_after_one_download(world, Path(folder, "downloaded"))
         said["refused"] = _refusal_of_rank_zero(world)
-        vote = StopVote(world, flags=2, pause=0)
-        said["votes"] = [vote.cast(world.rank == world.size - 1, step == 2 and world.rank == 0) for step in range(4)]
-        vote.close()
         said["variables"] = {name: os.environ.get(name) for name in VARIABLES}
         said["threads"] = torch.get_num_threads()
         backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
@@ -88,7 +84,6 @@ def test_ranks_speak(size: int, tmp_path: Path) -> None:
             "stored": ["here"] * size,
             "found": True,  # the first rank of the machine downloaded it, alone
             "refused": "refused on rank 0",
-            "votes": [(False, False), (True, False), (True, False), (True, True)],  # one step late, alike everywhere
             "variables": VARIABLES,
             "threads": max(1, len(os.sched_getaffinity(0)) // size),
             "timeout": (17, 17.0),
@@ -195,21 +190,6 @@ def _gathered_samples() -> list[Any]:
 def test_samples_of_any_type_are_gathered_in_the_order_of_ranks() -> None:
     for said in in_world(3, _gathered_samples):
         assert said == [*[(True, [1, 1, 2, 2, 2, 2])] * 5, [3.0]]
-
-
-def _recorded_votes() -> list[str]:
-    with join_world("auto", 60) as world:
-        vote = StopVote(world, flags=1, pause=0)
-        with torch.profiler.profile() as profiler:
-            world.all_reduce_sum(torch.ones(1))
-            vote.cast(True)
-        vote.close()
-        return [event.name for event in profiler.events() if event.name.startswith("gloo:")]
-
-
-def test_a_profiler_may_stop_before_a_vote_is_counted():
-    """A recorded collective that ends after torch's profiler has stopped corrupts the heap."""
-    assert in_world(2, _recorded_votes) == [["gloo:all_reduce"]] * 2
 
 
 def _fail_on_rank_1() -> tuple[str, float] | None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Self
 
-from lockstep.compat import hidden_from_profiler
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import remove_temporary_folder
 from lockstep.distributed.run_folder import go_on_words
@@ -25,16 +24,12 @@ from lockstep.failures.record import is_communication_error
 from lockstep.failures.report import newest_snapshot
 
 if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-
-    from lockstep.distributed.world import World
+    pass
 
 # SIGHUP: the terminal was closed. SIGUSR1: Slurm's warning before the time limit. Windows, where only --help works,
 # has neither.
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 STOP_SIGNALS = tuple(number for number in signal.Signals if number.name in NAMES)
-VOTE_PAUSE = 0.25  # seconds between two votes
 SILENT = 2.0  # seconds after the first signal: a step that takes longer may hang
 REPEAT_AFTER = 2.0  # seconds: one Ctrl-C can arrive twice, from the terminal and from the launcher
 
@@ -261,53 +256,3 @@ class Relay:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-
-
-class StopVote:
-    """All ranks agree on flags, or on numbers of 0 or more, a few times a second.
-
-    A result is read one vote later, when it has arrived already. Every rank calls `cast` after every step, or after
-    every batch of an evaluation. There are as many steps between two votes as take `pause` seconds. The ranks agree on
-    this number in the vote itself, so all of them vote, and read results, at the same steps.
-    """
-
-    def __init__(self, world: "World", flags: int, pause: float = VOTE_PAUSE) -> None:
-        self.group, self.pause = world.control, pause
-        self.pending: tuple[dist.Work, torch.Tensor] | None = None
-        self.wishes = [0] * flags
-        self.stride = self.steps_left = 1
-        self.last_vote = time.monotonic()
-
-    def cast(self, *wishes: int) -> tuple[int, ...]:
-        """Vote for flags. Returns the largest number that a rank had voted for in the previous vote, for each flag, if
-        it is counted now; else zeros."""
-        self.wishes = list(map(max, wishes, self.wishes))
-        self.steps_left -= 1
-        if self.steps_left:
-            return (0,) * len(wishes)
-        import torch
-        import torch.distributed as dist
-
-        outcome = self.close()
-        now = time.monotonic()
-        fitting = int(self.pause * self.stride / max(now - self.last_vote, 1e-9))
-        stride = max(1, min(fitting, 2 * self.stride))
-        votes = torch.tensor([-stride, *self.wishes], dtype=torch.int32)  # MAX of -stride: the smallest stride wins
-        with hidden_from_profiler():
-            work = dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        assert work is not None
-        self.pending = work, votes
-        self.steps_left, self.last_vote = self.stride, now
-        self.wishes = [0] * len(wishes)
-        return outcome
-
-    def close(self) -> tuple[int, ...]:
-        """Count the vote that is still under way."""
-        if self.pending is None:
-            return (0,) * len(self.wishes)
-        work, votes = self.pending
-        work.wait()
-        self.pending = None
-        stride, *outcome = votes.tolist()
-        self.stride = -stride
-        return tuple(outcome)

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -37,7 +37,7 @@ class Reporter:
     def __init__(self, connection: socket.socket | None = None) -> None:
         self.connection, self.pid, self.world_size = connection, os.getpid(), 1
         self.page = ProgressPage(bytearray(channel.SIZE))
-        self.batch: Any = None
+        self.samples: Callable[[], list[int]] | None = None
         self.log_file: str | None = None
 
     @property
@@ -135,7 +135,7 @@ def page() -> ProgressPage:
 
 def enter(name: str) -> None:
     """From here on the rank is in the phase `name`, one of channel.PHASES, and computes no training batch yet."""
-    _reporter.batch = None
+    _reporter.samples = None
     _reporter.page.enter(name)
 
 
@@ -166,9 +166,9 @@ def heartbeat() -> None:
     _reporter.page.set_time(HEARTBEAT_AT)
 
 
-def current_batch(batch: Any) -> None:
-    """The batch that the rank computes. Its parts' indices are read only if the rank fails."""
-    _reporter.batch = batch
+def training_on(samples: Callable[[], list[int]]) -> None:
+    """samples: gives the numbers of those that the rank computes, and is called if it fails."""
+    _reporter.samples = samples
 
 
 @contextmanager
@@ -190,9 +190,8 @@ def failed(error: BaseException) -> None:
         return
     _end_copy(error)
     record: dict[str, Any] = {"time": time.monotonic(), "samples": []} | exception_record(error)
-    with suppress(Exception):  # no batch yet; or a device that failed, from which nothing can be read
-        indices = [int(index) for part in _reporter.batch.parts for index in part.numbers.tolist()]
-        record["samples"] = indices[:MOST_SAMPLES]
+    with suppress(Exception):  # they are a part of what failed
+        record["samples"] = [] if _reporter.samples is None else _reporter.samples()[:MOST_SAMPLES]
     record["is_communication"] &= _reporter.world_size > 1
     record["phase"] = _reporter.page.phase  # by the time of the report it may close its files
     record["log_lines"] = last_lines(_reporter.log_file)

@@ -77,6 +77,7 @@ def begin_epoch(run: Run, exchange: Exchange, loggers: Logger) -> None:
     progress = run.progress
     reporter.enter("train")
     reporter.epoch_starts(progress.epoch + 1)
+    reporter.training_on(run.samples_of_batch)
     progress.evaluation_pending = False
     run.strategy.module.train()
     if progress.samples == 0:

@@ -164,6 +164,11 @@ class Run:
         last = min(self.config.trainer.max_steps or math.inf, self.clock.last_step)
         return int(max(0, min(of_epoch, last - self.progress.step)))
 
+    def samples_of_batch(self) -> list[int]:
+        """The numbers in the data set of the samples that this rank computes in this step."""
+        parts = self.loaders.train.numbers_at(self.progress.epoch, self.progress.samples)
+        return [number for part in parts for number in part.tolist()]
+
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Inside the block the model has its averaged weights, if the run keeps any. Begin it in training mode."""
         return nullcontext() if self.average is None else self.average.applied()
