@@ -2,7 +2,7 @@
 
 import time
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,15 @@ LONG = 2.0  # seconds of a stride from which on a result is read at once
 WORDS = ("stop", "changed", "time", "save", "stride", "seconds")  # after the sums of the meter
 
 
+class Now(NamedTuple):
+    """What this rank has at an exchange. seconds: of `time.perf_counter`."""
+
+    step: int
+    seconds: float
+    lr: float
+    grad_norm: Tensor | None
+
+
 class Exchange:
     """Sums of the losses, a wish to stop, rank 0's clock, and whether a weight was frozen or unfrozen.
 
@@ -33,7 +42,7 @@ class Exchange:
         self.run, self.loggers, self.snapshots, self.delayed = run, loggers, snapshots, delayed
         self.world, self.every = run.world, run.config.logging.every
         self.weights_every = run.config.watch.weights_every
-        self.pending: tuple[Any, Tensor, int] | None = None  # (what is waited for, the vector, its step)
+        self.pending: tuple[Any, Tensor, Now] | None = None  # (what is waited for, the vector, when)
         self.flags, self.stride, self.last_seconds, self.is_first = self._flags(), 1, 0.0, True
         self.width = 2 * len(run.meter.names)
         self.reported = torch.zeros(self.width, dtype=torch.float64)  # the sums at the last log of this epoch
@@ -100,6 +109,7 @@ class Exchange:
             words |= {"time": float(self.run.clock.is_over), "save": float(self.snapshots.interval.due_by_clock())}
             words |= {"stride": float(max(1, min(fitting, 2 * self.stride))), "seconds": seconds}
         self.last = step, now
+        here = Now(step, time.perf_counter(), float(self.run.optimizer.param_groups[0]["lr"]), self.run.step.grad_norm)
         told = torch.tensor([*words.values()], dtype=torch.float64).to(self.run.meter.device, non_blocking=True)
         vector = torch.cat([self.run.meter.flush(), told])
         wait = self.world.all_reduce_async(vector)
@@ -108,14 +118,14 @@ class Exchange:
             host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True).copy_(vector, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-            self.pending = event.synchronize, host, step
+            self.pending = event.synchronize, host, here
         else:
-            self.pending = wait, vector, step
+            self.pending = wait, vector, here
 
     def _read(self) -> None:
         if self.pending is None:
             return
-        (wait, vector, step), self.pending = self.pending, None
+        (wait, vector, then), self.pending = self.pending, None
         wait()
         totals, told = vector[: self.width], dict(zip(WORDS, vector[self.width :].tolist(), strict=True))
         run, progress = self.run, self.run.progress
@@ -128,8 +138,8 @@ class Exchange:
                 f"{what}; type parameters.freeze=[<it>], or leave it trained, with a learning rate of its own"
             )
         self.stride, self.last_seconds = int(told["stride"]), told["seconds"]
-        if step % self.every == 0:
-            self._log(step, recent)
+        if then.step % self.every == 0:
+            self._log(then, recent)
             self.reported = totals.clone()
         if told["time"]:
             run.clock.end_at(progress.step)
@@ -138,21 +148,20 @@ class Exchange:
         if told["stop"]:
             self.snapshots.stop_before_evaluation()
 
-    def _log(self, step: int, recent: Tensor) -> None:
+    def _log(self, then: Now, recent: Tensor) -> None:
         means = self.run.meter.means(recent)
         # Where all updates were left out, nothing is counted, and there is no loss.
         metrics = {"train/running_loss": means["loss"]} if means else {}
-        metrics["train/lr"] = float(self.run.optimizer.param_groups[0]["lr"])
-        norm = self.run.step.grad_norm
-        if norm is not None and bool(norm.isfinite()):
-            metrics["train/grad_norm"] = float(norm)
-        (first, start), now = self.interval, time.perf_counter()
-        if step > first:
-            metrics["speed/step_ms"] = 1000 * (now - start) / (step - first)
-        self.interval = step, now
+        metrics["train/lr"] = then.lr
+        if then.grad_norm is not None and bool(then.grad_norm.isfinite()):
+            metrics["train/grad_norm"] = float(then.grad_norm)
+        first, start = self.interval
+        if then.step > first:
+            metrics["speed/step_ms"] = 1000 * (then.seconds - start) / (then.step - first)
+        self.interval = then.step, then.seconds
         if self.run.step.skip is not None:
             metrics["watch/skipped_steps"] = self.run.step.skip.skipped
-        self.loggers.log_metrics(metrics, step)
+        self.loggers.log_metrics(metrics, then.step)
 
     def _flags(self) -> int:
         """A checksum of which weights are trained."""
