@@ -28,7 +28,7 @@ WRONG = """
  | trainer.max_time=30 | a valid string | trainer.max_time=null
  | trainer.max_time=0s | a time such as 90s, 30min or 2h | trainer.max_time=null
  | trainer.compile=fast | a valid boolean or 'reduce-overhead' or 'max-autotune' | trainer.compile=false
- | trainer.ema=1 | less than 1 | trainer.ema=null
+ | trainer.ema=1 | an object | trainer.ema=null
  | trainer.max_grad_norm=inf | a finite number | trainer.max_grad_norm=null
  | trainer.max_grad_norm=nan | a finite number | trainer.max_grad_norm=null
  | trainer.checkpoint_activations=block | a valid array | 'trainer.checkpoint_activations=[block]'

@@ -86,12 +86,12 @@ def test_a_mask_moves_with_its_image_in_a_segmentation() -> None:
     node = "{_target_:torchvision.transforms.v2.RandomHorizontalFlip,p:1.0}"
     for given in (mask, tv_tensors.Mask(mask), tv_tensors.Mask(mask[None])):
         for split, key in ((True, "transforms"), (False, "test_transforms")):
-            config = composed("task=segmentation", "task.classes=4", f"loader.{key}=[{node}]")
+            config = composed("task=segmentation", "dataset.classes=4", f"loader.{key}=[{node}]")
             found = reader_of(config, [(image, given)], "train", split).read(Request(0, 0, np.array([0])))
             assert found[0][0].equal(image.flip(2))
             assert found[1].squeeze().equal(mask.flip(1))
     resize = "{_target_:torchvision.transforms.v2.Resize,size:3}"  # classes are not mixed
-    config = composed("task=segmentation", "task.classes=8", f"loader.transforms=[{resize}]")
+    config = composed("task=segmentation", "dataset.classes=8", f"loader.transforms=[{resize}]")
     _, found = reader_of(config, [(torch.rand(3, 8, 8), torch.eye(8).long() * 7)], "train", True).read(
         Request(0, 0, np.array([0]))
     )

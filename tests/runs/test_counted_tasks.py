@@ -1,6 +1,5 @@
 """Tasks and metrics against numbers worked out sample by sample, at several world sizes."""
 
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -11,10 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.metrics import f1_score, jaccard_score, roc_auc_score
-from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
-from torchmetrics import AUROC, F1Score, JaccardIndex
 
 from lockstep.distributed.world import join_world
 from lockstep.errors import ConfigError
@@ -77,15 +73,18 @@ def data(kind: str) -> tuple[Tensor, Tensor]:
     return outputs.mT if kind == "tokens" else outputs, targets
 
 
-def measure(make_task: Callable[[], Task], batch: int) -> dict[str, float]:
-    """The means of all samples, each on one of the ranks of this world."""
-    outputs, targets = data(make_task.__name__)
+def measure(batch: int) -> dict[str, dict[str, float]]:
+    """{task: the means of all samples}, each sample on one of the ranks of this world."""
+    found = {}
     with join_world("gloo", 60) as world:
-        meter = Meter(make_task(), world)
-        for part in torch.arange(world.rank, SAMPLES, world.size).split(batch):
-            _, values, counts = meter.task.sums(outputs[part], targets[part])
-            meter.add(0, values, counts)
-        return meter.means(world.all_reduce_sum(meter.flush()))
+        for make_task in TASKS:
+            outputs, targets = data(make_task.__name__)
+            meter = Meter(make_task(), world)
+            for part in torch.arange(world.rank, SAMPLES, world.size).split(batch):
+                _, values, counts = meter.task.sums(outputs[part], targets[part])
+                meter.add(0, values, counts)
+            found[make_task.__name__] = meter.means(world.all_reduce_sum(meter.flush()))
+    return found
 
 
 def expected(kind: str) -> dict[str, float]:
@@ -117,55 +116,61 @@ def expected(kind: str) -> dict[str, float]:
 TASKS = [classification, weighted, soft, segmentation, weighted_pixels, tokens, multi_label]
 
 
-@pytest.mark.parametrize("make_task", TASKS)
-def test_means_are_those_of_all_samples_at_any_world_size(make_task: Any) -> None:
-    for size, batch in ((1, SAMPLES), (1, 5), (3, 4)):
-        for found in in_world(size, measure, make_task, batch):
-            assert found == pytest.approx(expected(make_task.__name__), rel=1e-12), (size, batch)
+@pytest.mark.parametrize(("size", "batch"), [(1, SAMPLES), (1, 5), (3, 4)])
+def test_means_are_those_of_all_samples_at_any_world_size(size: int, batch: int) -> None:
+    for found in in_world(size, measure, batch):
+        assert found.keys() == {make_task.__name__ for make_task in TASKS}
+        for name, means in found.items():
+            assert means == pytest.approx(expected(name), rel=1e-12), name
 
 
 def metrics_of(kind: str) -> dict[str, Any]:
+    from torchmetrics import AUROC, F1Score, JaccardIndex
+
     options: dict[str, Any] = {"task": "multiclass", "num_classes": CLASSES, "average": "macro"}
     if kind == "segmentation":
         return {"iou": JaccardIndex(task="multiclass", num_classes=CLASSES, ignore_index=IGNORED)}
     return {"f1": F1Score(**options), "auroc": AUROC(**options | {"num_classes": CLASSES})}
 
 
-def measure_metrics(kind: str, shares: list[list[int]]) -> list[dict[str, float]]:
-    """Twice: a second evaluation begins at nothing. shares: the samples of each rank."""
-    outputs, targets = data(kind)
-    task = CrossEntropy(ignored_label=IGNORED)
+def measure_metrics(shares: list[list[int]]) -> dict[str, list[dict[str, float]]]:
+    """{kind: two evaluations}: a second one begins at nothing. shares: the samples of each rank."""
+    task, found = CrossEntropy(ignored_label=IGNORED), {}
     with join_world("gloo", 60) as world:
         run: Any = SimpleNamespace(world=world, meter=Meter(task, world))
-        made, found = metrics_of(kind), []
-        for _ in range(2):
-            metrics = Metrics(made, SAMPLES)
-            for numbers in torch.tensor(shares[world.rank], dtype=torch.int64).split(7):
-                metrics.add(task.scores(outputs[numbers].float()), targets[numbers], numbers)
-            found.append(metrics.compute(run))
+        for kind in ("classification", "segmentation"):
+            (outputs, targets), made = data(kind), metrics_of(kind)
+            found[kind] = []
+            for _ in range(2):
+                metrics = Metrics(made, SAMPLES)
+                for numbers in torch.tensor(shares[world.rank], dtype=torch.int64).split(7):
+                    metrics.add(task.scores(outputs[numbers].float()), targets[numbers], numbers)
+                found[kind].append(metrics.compute(run))
     return found
 
 
-@pytest.mark.parametrize(
-    "shares", [[range(SAMPLES)], [range(0, SAMPLES, 2), range(1, SAMPLES, 2)], [range(30), range(30, 37), []]]
-)
+SHARES = [[range(SAMPLES)], [range(0, SAMPLES, 2), range(1, SAMPLES, 2)], [range(30), range(30, SAMPLES), []]]
+
+
+@pytest.mark.parametrize("shares", SHARES)
 def test_metrics_of_torchmetrics_are_those_of_one_process(shares: Any) -> None:
     """Also where the shares are unequal, or empty."""
+    from sklearn.metrics import f1_score, jaccard_score, roc_auc_score
+
     outputs, targets = data("classification")
     scores = outputs.float().softmax(1).double().numpy()
     f1 = f1_score(targets, outputs.argmax(1), labels=range(CLASSES), average="macro", zero_division=0)
     areas = [
         roc_auc_score(targets == label, scores[:, label]) for label in range(CLASSES - 1)
-    ]  # the last has no sample
-    for found in in_world(len(shares), measure_metrics, "classification", [list(share) for share in shares]):
-        assert found[0] == found[1] == pytest.approx({"f1": f1, "auroc": sum(areas) / CLASSES}, rel=1e-6)
+    ]  # the last has none
+    classes = pytest.approx({"f1": f1, "auroc": sum(areas) / CLASSES}, rel=1e-6)
     outputs, targets = data("segmentation")
     counted = targets != IGNORED
-    iou = jaccard_score(
-        targets[counted], outputs.argmax(1)[counted], average="macro", labels=range(CLASSES), zero_division=0
-    )
-    for found in in_world(len(shares), measure_metrics, "segmentation", [list(share) for share in shares]):
-        assert found[0] == pytest.approx({"iou": iou}, rel=1e-6)
+    pairs = targets[counted], outputs.argmax(1)[counted]
+    iou = jaccard_score(*pairs, average="macro", labels=range(CLASSES), zero_division=0)
+    for found in in_world(len(shares), measure_metrics, [list(share) for share in shares]):
+        assert found["classification"] == [classes] * 2
+        assert found["segmentation"] == [pytest.approx({"iou": iou}, rel=1e-6)] * 2
 
 
 def test_outputs_that_do_not_fit_are_refused_with_both_shapes() -> None:
@@ -262,6 +267,8 @@ def test_a_mean_is_over_the_weights_of_all_ranks_whatever_their_sum_is(tmp_path:
 
 def test_class_weights_are_those_of_torch_on_any_ranks_and_balanced_ones_those_of_sklearn(tmp_path: Path) -> None:
     """Uneven last batches, gradient accumulation and label smoothing; virtual ranks have the same bits."""
+    from sklearn.utils.class_weight import compute_class_weight
+
     (x, y), (tested, classes) = ((half.inputs.double() / 255, half.targets) for half in (digits(True), digits(False)))
     typed = {"balanced": "balanced", "listed": "[1,2,0,4,5,6,0.7,8,9,10]"}
     weights = {
