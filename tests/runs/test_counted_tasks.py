@@ -160,9 +160,7 @@ def test_metrics_of_torchmetrics_are_those_of_one_process(shares: Any) -> None:
     outputs, targets = data("classification")
     scores = outputs.float().softmax(1).double().numpy()
     f1 = f1_score(targets, outputs.argmax(1), labels=range(CLASSES), average="macro", zero_division=0)
-    areas = [
-        roc_auc_score(targets == label, scores[:, label]) for label in range(CLASSES - 1)
-    ]  # the last has none
+    areas = [roc_auc_score(targets == label, scores[:, label]) for label in range(CLASSES - 1)]  # the last has none
     classes = pytest.approx({"f1": f1, "auroc": sum(areas) / CLASSES}, rel=1e-6)
     outputs, targets = data("segmentation")
     counted = targets != IGNORED
