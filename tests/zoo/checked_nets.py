@@ -816,6 +816,7 @@ WRONG: list[Animal] = [
     (Simple, [Unseeded], "two", "data", ENDS),
     (Simple, [COLLATE], "resumed", "samples,"),
     (Simple, [f"{TASK}WeighedByBatch"], "two", "loss,", ENDS),
+    (Simple, [f"{TASK}DrawnLoss"], "two", "another number of the same weights"),  # an evaluation draws for a rank
     (Simple, [f"{TASK}Memory"], "resumed", "keeps what no snapshot has"),
     (Simple, [f"{OPTIMIZER}Outside", "optimizer.lr=0.05"], "resumed", "the optimizer keeps"),
     (Simple, ["gradient_sync=powersgd"], "two", "type gradient_sync=auto"),
@@ -851,7 +852,6 @@ RIGHT: list[Animal] = [
     (Coin, ["trainer.gradient_accumulation_steps=2"]),
     (Table, []),
     (OtherNames, []),
-    (Simple, [f"{TASK}DrawnLoss"]),
     (LayerNormed, ["strategy=fsdp", "trainer.gradient_accumulation_steps=2"]),
     (Activated, ["strategy=tensor_parallel", "strategy.plan=[{0:colwise},{2:rowwise}]"]),
     (BatchNormed, ["strategy=virtual_ranks"]),
