@@ -51,7 +51,7 @@ def test_kills_cost_one_restart_each_and_no_bit(start, start_faulty, tmp_path):
     assert_one_curve(folder)
     middle, longest = statistics.median(waits), max(waits)
     print(f"{KILLS} kills, one restart each; next snapshot after {middle:.1f} s (at most {longest:.1f} s)")
-    assert middle <= 40  # 8 s alone; other drills run beside this one
+    assert middle <= 20  # other drills run beside this one
 
 
 BY_HAND = [*PYTHON_TRAIN, *SLOW, "trainer.epochs=6", "launch=torchrun"]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.drill
 TESTS = Path(__file__).parents[1]
 LIMIT = 850  # MB of a process's own memory, beyond what it has when it begins to build the model
 FOUR = ["launch=fork", "launch.nproc_per_node=4", f"+model.limit={LIMIT}"]
-LAYERS = 14  # of 38 MB: 528 MB of weights, and as much of gradients
+LAYERS = 14  # of 38 MB: 528 MB of weights and as much of gradients, together more than the limit
 NET = [
     *PYTHON_TRAIN, "dataset=random", "dataset.features=3072", "dataset.samples=16",
     "model=mlp", "model._target_=support.models.layers_within",

@@ -33,7 +33,7 @@ def test_what_a_killed_run_has_listed_loads(start, tmp_path):
             run = start(sys.executable, TRAIN, *typed, **store.variables)
             snapshots = tmp_path / f"run{number}" / "snapshots"
             wait_for(lambda: list(snapshots.glob("step_*.pt")), "snapshot")  # noqa: B023
-            if number % 4 == 3:
+            if number % 3 == 2:
                 wait_for(lambda: newest(store) > seen[-1], "newer snapshot in the store")
             time.sleep(draw.uniform(0, 2))
             assert run.process.poll() is None, run.finish(code=None).output
@@ -41,6 +41,6 @@ def test_what_a_killed_run_has_listed_loads(start, tmp_path):
             run.finish(code=None)
             seen.append(max((name for name in listed(store) if name != "best"), default=""))
         assert seen == sorted(seen)
-        assert len(set(seen)) > KILLS // 4  # a kill may come before the first new listing, but not every fourth
+        assert len(set(seen)) > 2
     finally:
         store.stop()
