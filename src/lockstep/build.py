@@ -57,17 +57,20 @@ def build_run(config: RunConfig, world: World, parts: Parts, takes_steps: bool =
     told, config = config, completed(config, data)
     if config.model != told.model:
         check_nodes("model", config.model)
-    task = build_task(config, world)
+    progress = Progress()
+    task = build_task(config, parts, world, progress)
     readers = build_readers(config, parts, data, task)
     converter = build_model(config, world, parts, task, readers["train"])
     loaders = Loaders(split=split, held_out=data.held_out, **build_loaders(config, parts, readers, converter))
-    return assemble(config, parts, task, loaders, takes_steps)
+    return assemble(config, parts, task, loaders, progress, takes_steps)
 
 
-def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, takes_steps: bool) -> Run:
+def assemble(
+    config: RunConfig, parts: Parts, task: Task, loaders: Loaders, progress: Progress, takes_steps: bool
+) -> Run:
     """The optimizer on the strategy's model, and what takes a step. A collective."""
     strategy, trainer = parts.strategy, config.trainer
-    world, progress = strategy.world, Progress()
+    world = strategy.world
     shares = strategy.data_share_of(world.size)
     batch_size = check_batch_size(config, shares) if takes_steps else trainer.batch_size
     steps_per_epoch = -(-len(loaders.train) // batch_size)
@@ -162,12 +165,14 @@ def check_same_data(data: Data, world: World) -> str | None:
     return split
 
 
-def build_task(config: RunConfig, world: World) -> Task:
+def build_task(config: RunConfig, parts: Parts, world: World, progress: Progress) -> Task:
     """The task, with its tensors and modules on the rank's device."""
     with seeded(config.seed):
         task = instantiate_as(Task, config.task, "task")
     # Losses are of float32 at least.
-    task.to(world.device, torch.float64 if config.trainer.precision == "fp64" else torch.float32)
+    dtype = torch.float64 if config.trainer.precision == "fp64" else torch.float32
+    has_all = parts.strategy.data_share_of(world.size) == world.size and parts.strategy.passes_whole_batches
+    task.start(world, progress, dtype, has_all and config.trainer.gradient_accumulation_steps == 1)
     return task
 
 

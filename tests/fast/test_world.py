@@ -150,7 +150,7 @@ def _contrastive(shares: list[int]) -> list[list[float]]:
             if way == "one process":
                 loss = _losses(features, features, labels, labels).sum() / world.size
             else:
-                others, of_others = (world.all_gather_samples(own) for own in (features, labels[mine]))
+                others, of_others = (world.all_gather_samples(own)[0] for own in (features, labels[mine]))
                 assert torch.equal(of_others, labels)
                 if way == "own":
                     loss = _losses(features, others, labels[mine], of_others).sum()
@@ -176,10 +176,10 @@ def _gathered_samples() -> list[Any]:
         said: list[Any] = []
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8):
             rows = torch.full((world.rank, 2, 1), world.rank, dtype=dtype)
-            found = world.all_gather_samples(rows)
+            found, _ = world.all_gather_samples(rows)
             said.append((found.dtype == dtype, found.flatten().tolist()))
         half = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
-        world.all_gather_samples(half).sum().backward()
+        world.all_gather_samples(half)[0].sum().backward()
         said.append(half.grad.tolist())  # type: ignore[union-attr]
         with pytest.raises(ValueError, match="rows of several shapes or types"):
             world.all_gather_samples(torch.ones(1, 1 + world.rank))

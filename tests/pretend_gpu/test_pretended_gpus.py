@@ -5,6 +5,7 @@ import csv
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lockstep.preflight import preflight
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.data_parallel import UnevenDataParallel
 from lockstep.tasks.tasks import CrossEntropy
+from lockstep.training.run import Progress
 from pretend_gpu import device
 from pretend_gpu.models import TakesDict
 from pretend_gpu.scenarios import GPUS, SCENARIOS, small_training, trained_on_gpus, worked
@@ -86,7 +88,7 @@ def losses_of_pixels() -> list[float]:
     expected = task.sums(outputs, targets).loss
     (slope,) = torch.autograd.grad(expected, outputs)
     torch.use_deterministic_algorithms(True)
-    task.to(torch.device("cuda:0"), torch.float32)
+    task.start(SimpleNamespace(device=torch.device("cuda:0")), Progress(), torch.float32)
     on_gpu = outputs.detach().to("cuda:0").requires_grad_()
     loss = task.sums(on_gpu, targets.to("cuda:0")).loss
     loss.backward()

@@ -103,7 +103,7 @@ def normalised_on_first_gpu(shares: list[int], dtype: torch.dtype) -> list[float
             (outputs * slopes[own].to(**kind)).sum().backward()
             values = [outputs.detach(), torch.zeros_like(mine) if mine.grad is None else mine.grad]
             if model is synced:
-                values = [world.all_gather_samples(value) for value in values]
+                values = [world.all_gather_samples(value)[0] for value in values]
             numbers = [*values, *(p.grad for p in model.parameters()), *model.buffers()]
             found.append([value.double().cpu() for value in numbers if value is not None])
         for number in (2, 3):  # the gradients of weight and bias

@@ -74,16 +74,12 @@ class World:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.control)
         return found.bool().tolist()
 
-    def all_gather_samples(self, tensor: Tensor) -> Tensor:
-        """The rows of every rank's `tensor` of numbers (n, ...), on every rank, as (N, ...) in the order of ranks:
-        that of the global batch. n may differ, and be 0. It is for a loss that compares the samples of a batch.
+    def all_gather_samples(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """(the rows of every rank's `tensor` of numbers (n, ...), on every rank, as (N, ...) in the order of ranks, and
+        where among them this rank's begin). n may differ, and be 0. It is for a loss that compares samples of a batch.
 
         A row's gradient is the sum of its gradients on all ranks. So a rank's loss must be its share of the whole one:
-        the losses of its own n samples alone, which begin at row `sum(world.all_gather_json(n)[: world.rank])`. A rank
-        that takes the losses of all N samples must divide them by `size`.
-
-        A world does not know the parts of a step: who calls this must refuse gradient accumulation and virtual ranks,
-        where a part is not the batch. Raises ValueError, on all ranks, for rows of several shapes or types.
+        the losses of its own n samples alone. Raises ValueError, on all ranks, for rows of several shapes or types.
         """
         mine = [len(tensor), f"{tuple(tensor.shape[1:])} of {tensor.dtype}"]
         counts, kinds = zip(*self.all_gather_json(mine), strict=True)
@@ -93,7 +89,7 @@ class World:
         rows = tensor.new_zeros(sum(counts), *tensor.shape[1:])
         rows[begin : begin + len(tensor)] = tensor
         gathered: Tensor = _Sum.apply(rows, self)  # gloo gathers no shares of several lengths
-        return gathered
+        return gathered, begin
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's `value`, which JSON can store, in the order of ranks, on every rank. Tuples become lists."""

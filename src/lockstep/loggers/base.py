@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from torch import Tensor
+
 from lockstep.config.record import ConfigRecord, sets
 from lockstep.tasks.base import ReadSample, Report
 from lockstep.text import show
@@ -151,6 +153,9 @@ class Logger:
         train/lr at step N is the learning rate of the next step.
         """
 
+    def image(self, tag: str, image: Tensor, step: int) -> None:
+        """An image (3, height, width) with values from 0 to 1."""
+
     def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int, split: str) -> None:
         """What the task found in an evaluation of `split`, "val" or "test". sample, classes: for `report.figures`,
         which draws images of it.
@@ -220,6 +225,9 @@ class LoggerList(Logger):
         self.before_writing()
         if metrics:
             self._call_each(lambda logger: logger.log_metrics(metrics, step))
+
+    def image(self, tag: str, image: Tensor, step: int) -> None:
+        self._call_each(lambda logger: logger.image(tag, image, step))
 
     def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int, split: str) -> None:
         self._call_each(lambda logger: logger.log_report(report, sample, classes, step, split))

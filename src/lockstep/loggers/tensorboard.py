@@ -21,6 +21,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.plugins.hparams.metadata import PLUGIN_DATA_VERSION, PLUGIN_NAME, SESSION_START_INFO_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
 from tensorboard.summary.writer.record_writer import RecordWriter
+from torch import Tensor
 from torch.utils.tensorboard.summary import custom_scalars, hparams
 from torch.utils.tensorboard.summary import image as image_summary
 from torch.utils.tensorboard.summary import text as text_summary
@@ -79,6 +80,9 @@ class TensorBoardLogger(Logger):
         """All tags share one event. An event for each tag takes several times as long."""
         values = [Summary.Value(tag=tag, simple_value=float(value)) for tag, value in metrics.items()]
         self._add_summary(Summary(value=values), step)
+
+    def image(self, tag: str, image: Tensor, step: int) -> None:
+        self._append(step, summary=image_summary(tag, image, dataformats="CHW"))
 
     def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int, split: str) -> None:
         """Draw it, now or at the end of the training: most evaluations of a very short epoch are not drawn."""

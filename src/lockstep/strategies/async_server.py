@@ -33,6 +33,7 @@ class AsyncParameterServer(Strategy):
 
     replicas_equal = False
     supports_sync_bn = False  # workers compute different batches at the same time
+    passes_whole_batches = False
 
     def __init__(self, sync_every: Count) -> None:
         self.sync_every = sync_every

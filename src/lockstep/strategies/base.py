@@ -86,6 +86,8 @@ class Strategy(OldState):
 
     supports_sync_bn = True
     """Whether batch norms of several ranks can add up their statistics in each forward pass."""
+    passes_whole_batches = True
+    """Whether a rank passes its share of a batch forward at once."""
     replicas_equal = True
     """Whether all ranks hold the same weights and gradients, after every step."""
 

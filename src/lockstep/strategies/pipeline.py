@@ -61,6 +61,7 @@ class Pipeline(Strategy):
     replicas_equal = False  # each rank holds its own layers
     shards_state = True
     supports_sync_bn = False  # each layer is on one rank, which has all of its statistics
+    passes_whole_batches = False
 
     def __init__(self, schedule: Literal["1F1B", "GPipe"], micro_batches: Count) -> None:
         self.schedule_name, self.micro_batches = schedule, micro_batches

@@ -47,6 +47,7 @@ class VirtualRanks(Strategy):
     """
 
     supports_sync_bn = False  # each virtual rank is computed by itself
+    passes_whole_batches = False
 
     def __init__(self, count: Count) -> None:
         self.count = count

@@ -5,7 +5,7 @@ can show more than numbers returns a `Report`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from lockstep.data.source import count_samples, tensors_in
 from lockstep.distributed.backend import float64_device
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.training.run import Progress
 
 Function = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) -> a loss for each sample (N,), or one for each target, in the shape of the targets."""
@@ -119,17 +122,29 @@ class Task:
         """Of the values that a call gives."""
         return [name for name in self.better if name not in self.derived]
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move the tensors and modules that it computes with, such as weights of classes or a teacher.
+    def start(self, world: World, progress: "Progress", dtype: torch.dtype, has_whole_batches: bool = True) -> None:
+        """Called once, before anything is computed: `self.world` and `self.progress` are these from here on, and the
+        tensors and modules among its attributes, such as a teacher, are on the rank's device.
 
-        dtype: of the model. Tensors of floats keep their own, but where the device lacks it.
+        progress: `epoch` and `step` say how far the training is. dtype: of the model. Tensors of floats keep their own,
+        but where the device lacks it. has_whole_batches: whether all ranks together pass a whole batch forward at once.
         """
+        self.world, self.progress, self.has_whole_batches = world, progress, has_whole_batches
+        device = world.device
         for name, part in vars(self).items():
             if isinstance(part, nn.Module):
                 setattr(self, name, part.to(device, dtype))
             elif isinstance(part, Tensor):
                 lacks = device.type == "mps" and part.dtype == torch.float64
                 setattr(self, name, part.to(device, torch.float32 if lacks else part.dtype))
+
+    def all_gather_samples(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """As `World.all_gather_samples`, for a loss that compares the samples of a batch. Raises ConfigError where a
+        forward pass has a part of the batch."""
+        if not self.has_whole_batches:
+            what = f"{name_of(self)} compares the samples of a batch, and a forward pass would have a part of them"
+            raise ConfigError(f"{what}; type trainer.gradient_accumulation_steps=1 strategy=ddp")
+        return self.world.all_gather_samples(tensor)
 
     def counts_by_value(self, targets: Any, ignores: bool) -> bool:
         """Whether ranks have to add up what `count` gives of such targets. Else samples count, whose number all know.

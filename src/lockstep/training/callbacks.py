@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lockstep.loggers.base import Logger
     from lockstep.training.run import Run
 
 
@@ -11,8 +12,9 @@ class Callback:
     """Here every method does nothing. A method may raise to end the run; it must not change weights or gradients
     differently on different ranks."""
 
-    def on_fit_start(self, run: "Run") -> None:
-        """Before the first step of this process."""
+    def on_fit_start(self, run: "Run", logger: "Logger") -> None:
+        """Before the first step of this process. logger: takes numbers and images; on other ranks than 0 it does
+        nothing."""
 
     def on_step_end(self, run: "Run") -> None:
         """After each step. `.grad` has its gradients, averaged over the ranks, and clipped if the config says so."""

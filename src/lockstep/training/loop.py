@@ -34,7 +34,7 @@ def fit(
     batches, evaluated = run.loaders.train.batches(run.progress), dict[str, dict[str, float]]()
     run.clock.start(run.clock.before, run.progress.step)
     for callback in run.callbacks:
-        callback.on_fit_start(run)
+        callback.on_fit_start(run, loggers)
     with snapshots.explaining_errors():
         while not run.finished:
             summary = train_epoch(run, batches, exchange, loggers)

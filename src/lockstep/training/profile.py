@@ -11,6 +11,7 @@ from lockstep.config.schema import Count
 from lockstep.training.callbacks import Callback
 
 if TYPE_CHECKING:
+    from lockstep.loggers.base import Logger
     from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class Profiler(Callback):
         self.after, self.steps = after, steps
         self.profiler: Any = None
 
-    def on_fit_start(self, run: "Run") -> None:
+    def on_fit_start(self, run: "Run", logger: "Logger") -> None:
         # Kineto writes to the console at every start, also about GPUs that do not exist.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (run.world.device.type == "cuda")]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.loader import Batch
-from lockstep.strategies.base import Strategy
+from lockstep.strategies.base import Loss, Outputs, Strategy
 from lockstep.tasks.base import Task
 from lockstep.training.ema import WeightAverage
 from lockstep.training.metrics import Meter
@@ -64,18 +64,21 @@ class Step:
         self.forward_backward(batch)
         self.update()
 
-    def forward_backward(self, batch: Batch, **options: Any) -> None:
+    def forward_backward(self, batch: Batch, loss: Loss | None = None, outputs: Outputs | None = None) -> None:
         """The gradient of the mean loss over the global batch, added to `.grad`, averaged over the ranks.
 
-        options: of `Strategy.forward_backward`.
+        loss: (outputs, targets) -> the summed loss of these samples, 0-d, in the place of the task's; it is not
+        measured. outputs: (model, inputs) -> what the loss takes, in the place of the task's. Both are for a second
+        pass of a step: a sample counts once a step in the metrics.
         """
+        chosen = self.loss if loss is None else self._with_weight(loss)
         self.draws.begin_step(self.progress.step)
         if self.skip is not None:
             self.skip.begin()
         weight = self.weight(batch)
         for part in batch.parts:
             with self.draws.of_part(part, batch.count):
-                self.strategy.forward_backward(part, self.loss, weight, part is batch.parts[-1], **options)
+                self.strategy.forward_backward(part, chosen, weight, part is batch.parts[-1], outputs)
         self.draws.end_step()
 
     def weight(self, batch: Batch) -> Tensor:
@@ -101,6 +104,17 @@ class Step:
                 self.targets_per_sample = targets[0].numel()
         return self.scaler.scale(weight) if self.scales else weight
 
+    def _with_weight(self, loss: Loss) -> Loss:
+        """`loss`, and then the weight is complete."""
+
+        def summed(outputs: Any, targets: Any) -> Tensor:
+            found = loss(outputs, targets)
+            if self.pending is not None:
+                self._fill_in()
+            return found
+
+        return summed
+
     def _fill_in(self) -> None:
         assert self.pending is not None
         (wait, counts, weight), self.pending = self.pending, None
@@ -119,16 +133,13 @@ class Step:
         return sums.loss
 
     def unmeasured_loss(self, outputs: Any, targets: Any) -> Tensor:
-        """As `loss`, for another pass: a sample counts once a step in the metrics."""
-        sums = self.task.sums(outputs, targets, self.ignores)
-        if self.pending is not None:
-            self._fill_in()
-        return sums.loss
+        """As `loss`, for a second pass."""
+        return self.task.sums(outputs, targets, self.ignores).loss
 
     def update(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Unscale, clip, step, schedule and average, with the gradients in `.grad`.
 
-        optimizer: another one than the run's, which has no schedule.
+        optimizer: another one than the run's. Schedule and average go with that of the run.
         """
         chosen = self.optimizer if optimizer is None else optimizer
         if self.scales:
@@ -139,7 +150,7 @@ class Step:
             if self.max_grad_norm is not None:
                 self.grad_norm = self.strategy.clip_grad_norm(self.parameters, self.max_grad_norm)
             self.scaler.step(chosen) if self.scales else chosen.step()
-            if self.average is not None:
+            if self.average is not None and chosen is self.optimizer:
                 self.average.update()
         if self.scales:
             self.scaler.update()
