@@ -173,14 +173,14 @@ class Check(Mode):
         if one.error:
             raise one.error
         bits = 16 if job.trainer.precision in ("bf16", "fp16") else max(16, one.facts["bits"])
-        near = TOLERANCES[bits], self.steps if bits == 64 else 1
+        near = TOLERANCES[bits], None if bits == 64 else 1
         grows = "trainer.batch_size_per_rank makes the batch grow with ranks; type trainer.batch_size=<all>"
         known = [] if job.trainer.batch_size_per_rank is None else [grows]
         if not sync.is_exact:
             known.append(f"gradient_sync={sync.name} is not the exact mean; type gradient_sync=auto")
         for way in [way for way in PROMISES if way in runs]:
             exact = way in ("again", "resumed")
-            holds, why = judged(way, one, runs[way], *((0.0, self.steps) if exact else near))
+            holds, why = judged(way, one, runs[way], *((0.0, None) if exact else near))
             if way == "two" and known:
                 holds, why = "no", ". ".join(known)
             if way == "cut" and holds == "no" and (job.trainer.gradient_accumulation_steps == 1 or "BatchNorm" in why):
@@ -215,7 +215,7 @@ def ended(config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> Ended:
         return Ended({}, traces_in(folder), "; ".join(known or [first["message"]]), error, known is not None)
 
 
-def judged(way: str, one: Ended, other: Ended, tolerance: float, steps: int) -> tuple[str, str]:
+def judged(way: str, one: Ended, other: Ended, tolerance: float, steps: int | None) -> tuple[str, str]:
     """(whether two runs are alike, why)."""
     from lockstep.modes.recorder import compare
 

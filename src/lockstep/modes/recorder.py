@@ -102,8 +102,11 @@ def run(config: RunConfig, record: ConfigRecord, parts: Parts) -> dict[str, Any]
     snapshot is taken. Returns what `Recorder.facts` says, and the warnings of the run."""
     done, folder = 0, Path(config.run_dir)
     if config.resume is not None:
-        snapshot = list_snapshots(Path(config.resume) / "snapshots")[-1]
-        config, done = config.changed({"resume": str(snapshot)}), step_of(snapshot)
+        other, steps = Path(config.resume), config.trainer.max_steps or 1
+        snapshot = list_snapshots(other / "snapshots")[-1]
+        updates = max((step for step, stage, _ in traces_in(other)[0] if stage == "weights"), default=steps)
+        config = config.changed({"resume": str(snapshot)})
+        done = step_of(snapshot) * updates // steps  # a step of two optimizers has two
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
@@ -124,7 +127,7 @@ def run(config: RunConfig, record: ConfigRecord, parts: Parts) -> dict[str, Any]
 
 
 class Recorder:
-    """The trace of this rank. done: steps that were taken before its first one."""
+    """The trace of this rank, by updates. done: those before its first one."""
 
     def __init__(self, parts: Parts, done: int) -> None:
         self.strategy, self.step, self.rows, self.depth, self.bits = parts.strategy, done, 0, 0, 64
@@ -265,8 +268,8 @@ Parting = tuple[int, str, list[str], float]
 """The step and the stage in which two runs part, the names that are apart there, and how far they are at most."""
 
 
-def compare(one: Trace, ranks: Sequence[Trace], tolerance: float, steps: int) -> tuple[Parting | None, float]:
-    """(where another run parts from `one` in its first `steps` steps, else None; how far its results are apart).
+def compare(one: Trace, ranks: Sequence[Trace], tolerance: float, steps: int | None) -> tuple[Parting | None, float]:
+    """(where another run parts from `one` in its first `steps` updates, else None; how far its results are apart).
 
     tolerance: relative; 0: the bits are compared.
     """
