@@ -17,7 +17,7 @@ DRILLS := -n 5 --dist loadfile --no-loadscope-reorder
 MINE := src/mine.py conf/model/mine.yaml tests/test_mine.py
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp mine sweep runs bench gpu gpu-wheels compare growth scaling size board lint test-fast test drill matrices faults fuzz promise zoo screenshots coverage clean
+.PHONY: help train ddp mine sweep runs bench gpu gpu-wheels compare growth scaling size board lint test-fast test tests drill matrices faults fuzz promise zoo screenshots coverage clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -92,7 +92,9 @@ lint: $(DEV) ## ruff and mypy: style, format, types
 test-fast: lint ## lint, then the tests that take seconds
 	$(PYTHON) -m pytest -q -n 2 --dist loadfile tests/fast $(ARGS)
 
-test: lint ## lint, then all tests but the drills
+test: lint tests ## lint, then all tests but the drills; with -j2 beside them
+
+tests: $(DEV)
 	$(PYTHON) -m pytest -q $(WHOLE) tests/runs tests/pretend_gpu tests/fast $(ARGS)
 
 screenshots: $(DEV) ## the images of TensorBoard in docs/, from real runs; needs chromium
@@ -102,7 +104,7 @@ drill: $(DEV) ## the long drills, with a table of what was broken on purpose
 	$(PYTHON) -m pytest -q $(DRILLS) -m drill tests/drills $(ARGS)
 
 matrices: $(DEV) ## every fault under every launcher, every hang, every signal at every moment, 20 kills, all nets
-	FAULTS=all LOCKSTEP_HANGS=all LOCKSTEP_SIGNALS=all LOCKSTEP_KILLS=20 LOCKSTEP_NETS=all $(PYTHON) -m pytest -q $(DRILLS) -m drill tests/drills/test_faults.py tests/drills/test_hangs.py tests/drills/test_signals.py tests/drills/test_early_interrupts.py tests/drills/test_mirror_kills.py tests/drills/test_sharded_kills.py tests/drills/test_library_models.py $(ARGS)
+	FAULTS=all LOCKSTEP_HANGS=all LOCKSTEP_SIGNALS=all LOCKSTEP_KILLS=20 LOCKSTEP_NETS=all $(PYTHON) -m pytest -q $(DRILLS) -m drill tests/drills/test_faults.py tests/drills/test_hangs.py tests/drills/test_signals.py tests/drills/test_early_interrupts.py tests/drills/test_mirror_kills.py tests/drills/test_sharded_kills.py tests/drills/test_library_models.py tests/drills/test_torchvision_models.py $(ARGS)
 
 faults: $(DEV) ## every fault of docs/failures.md, with the same table
 	$(PYTHON) -m pytest -q $(DRILLS) -m fault tests $(ARGS)

@@ -35,7 +35,7 @@ from lockstep.training.callbacks import Callback
 from lockstep.training.ema import WeightAverage, own_average
 from lockstep.training.metrics import Meter
 from lockstep.training.nonfinite import SkipNonFinite
-from lockstep.training.optimizers import can_fuse, parameter_groups, require_fit, rules_of
+from lockstep.training.optimizers import can_fuse, give_momentum, parameter_groups, require_fit, rules_of
 from lockstep.training.rng import Draws
 from lockstep.training.run import Clock, Loaders, Progress, Run, time_limit
 from lockstep.training.schedules import as_schedule
@@ -82,6 +82,8 @@ def assemble(
         node["fused"] = can_fuse(strategy.model)
     optimizer = instantiate_as(torch.optim.Optimizer, node, "optimizer", parameter_groups(strategy.model, world, rules))
     require_fit(optimizer, rules, strategy.shards_state)
+    if takes_steps:
+        give_momentum(optimizer)
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     average: WeightAverage | None = own_average(strategy.model, optimizer, trainer.ema is not None)
     if trainer.ema is not None:

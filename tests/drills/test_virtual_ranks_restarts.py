@@ -21,7 +21,7 @@ TWELVE = ["strategy=virtual_ranks", "strategy.count=12", "optimizer=adamw", "sch
 def snapshot_digest(folder: Path) -> str:
     """SHA-256 of weights, buffers and optimizer state of a run's last snapshot."""
     saved = torch.load(list_snapshots(folder / "snapshots")[0], weights_only=True)
-    states = [value for state in saved["optimizer"]["state"].values() for value in state.values()]
+    states = [value for state in saved["optimizer"].values() for value in state.values()]
     tensors = [*saved["model"].values(), *states]
     return hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in tensors)).hexdigest()
 

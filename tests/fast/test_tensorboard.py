@@ -102,7 +102,7 @@ def test_train_and_test_share_a_chart_and_equal_layouts_are_shown_once(tmp_path)
     for name in ("a", "b"):
         log_run(tmp_path / name, {})
     shown = Backend(tmp_path).layout()
-    assert [category["title"] for category in shown] == ["results", "training", "speed", "ranks"]
+    assert [category["title"] for category in shown] == ["results", "training", "speed"]
     charts = {chart["title"]: chart["multiline"]["tag"] for category in shown for chart in category["chart"]}
     assert charts["loss"] == ["^(train|val|test)/loss$"]
     assert charts["accuracy"] == ["^(train|val|test)/accuracy$"]

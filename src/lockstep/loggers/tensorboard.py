@@ -203,14 +203,14 @@ def layout(run: RunInfo) -> dict[str, dict[str, Chart]]:
     training = {
         "loss of the last steps": _lines("train/running_loss"),
         "learning rate": _lines("train/lr"),
-        "gradient norm": _lines("train/grad_norm"),
     }
+    if "trainer.max_grad_norm" in run.hyperparameters:
+        training["gradient norm"] = _lines("train/grad_norm")
     speed = {
         "samples per second": _lines("speed/(samples|tokens)_per_s"),
         "step time (ms)": _lines("speed/step_ms"),
     }
-    ranks = {"memory of the largest and the smallest rank (MiB)": _lines("world/.*_rank_mib")}
-    return {"results": results, "training": training, "speed": speed, "ranks": ranks}
+    return {"results": results, "training": training, "speed": speed}
 
 
 def _lines(*tags: str) -> Chart:

@@ -165,7 +165,7 @@ class CrossEntropy(Task):
             advice = "multi_label for targets that are labels of 0 and 1"
         elif self.classes_last:
             wanted, advice = "outputs (N, T, classes) and whole numbers (N, T)", "classification, or model=gpt"
-        elif targets.dim() == 2:
+        elif targets.dim() == 2 and not targets.is_floating_point():
             advice = "language_modelling for a class number at each place of a text"
         raise ConfigError(f"{type(self).__name__} takes {wanted}, and these are {shapes}; type task={advice}")
 

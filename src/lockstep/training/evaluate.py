@@ -26,7 +26,7 @@ from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)
 
-ASKED_EVERY = 8  # parts, after which the ranks ask whether one of them was told to stop
+ASKED_EVERY = 8  # parts, after which the ranks ask whether one of them was told to stop; of the first ones each
 
 
 def stop() -> NoReturn:
@@ -68,7 +68,7 @@ def evaluate(
             numbers = part.numbers
             strategy.evaluate(part, count)
             reporter.heartbeat()
-            if number % ASKED_EVERY == 0 and run.world.any_of([signals.stop_requested()])[0]:
+            if (number < ASKED_EVERY or number % ASKED_EVERY == 0) and run.world.any_of([signals.stop_requested()])[0]:
                 on_stop()
     means = meter.means(run.world.all_reduce_sum(meter.flush()))
     return means | ({} if metrics is None else metrics.compute(run))

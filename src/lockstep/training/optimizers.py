@@ -91,6 +91,15 @@ def can_fuse(model: nn.Module) -> bool:
     return not sparse_parameters(model) and all(p.is_floating_point() and local_part(p) is p for p in trained)
 
 
+def give_momentum(optimizer: Optimizer) -> None:
+    """Begin the momentum of torch's SGD at zero, which is what its first step makes of it: torch's fused kernel fails
+    where one weight has its first gradient later than another."""
+    for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
+        if group["fused"] and group["momentum"] and not group["dampening"]:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
 def _require_plain(optimizer: Optimizer, in_parts: bool) -> None:
     """Raise ConfigError for an optimizer whose state no snapshot would have, or whose step needs a loss."""
     name, given = type(optimizer).__name__, optimizer.state_dict()
