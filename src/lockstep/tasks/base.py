@@ -5,18 +5,16 @@ can show more than numbers returns a `Report`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.data.loader import Position
 from lockstep.data.source import count_samples, tensors_in
 from lockstep.distributed.backend import float64_device
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lockstep.training.run import Progress
 
 Function = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) -> a loss for each sample (N,), or one for each target, in the shape of the targets."""
@@ -122,7 +120,7 @@ class Task:
         """Of the values that a call gives."""
         return [name for name in self.better if name not in self.derived]
 
-    def start(self, world: World, progress: "Progress", dtype: torch.dtype, has_whole_batches: bool = True) -> None:
+    def start(self, world: World, progress: Position, dtype: torch.dtype, has_whole_batches: bool = True) -> None:
         """Called once, before anything is computed: `self.world` and `self.progress` are these from here on, and the
         tensors and modules among its attributes, such as a teacher, are on the rank's device.
 
