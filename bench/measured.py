@@ -31,7 +31,7 @@ RECORD = Record()
 class Steps(Callback):
     """A lap of training reaches to the epoch's means over all ranks, which no callback sees."""
 
-    def on_fit_start(self, run: Run) -> None:
+    def on_fit_start(self, run: Run, logger: Logger) -> None:
         self.train_epoch = train_epoch = loop.train_epoch
 
         def measured(run: Run, batches: Iterator[Batch], *others: Any) -> EpochSummary:
