@@ -43,11 +43,8 @@ from lockstep.training.setup import checkpoint_activations, model_memory_format,
 from lockstep.training.step import Step
 
 
-def build_run(config: RunConfig, world: World, parts: Parts, takes_steps: bool = True) -> Run:
-    """The run of this rank. Its `config` has what the data tells. A collective.
-
-    takes_steps: False works on any number of ranks, also on more than the batch has samples.
-    """
+def build_run(config: RunConfig, world: World, parts: Parts) -> Run:
+    """The run of this rank. Its `config` has what the data tells. A collective."""
     reporter.enter("prepare")
     world.once_per_machine(lambda: source_of(config).prepare())
     reporter.enter("build")
@@ -62,17 +59,14 @@ def build_run(config: RunConfig, world: World, parts: Parts, takes_steps: bool =
     readers = build_readers(config, parts, data, task)
     converter = build_model(config, world, parts, task, readers["train"])
     loaders = Loaders(split=split, held_out=data.held_out, **build_loaders(config, parts, readers, converter))
-    return assemble(config, parts, task, loaders, progress, takes_steps)
+    return assemble(config, parts, task, loaders, progress)
 
 
-def assemble(
-    config: RunConfig, parts: Parts, task: Task, loaders: Loaders, progress: Progress, takes_steps: bool
-) -> Run:
+def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, progress: Progress) -> Run:
     """The optimizer on the strategy's model, and what takes a step. A collective."""
     strategy, trainer = parts.strategy, config.trainer
     world = strategy.world
-    shares = strategy.data_share_of(world.size)
-    batch_size = check_batch_size(config, shares) if takes_steps else trainer.batch_size
+    batch_size = loaders.train.batch_size
     steps_per_epoch = -(-len(loaders.train) // batch_size)
     total_steps = min(trainer.epochs * steps_per_epoch, trainer.max_steps or trainer.epochs * steps_per_epoch)
     objective = objective_of(config, task)
@@ -82,7 +76,7 @@ def assemble(
         node["fused"] = can_fuse(strategy.model)
     optimizer = instantiate_as(torch.optim.Optimizer, node, "optimizer", parameter_groups(strategy.model, world, rules))
     require_fit(optimizer, rules, strategy.shards_state)
-    if takes_steps:
+    if not parts.mode.needs_run:
         give_momentum(optimizer)
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     average: WeightAverage | None = own_average(strategy.model, optimizer, trainer.ema is not None)
@@ -92,7 +86,7 @@ def assemble(
     schedule = as_schedule(instantiate_as(object, config.scheduler, "scheduler", optimizer, **options), optimizer)
     scaler, meter = torch.amp.GradScaler(world.device.type, enabled=trainer.precision == "fp16"), Meter(task, world)
     # Ranks that compute the same samples draw for their own parts of the model.
-    by_sample = not trainer.compile and shares == world.size
+    by_sample = not trainer.compile and strategy.data_share_of(world.size) == world.size
     step = instantiate_as(
         Step,
         config.step,

@@ -134,7 +134,7 @@ class Mode:
 
         with join(config, parts) as (world, logs):
             begin(config, record, world, logs)
-            trained_run = build.build_run(config, world, parts, takes_steps=False)
+            trained_run = build.build_run(config, world, parts)
             record = record.completed(trained_run.config)
             paths = snapshots_to_try(config.resume, self.snapshot, self.name)
             saved, snapshot = restore_trained(trained_run, paths, build_state.model_config(record))

@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,8 @@ from lockstep.sweeps.table import (
     write_sweep_record,
 )
 
-TELL_SECONDS = 0.02  # between two looks at what rank 0 has announced
 LOCK_SECONDS = 20.0  # for the ranks of a sweep that was killed to end
-SECONDS_AFTER_SIGNAL = 10.0  # for rank 0 to announce the end
-SECONDS_TO_LEAVE = 10.0  # for the other ranks to have read the end
 LEFT = "left"  # key in the store: how many ranks have
-MEETING = timedelta(seconds=300)
 
 
 class Screen:

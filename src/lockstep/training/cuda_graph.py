@@ -66,7 +66,10 @@ class GraphedStep(Step):
 
     def _record(self, batch: Batch) -> None:
         """Nothing is computed yet."""
-        parts = [part._replace(inputs=_copy(part.inputs), targets=_copy(part.targets)) for part in batch.parts]
+        parts = [
+            part._replace(inputs=map_tensors(torch.clone, part.inputs), targets=map_tensors(torch.clone, part.targets))
+            for part in batch.parts
+        ]
         self.recorded, weight = Batch(batch.number, batch.count, parts), self.weight(batch)
         if self.pending is not None:
             what = "step=cuda_graph replays a step, and this task counts targets by their values"
@@ -95,10 +98,6 @@ def refusal(device: str, ranks: int, scales: bool, skips: bool) -> str | None:
     if scales:
         return "cannot wait for the loss scale of fp16; type trainer.precision=bf16"
     return "cannot leave out updates; type watch.nan=stop" if skips else None
-
-
-def _copy(values: Any) -> Any:
-    return map_tensors(torch.clone, values)
 
 
 def _tensors(part: Any) -> list[Tensor]:

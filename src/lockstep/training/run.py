@@ -130,12 +130,6 @@ class Run:
         return (self.progress.epoch + 1) * self.steps_per_epoch - left
 
     @property
-    def total_steps(self) -> int:
-        """Optimizer steps in the whole run."""
-        steps = self.config.trainer.epochs * self.steps_per_epoch
-        return min(steps, self.config.trainer.max_steps or steps)
-
-    @property
     def finished(self) -> bool:
         return self.reached_limit is not None
 

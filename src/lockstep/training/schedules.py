@@ -81,9 +81,7 @@ def cosine(
     final_lr_ratio: learning rate at the end, as a share of optimizer.lr.
     """
     warmup = int(warmup_epochs * steps_per_epoch)
-    return Schedule(
-        optimizer, _decay(lambda done: (1 + math.cos(math.pi * done)) / 2, warmup, total_steps, final_lr_ratio)
-    )
+    return _decay(optimizer, lambda done: (1 + math.cos(math.pi * done)) / 2, warmup, total_steps, final_lr_ratio)
 
 
 def linear_decay(
@@ -99,11 +97,13 @@ def linear_decay(
     final_lr_ratio: learning rate at the end, as a share of optimizer.lr.
     """
     warmup = int(warmup_epochs * steps_per_epoch)
-    return Schedule(optimizer, _decay(lambda done: 1 - done, warmup, total_steps, final_lr_ratio))
+    return _decay(optimizer, lambda done: 1 - done, warmup, total_steps, final_lr_ratio)
 
 
-def _decay(shape: Callable[[float], float], warmup: int, total_steps: int, final: float) -> Callable[[int], float]:
-    """step -> factor of lr. shape: from 1 to 0 as the share of the steps after the warm-up grows from 0 to 1."""
+def _decay(
+    optimizer: Optimizer, shape: Callable[[float], float], warmup: int, total_steps: int, final: float
+) -> Schedule:
+    """shape: from 1 to 0 as the share of the steps after the warm-up grows from 0 to 1."""
 
     def factor(number: int) -> float:
         if number < warmup:
@@ -111,7 +111,7 @@ def _decay(shape: Callable[[float], float], warmup: int, total_steps: int, final
         done = min(1.0, (number - warmup) / max(1, total_steps - warmup))
         return final + (1 - final) * shape(done)
 
-    return factor
+    return Schedule(optimizer, factor)
 
 
 def one_cycle(optimizer: Optimizer, total_steps: int, pct_start: Annotated[float, Gt(0), Lt(1)]) -> "TorchSchedule":
