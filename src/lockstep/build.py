@@ -23,7 +23,7 @@ from lockstep.data.reader import Request, SampleReader
 from lockstep.data.source import map_tensors
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World, require_same_config, require_same_data
-from lockstep.failures import reporter
+from lockstep.failures.record import heartbeat
 from lockstep.files import short_hash
 from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
 from lockstep.preflight import Parts, check_batch_size
@@ -45,9 +45,9 @@ from lockstep.training.step import Step
 
 def build_run(config: RunConfig, world: World, parts: Parts) -> Run:
     """The run of this rank. Its `config` has what the data tells. A collective."""
-    reporter.enter("prepare")
+    heartbeat.enter("prepare")
     world.once_per_machine(lambda: source_of(config).prepare())
-    reporter.enter("build")
+    heartbeat.enter("build")
     import_nodes(config)
     data = build_data(config, parts.mode.reads_training_data)
     split = check_same_data(data, world)

@@ -31,8 +31,8 @@ from lockstep.distributed.host import ENDS_WITH_PARENT, end_with_parent, remove_
 from lockstep.distributed.rendezvous import STORE_TIMEOUT, forget_start, run_started_at
 from lockstep.distributed.run_folder import folder_of_run, unwritable
 from lockstep.errors import ConfigError, RankFailed
-from lockstep.failures.causes import LOST_RANK
-from lockstep.failures.record import is_communication_error
+from lockstep.failures.explain import LOST_RANK
+from lockstep.failures.record import is_echo
 from lockstep.launchers.base import flush_output, print_line
 
 TEXT_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
@@ -58,7 +58,7 @@ def run(main: Callable[[], Any]) -> NoReturn:
     flush_output()
     remove_temporary_folder()
     # gloo's threads sometimes abort the interpreter while it exits, and torchrun would call a finished run failed.
-    os._exit(code if code in errors.EXIT_CODES or code in range(129, 160) else errors.EXIT_FAILED)  # 128 + a signal
+    os._exit(code if code in errors.EXIT_CODES else errors.EXIT_FAILED)
 
 
 def _run(main: Callable[[], Any]) -> int:
@@ -132,16 +132,15 @@ def as_config_error(error: BaseException, words: Sequence[str] | None = None) ->
     return None if sentence is None else ConfigError(sentence)
 
 
-# until issue 46
 def _text_of(error: Exception) -> str:
     if isinstance(error, RankFailed):
-        return str(error)  # empty if the monitor prints the report
+        return str(error)  # empty if another rank prints the report
     if isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(1)  # rank 0 of this machine usually prints the same sentence, and the launcher then ends this rank
     if errors.kind_of(error) in errors.RAISED_BY_ALL:
         return f"lockstep: {error}"
     text = "".join(traceback.format_exception(error)).rstrip("\n")
-    if is_communication_error(error) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if is_echo(error) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         text += f"\nlockstep: {'; '.join(LOST_RANK)}"
     return text
 

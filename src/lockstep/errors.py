@@ -17,10 +17,9 @@ EXIT_HANG = 4  # no progress, or ranks that make different collective calls
 # EX_TEMPFAIL: stopped early with a good snapshot. Slurm requeues a job only if it does not exit with 0.
 EXIT_RESUMABLE = 75
 EXIT_STOPPED_WITHOUT_SNAPSHOT = 76  # stopped early, and the last step is in no snapshot; an older snapshot may exist
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, before training
+EXIT_INTERRUPTED = 130  # 128 + SIGINT: Ctrl-C before training, or a second one
 EXIT_CODES: tuple[int, ...] = (0, 1, 2, 4, 75, 76, 130)  # of a command
-# Told inside, until issue 46: a command that they end ends with EXIT_FAILED.
-EXIT_DIVERGED, EXIT_KILLED, EXIT_JOBS_FAILED, EXIT_PROMISES = 3, 5, 6, 7
+EXIT_JOBS_FAILED, EXIT_PROMISES = 6, 7  # told inside: a command that they end ends with EXIT_FAILED
 
 
 class ConfigError(Exception):
@@ -38,7 +37,6 @@ class CannotStartNow(ConfigError):
     """The config may be right. Another run holds the run folder, or it cannot be written to, such as on a full disk."""
 
 
-# until issue 46
 class RankMissing(CannotStartNow, TimeoutError):
     """A rank did not come to the rendezvous within backend.timeout."""
 
@@ -79,7 +77,6 @@ class RanksDiffer(Exception):
         self.args = (f"{self.what}; the last good snapshot is {path}; {advice}",)
 
 
-# until issue 46
 class LeftEarly(Exception):
     """User code called sys.exit before the end of the command.
 
@@ -87,7 +84,6 @@ class LeftEarly(Exception):
     """
 
 
-# until issue 46
 @contextmanager
 def exits_are_failures(what: str) -> Iterator[None]:
     """Inside the block SystemExit becomes LeftEarly, whatever its code. what: the first words of the message."""
@@ -151,7 +147,7 @@ class StoppedEarly(BaseException):
 class RankFailed(Exception):
     """A rank has failed: one that this process started, or the process itself where something else started it.
 
-    The message is the failure report as one screen, empty if the monitor prints it. report: what failure.json holds
+    The message is the failure report as one screen, empty if another rank prints it. report: what failure.json holds
     (see docs/failures.md), as far as this process knows it.
     """
 
@@ -163,8 +159,8 @@ class RankFailed(Exception):
 # The kinds of failures, as failure.json has them, and their exit codes.
 KINDS: dict[type[Exception], str] = {ConfigError: "config", TrainingDiverged: "diverged", RanksDiffer: "different"}
 RAISED_BY_ALL = tuple(KINDS.values())  # by all ranks alike, with a message that says what to type
-KIND_CODES = {"config": EXIT_CONFIG, "diverged": EXIT_DIVERGED, "different": EXIT_FAILED, "exception": EXIT_FAILED}
-KIND_CODES |= {"hang": EXIT_HANG, "killed": EXIT_KILLED, "left": EXIT_KILLED}
+KIND_CODES = {"config": EXIT_CONFIG, "diverged": EXIT_FAILED, "different": EXIT_FAILED, "exception": EXIT_FAILED}
+KIND_CODES |= {"hang": EXIT_HANG, "killed": EXIT_FAILED, "left": EXIT_FAILED}
 
 
 def kind_of(error: BaseException) -> str:

@@ -1,7 +1,9 @@
 """Jobs of a real Slurm of two nodes on this machine: requeued, preempted, cancelled, killed."""
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.failures.report import screen
 from support import slurm_cluster
 from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, wait_for
 from support.phases import PARTS, in_phase
@@ -123,6 +126,8 @@ def test_a_signal_to_a_typed_srun_loses_no_finished_snapshot(start_faulty, slurm
         run.send(number)
     run.finish(137)
     wait_for(lambda: not slurm.run("squeue", "--noheader"), "end of the job", 10)
+    for folder in run.temporary.glob("lockstep-*"):  # no rank is left that could remove it
+        shutil.rmtree(folder)
     if trains:
         words = ["hydra.run.dir=run", f"trainer.max_steps={newest_snapshot(tmp_path / 'run')['progress']['step'] + 1}"]
         start_faulty(
@@ -153,7 +158,8 @@ def test_a_task_killed_for_want_of_memory_is_told_with_its_cause(start, slurm):
     words += ["model._target_=support.faults.FaultyModel", "trainer.deterministic=true"]
     job, cwd = submit(start, slurm, *words, FAULT="forward/more_memory:1:3", PYTHONPATH=TESTS)
     slurm.wait_for_job(job, "FAILED")
-    (text,) = [path.read_text() for path in cwd.glob("outputs/*/*/failure.txt")]
+    (report,) = [json.loads(path.read_text()) for path in cwd.glob("outputs/*/*/failure.json")]
+    text = screen(report)
     assert text.startswith("lockstep: rank 1 of 2 failed first ")
     assert "the system killed it because the machine, its container or its Slurm job has no memory left" in text
     assert "(for Slurm: --mem)" in text

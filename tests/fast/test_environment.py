@@ -51,6 +51,8 @@ TWO_TORCHRUNS_A_NODE = TORCHRUN | {"SLURM_STEP_TASKS_PER_NODE": "1,2"}
         (TORCHRUN | SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, "torchrun", (3, 4, 1, 2)),  # srun torchrun
         (TORCHRUN | {"LOCKSTEP_STARTED_BY": "fork"}, "fork", (3, 4, 1, 2)),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "environment", (1, 2, 1, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0"}, "environment", (1, 2, 0, 1)),  # a container a rank
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "environment", (1, 2, 1, 2)),
         (SRUN, "srun", (2, 3, 0, 1)),
         ({"SLURM_JOB_ID": "9", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "python", (0, 1, 0, 1)),  # a batch script
         (MPIRUN, "mpirun", (1, 2, 1, 2)),
@@ -116,8 +118,8 @@ def test_the_first_host_of_a_slurm_node_list():
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"RANK": "1"}, "WORLD_SIZE is not, .* type `unset RANK`"),
-        ({"WORLD_SIZE": "2"}, "RANK is not, .* type `unset WORLD_SIZE`"),
+        ({"RANK": "1"}, "WORLD_SIZE is not; type `unset RANK`"),
+        ({"WORLD_SIZE": "2"}, "RANK is not; type `unset WORLD_SIZE`"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 does not fit WORLD_SIZE=2"),
         ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK=abc in the environment is not a whole number; type `unset RANK"),
         (TORCHRUN | {"LOCAL_RANK": "x"}, "LOCAL_RANK=x in the environment is not a whole number"),

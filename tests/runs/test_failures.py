@@ -34,7 +34,7 @@ def test_a_learning_rate_that_is_too_large_ends_with_the_step_of_the_first_bad_l
     )
     assert re.search(r"\nits log, run/logs/rank\d.log, ends with:\n  .* gloo on cpu, started by ", report)
     assert f"\nrun folder: {tmp_path}/run\nnewest snapshot: none; steps lost: " in report
-    assert re.search(r"\nresume: .* optimizer.lr=1e10 hydra.run.dir=\S+/run\n", report)
+    assert "resume: " not in report  # there is no snapshot to go on from
     assert "consequences" not in report
     assert not list(tmp_path.glob("run/snapshots/*"))
     assert not (tmp_path / "run/model.pt").exists()

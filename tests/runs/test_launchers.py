@@ -14,7 +14,7 @@ import torch
 from lockstep.distributed.host import LAUNCHER, cpu_count
 from lockstep.distributed.rendezvous import listening_socket
 from lockstep.distributed.world import join_world
-from lockstep.errors import EXIT_DIVERGED, EXIT_KILLED, ConfigError, RankFailed, StoppedEarly, TrainingDiverged
+from lockstep.errors import EXIT_FAILED, ConfigError, RankFailed, StoppedEarly, TrainingDiverged
 from lockstep.launchers.env import EnvLauncher
 from lockstep.launchers.local import SpawnLauncher, Supervisor, TorchrunLauncher, resolve_nproc
 from support.commands import ROOT, wait_for
@@ -123,11 +123,19 @@ def test_how_a_rank_ends_is_what_the_launcher_raises():
         0,
         "left",
         3,
-        EXIT_KILLED,
+        EXIT_FAILED,
     )
     with pytest.raises(RankFailed, match="^lockstep: the loss is nan at step 3; type x\n") as diverged:
         spawn(1).launch(_end, "diverged")
-    assert diverged.value.report["exit_code"] == EXIT_DIVERGED
+    assert diverged.value.report["exit_code"] == EXIT_FAILED
+
+
+def _large() -> str:
+    return "x" * 2**20
+
+
+def test_a_value_may_be_larger_than_a_pipe_holds():
+    assert len(spawn(2).launch(_large)) == 2**20
 
 
 def _with_one_core() -> tuple[int, int]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lockstep.data.reader import EVALUATION, Request, SampleReader, batches
-from lockstep.failures.causes import explain_exception
+from lockstep.failures.explain import explain_exception
 from support.commands import ROOT, children, wait_for
 
 HANGS = 77
@@ -39,7 +39,7 @@ def passing(numbers: list[list[int]], workers: int = 2) -> Iterator[Any]:
 
 
 def meaning_of(message: str) -> tuple[str, str]:
-    return explain_exception({"type": "RuntimeError", "message": message, "is_communication": False})
+    return explain_exception({"type": "RuntimeError", "message": message, "is_echo": False})
 
 
 def test_batches_come_in_order_from_all_workers_which_end_with_them() -> None:

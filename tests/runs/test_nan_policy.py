@@ -134,7 +134,6 @@ def test_skip_leaves_out_the_update_and_nothing_else(tmp_path: Path, ranks: int)
         composed(f"run_dir={tmp_path / 'skip'}", *options),
         composed(f"run_dir={tmp_path / 'skip'}", *options, f"trainer.max_steps={step + 4}"),
         composed(f"run_dir={tmp_path / 'none'}", *many, "+dataset.test.broken=[]", *NONE_COUNTED),
-        # The last one: seconds after it failed, the monitor ends what still runs.
         composed(f"run_dir={tmp_path / 'many'}", *many, "+dataset.test.broken=[]", broken, "watch.nan=skip"),
     ]
     for skip, goes_on, none, everything in in_world(ranks, _train_all, configs):

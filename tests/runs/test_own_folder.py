@@ -196,7 +196,7 @@ def test_a_stream_that_is_read_again_for_longer_than_the_timeout_is_no_hang(star
     start(*words, SECONDS_A_SAMPLE=0.12).finish()  # 45 samples in 5.4 s, and the first step may take 5 s
     assert "resumed from" in (tmp_path / "run" / "train.log").read_text()
     assert json.loads((tmp_path / "run" / "run.json").read_text())["steps"] == 4
-    assert not (tmp_path / "run" / "hang.txt").exists()
+    assert not (tmp_path / "run" / "failure.json").exists()
 
 
 def test_a_stop_that_a_long_step_delays_says_so_and_a_second_signal_ends_at_once(start: Start, tmp_path: Path) -> None:

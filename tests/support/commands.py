@@ -154,7 +154,7 @@ def skip_without_mpirun(launcher: str) -> None:
 
 
 def processes_of(session: int) -> list[int]:
-    """The processes of a command, which is the first of its session. The monitor has a session of its own."""
+    """The processes of a command, which is the first of its session."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

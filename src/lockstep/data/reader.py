@@ -20,7 +20,7 @@ from lockstep.data.source import TARGET_KEYS, tensors_in, unwrapped
 from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.signals import STOP_SIGNALS
 from lockstep.errors import ConfigError
-from lockstep.failures import reporter
+from lockstep.failures.record import heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class Stream:
             self.next, self.items = 0, iter(self.dataset)
         for number, item in enumerate(self.items, start=self.next):
             self.next = number + 1
-            reporter.heartbeat()  # to read what is used already takes a while
+            heartbeat.beat()  # to read what is used already takes a while
             if number == index:
                 if self.next == self.length and next(self.items, self) is not self:
                     what = f"{type(self.dataset).__name__} gives more than the {self.length} samples of its __len__"

@@ -53,8 +53,7 @@ def read_rank_info(env: Environment | None = None) -> RankInfo:
     Raises ConfigError for variables that are malformed, contradict each other, or leave out where the store listens.
     """
     info = _read(os.environ if env is None else env)
-    lowest = 1 if info.world_size > 1 else 0
-    if not lowest <= info.master_port <= 65535:
+    if not (1 if info.world_size > 1 else 0) <= info.master_port <= 65535:
         raise ConfigError(
             f"MASTER_PORT={info.master_port} in the environment is no port at which ranks can meet: ports are 1 to "
             f"65535; type MASTER_PORT=29500 before the command"
@@ -71,10 +70,10 @@ def _read(env: Environment) -> RankInfo:
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(env)
     if "OMPI_COMM_WORLD_SIZE" in env:  # before Slurm's: mpirun starts its ranks inside one srun step or several
-        return _from_mpi(env, OPEN_MPI)
+        return _from_mpi(env, "OMPI_COMM_WORLD_{}", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     tasks = env.get("SLURM_STEP_NUM_TASKS")  # set for the tasks of an srun step, not in the batch script around it
-    if env.get("PMI_SIZE", tasks) != tasks:  # srun sets both alike
-        return _from_mpi(env, MPICH)
+    if env.get("PMI_SIZE", tasks) != tasks:  # srun sets both alike. Intel MPI has the names of MPICH
+        return _from_mpi(env, "PMI_{}", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     if tasks is not None:
         return _from_slurm(env)
     if "RANK" in env or "WORLD_SIZE" in env:  # a script may export one of them for what srun or mpirun starts
@@ -115,32 +114,26 @@ def node_rank_info(nnodes: int, node_rank: int, master_addr: str, master_port: i
 def _from_torchrun(env: Environment) -> RankInfo:
     present = [name for name in ("RANK", "WORLD_SIZE") if name in env]
     numbers = _Numbers(env, unset=" ".join(present), starter="torchrun")
-    given = {name: numbers[name] for name in present}
-    for missing in {"RANK", "WORLD_SIZE"} - given.keys():
-        raise ConfigError(
-            f"{present[0]} is set in the environment but {missing} is not, so this rank cannot know its world; "
-            f"type `unset {present[0]}` to train alone, or start with torchrun"
-        )
+    rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
     agents = max(tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "1"))) if "TORCHELASTIC_RUN_ID" in env else 1
     if agents > 1:
         raise ConfigError(
             f"srun started {agents} torchruns on each node, and each starts ranks of its own; "
             f"type srun --ntasks-per-node=1 torchrun ..., or srun python src/train.py without torchrun"
         )
-    rank, world_size = given["RANK"], given["WORLD_SIZE"]
     if not 0 <= rank < world_size:
-        raise ConfigError(
-            f"RANK={rank} does not fit WORLD_SIZE={world_size}: ranks are 0, 1, ... up to WORLD_SIZE - 1; "
-            f"type `unset RANK WORLD_SIZE` to train alone, or start with torchrun"
-        )
+        raise numbers.error(f"RANK={rank} does not fit WORLD_SIZE={world_size}: ranks are 0, 1, ... below WORLD_SIZE")
     started_by = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
+    # Without LOCAL_*, as in a container for each rank, another host of the store means other machines.
+    address = env.get("MASTER_ADDR", "127.0.0.1")
+    is_here = "LOCAL_WORLD_SIZE" not in env and (address in ("localhost", "::1") or address.startswith("127."))
     return RankInfo(
         rank=rank,
         world_size=world_size,
-        local_rank=numbers.get("LOCAL_RANK", 0 if "LOCAL_WORLD_SIZE" in env else rank),
-        local_world_size=numbers.get("LOCAL_WORLD_SIZE", world_size),
+        local_rank=numbers.get("LOCAL_RANK", rank if is_here else 0),
+        local_world_size=numbers.get("LOCAL_WORLD_SIZE", world_size if is_here else 1),
         started_by=env.get("LOCKSTEP_STARTED_BY") or started_by,
-        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_addr=address,
         master_port=numbers.get("MASTER_PORT", 29500),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
@@ -149,17 +142,11 @@ def _from_torchrun(env: Environment) -> RankInfo:
 def _from_slurm(env: Environment) -> RankInfo:
     numbers = _Numbers(env, unset="SLURM_STEP_NUM_TASKS", starter="srun")
     tasks = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]))
-    node = numbers["SLURM_NODEID"]
+    node, world_size = numbers["SLURM_NODEID"], numbers["SLURM_STEP_NUM_TASKS"]
     if not 0 <= node < len(tasks):
-        raise ConfigError(
-            f"SLURM_NODEID={node} does not fit SLURM_STEP_TASKS_PER_NODE, which lists {len(tasks)} nodes; "
-            f"type `unset SLURM_STEP_NUM_TASKS` to train alone, or start with srun"
-        )
+        raise numbers.error(f"SLURM_NODEID={node} does not fit SLURM_STEP_TASKS_PER_NODE of {len(tasks)} nodes")
     step = f"{env.get('SLURM_JOB_ID', '0')}.{env.get('SLURM_STEP_ID', '0')}"
     nodelist = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
-    world_size = numbers["SLURM_STEP_NUM_TASKS"]
-    # Several runs may be in one step of one task, so such a run takes no port.
-    port = numbers.get("MASTER_PORT", _port_of_job(step)) if world_size > 1 else 0
     return RankInfo(
         rank=numbers["SLURM_PROCID"],
         world_size=world_size,
@@ -167,37 +154,21 @@ def _from_slurm(env: Environment) -> RankInfo:
         local_world_size=tasks[node],
         started_by="srun",
         master_addr=env.get("MASTER_ADDR") or first_host(nodelist),
-        master_port=port,
+        # Several runs may be in one step of one task, so such a run takes no port.
+        master_port=numbers.get("MASTER_PORT", _port_of_job(step)) if world_size > 1 else 0,
     )
 
 
-@dataclass(frozen=True)
-class _MpiNames:
-    """The names of one MPI's variables. jobs: of values that all ranks of a job share and other jobs do not."""
-
-    rank: str
-    world_size: str
-    local_rank: str
-    local_world_size: str
-    jobs: tuple[str, ...]
+# Values that all ranks of a job of mpirun share, and other jobs do not. Open MPI 5 has only the second.
+MPI_JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "HYDI_CONTROL_FD")
 
 
-OPEN_MPI = _MpiNames(
-    rank="OMPI_COMM_WORLD_RANK",
-    world_size="OMPI_COMM_WORLD_SIZE",
-    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-    local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    jobs=("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),  # Open MPI 5 has only the second
-)
-# Intel MPI has the names of MPICH.
-MPICH = _MpiNames("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", jobs=("HYDI_CONTROL_FD",))
-
-
-def _from_mpi(env: Environment, names: _MpiNames) -> RankInfo:
-    numbers = _Numbers(env, unset=names.world_size, starter="mpirun")
-    rank, world_size = numbers[names.rank], numbers[names.world_size]
-    local_world_size = numbers.get(names.local_world_size, world_size)
-    job = next((env[name] for name in names.jobs if env.get(name)), str(os.getppid()))
+def _from_mpi(env: Environment, names: str, local_rank: str, local_size: str) -> RankInfo:
+    """names: of the rank and the world size; local_rank, local_size: the names of those on this machine."""
+    numbers = _Numbers(env, unset=names.format("SIZE"), starter="mpirun")
+    rank, world_size = numbers[names.format("RANK")], numbers[names.format("SIZE")]
+    local_world_size = numbers.get(local_size, world_size)
+    job = next((env[name] for name in MPI_JOBS if env.get(name)), str(os.getppid()))
     if local_world_size < world_size and not env.get("MASTER_ADDR"):
         raise ConfigError(
             "mpirun started ranks on several hosts and MPI does not say where their store listens; "
@@ -206,7 +177,7 @@ def _from_mpi(env: Environment, names: _MpiNames) -> RankInfo:
     return RankInfo(
         rank=rank,
         world_size=world_size,
-        local_rank=numbers.get(names.local_rank, rank),
+        local_rank=numbers.get(local_rank, rank),
         local_world_size=local_world_size,
         started_by="mpirun",
         master_addr=env.get("MASTER_ADDR") or "127.0.0.1",
@@ -226,13 +197,15 @@ class _Numbers:
         return self[name] if self.env.get(name) else default
 
     def __getitem__(self, name: str) -> int:
-        advice = f"type `unset {self.unset}` to train alone, or start with {self.starter}"
         if name not in self.env:
-            raise ConfigError(f"{name} is missing in the environment although {self.unset} is set; {advice}")
+            raise self.error(f"{self.unset} is set in the environment but {name} is not")
         try:
             return int(self.env[name])
         except ValueError:
-            raise ConfigError(f"{name}={self.env[name]} in the environment is not a whole number; {advice}") from None
+            raise self.error(f"{name}={self.env[name]} in the environment is not a whole number") from None
+
+    def error(self, what: str) -> ConfigError:
+        return ConfigError(f"{what}; type `unset {self.unset}` to train alone, or start with {self.starter}")
 
 
 def _port_of_job(job: str) -> int:

@@ -1,43 +1,24 @@
 # until issue 46
 """What packages that are not written anew yet still need of the world, beside `World`.
 
-The monitor goes with failures (46); gather_state with strategies, snapshots (44) and modes (45); disk_access with
+gather_state with strategies, snapshots (44) and modes (45); disk_access with
 snapshots (44).
 """
 
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.world import World
-from lockstep.failures import reporter
-from lockstep.failures.start import start_for_rank
+from lockstep.failures.record import heartbeat
 
 DISK_TIMEOUT = timedelta(hours=1)  # for a slow disk
 PLAIN = (bool, int, float, str, type(None))
-
-
-def join_monitor(world: World, run_dir: str | Path, timeout: float | None, on_hang: str) -> None:
-    """Tell the monitor where the run folder is, and what a hang is. A collective.
-
-    If no launcher has started a monitor, this starts it. timeout, on_hang: see `lockstep.failures.hang_detector`.
-    """
-    if not reporter.is_connected():
-        name = world.broadcast_json(uuid.uuid4().hex)
-        started_by = read_rank_info().started_by
-        if world.local_rank == 0:
-            start_for_rank(name, started_by)
-        reporter.connect(name, world.rank, world.size)
-    reporter.set_run(str(run_dir), str(Path(run_dir) / "logs" / f"rank{world.rank}.log"))
-    reporter.set_hang_rules(timeout, on_hang, world.timeout)
 
 
 @contextmanager
@@ -47,9 +28,9 @@ def disk_access(world: World) -> Iterator[None]:
     Every rank calls this. One that raises in the block does not come to its end, and the others notice its exit.
     They would not notice the loss of a machine, so with several machines they wait for `timeout` only.
     """
-    with reporter.phase("disk"):
+    with heartbeat.during("disk"):
         yield
-    # In another phase: the monitor is only patient with a rank that uses its disk.
+    # In another phase: the watchdog is only patient with a rank that uses its disk.
     world.barrier(DISK_TIMEOUT if world.local_size >= world.size else None)
 
 

@@ -166,6 +166,14 @@ def shared_store(info: RankInfo, timeout: timedelta = STORE_TIMEOUT) -> "Store":
     return _stores[info]
 
 
+def client_of_store(info: RankInfo, seconds: float) -> "Store":
+    """Another connection to the store, which does not wait while a thread uses the first one. seconds: to connect."""
+    import torch.distributed as dist
+
+    address, timeout = store_address(info), timedelta(seconds=seconds)
+    return dist.TCPStore(address, info.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
 def close_store(info: RankInfo) -> None:
     """Close this process's store, with its port and its thread if this process hosts it."""
     _stores.pop(info, None)

@@ -123,6 +123,11 @@ class HeldFolder:
             held = f"another {self.what} holds {self.folder} ({holder})"
             problem = f"{held}; wait for its end, or type {self.key}=<another folder>"
         except OSError as error:
+            if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # Lustre without flock, some NFS
+                log.warning(
+                    "%s cannot be locked (%s): nothing keeps another run out of it", self.folder, error.strerror
+                )
+                return None
             problem = unwritable(self.folder, error, self.key)
         self.release()
         return problem

@@ -4,7 +4,10 @@ Before the training there is nothing to save, so the first signal ends the proce
 ranks agree on it at a step, save, and exit together. A second one ends the process at once. No torch at the top.
 """
 
+import logging
 import os
+import select
+import shutil
 import signal
 import sys
 import threading
@@ -13,18 +16,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import NoReturn, Self
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import remove_temporary_folder
 from lockstep.distributed.run_folder import go_on_words
-from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
-from lockstep.failures import reporter
-from lockstep.failures.record import is_communication_error
-from lockstep.failures.report import newest_snapshot
+from lockstep.errors import EXIT_INTERRUPTED, EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
+from lockstep.failures.record import heartbeat, is_echo
+from lockstep.failures.report import has_failed_rank, leave, newest_snapshot
 
-if TYPE_CHECKING:
-    pass
+log = logging.getLogger(__name__)
 
 # SIGHUP: the terminal was closed. SIGUSR1: Slurm's warning before the time limit. Windows, where only --help works,
 # has neither.
@@ -47,7 +48,9 @@ class _Process:
         self.requested_by = 0
         self.saves_first = False
         self.prints = True
+        self.launcher: int | None = None  # the process that has started this rank
         self.run_dir: str | Path | None = None
+        self.look: Callable[[float], object] | None = None  # called each second in the thread that hears signals
         self.writer: int | None = None  # the signal's number is written here, also while Python runs no code
 
 
@@ -82,6 +85,11 @@ def listen(run_dir: str | Path | None = None) -> None:
         _end(_process.requested_by)  # it came between two jobs of a sweep
 
 
+def each_second(look: Callable[[float], object] | None) -> None:
+    """Call `look(time.monotonic())` once a second, in the thread that hears the signals of this rank."""
+    _process.look = look
+
+
 def set_run_folder(run_dir: str | Path) -> None:
     """The folder whose snapshots are named when this run ends at once."""
     _process.run_dir = run_dir
@@ -89,7 +97,13 @@ def set_run_folder(run_dir: str | Path) -> None:
 
 def leave_last_line_to_launcher() -> None:
     """The process that started this rank prints how it ended, so this one does not."""
-    _process.prints = False
+    _process.prints, _process.launcher = False, os.getppid()
+
+
+def remove_folder_of_launcher() -> None:
+    """Remove the temporary folder of a launcher that was killed: only its ranks are left to do that."""
+    if _process.launcher not in (None, os.getppid()) and heartbeat.folder is not None:
+        shutil.rmtree(heartbeat.folder.parent, ignore_errors=True)
 
 
 def stop_listening() -> None:
@@ -124,7 +138,9 @@ def stop_after_saving() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if stop_requested() and read_rank_info().world_size > 1 and is_communication_error(error):
+        # A launcher asks the others to stop when a rank has failed.
+        is_stop = stop_requested() and read_rank_info().world_size > 1 and is_echo(error)
+        if is_stop and not has_failed_rank(heartbeat.folder):
             raise unanswered_stop() from error
         raise
 
@@ -147,9 +163,9 @@ def with_newest_snapshot(reason: str) -> str:
 def ended_at_once(number: int, in_training: bool) -> StoppedEarly:
     """The error for a process that signal `number` ends at once. in_training: it is a second one, in training."""
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED_WITHOUT_SNAPSHOT
     if not in_training and newest_snapshot(Path(_process.run_dir or ".")) is None:
-        return StoppedEarly(f"ended by {name}; there is nothing to save", 128 + number)
-    code = 128 + number if number == signal.SIGINT else EXIT_STOPPED_WITHOUT_SNAPSHOT
+        return StoppedEarly(f"ended by {name}; there is nothing to save", code)
     what = f"ended at once by a second {name}" if in_training else f"ended by {name} before its first step"
     return StoppedEarly(with_newest_snapshot(what), code)
 
@@ -193,19 +209,31 @@ def _ends_at_once(number: int) -> bool:
 
 def _read_signals(reader: int) -> None:
     while True:
-        for number in os.read(reader, 16):
+        ready, _, _ = select.select([reader], [], [], 1.0)
+        for number in os.read(reader, 16) if ready else b"":
             if number in STOP_SIGNALS:
                 _on_signal(number)
+        if _process.look is not None and not ready:
+            try:
+                _process.look(time.monotonic())
+            except Exception:  # a run does not fail by what looks after it
+                if _process.look is not None:  # else the rank has ended meanwhile, and its files are gone
+                    log.warning("hangs are not looked for any more", exc_info=True)
+                _process.look = None
 
 
 def _end(number: int) -> NoReturn:
-    reporter.ends_well()
+    heartbeat.enter("end")
     stopped = ended_at_once(number, _process.saves_first)
     if _process.prints:
         with suppress(OSError, ValueError):  # the terminal is closed
             print(f"lockstep: {stopped}", file=sys.stderr, flush=True)
-    remove_temporary_folder()
-    os._exit(stopped.code)
+    remove_folder_of_launcher()
+    if _process.launcher is None:
+        remove_temporary_folder()
+        leave(heartbeat.folder)
+    # A launcher has to tell a rank that ended at once from one that could not save.
+    os._exit(stopped.code if _process.prints or _process.saves_first else 128 + number)
 
 
 def _forget_in_child() -> None:

@@ -23,7 +23,7 @@ from lockstep.distributed import backend as backends
 from lockstep.distributed.environment import export_rank_info, read_rank_info
 from lockstep.distributed.rendezvous import form_group, on_one_machine
 from lockstep.errors import CannotStartNow, ConfigError
-from lockstep.failures import reporter
+from lockstep.failures.record import heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -156,8 +156,10 @@ def join_world(
     `backend_environment`. bind_device: False if this rank computes on several GPUs. Raises ConfigError as
     `choose_backend` does.
     """
-    reporter.enter("meeting")
     info, wait = read_rank_info(), timedelta(seconds=timeout)
+    if heartbeat.folder is None:
+        heartbeat.begin(info.rank, info.world_size)
+    heartbeat.enter("meeting")
     backend = backends.choose_backend(name, info.local_world_size)
     backends.warn_of_unused_gpus(name, backend, info.local_world_size)
     if info.world_size > 1:

@@ -17,7 +17,9 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
+import shutil
 import sys
+import tempfile
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -35,6 +37,7 @@ from lockstep.distributed.signals import STOP_SIGNALS, Relay
 from lockstep.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
+    EXIT_HANG,
     EXIT_RESUMABLE,
     EXIT_STOPPED_WITHOUT_SNAPSHOT,
     RAISED_BY_ALL,
@@ -44,15 +47,16 @@ from lockstep.errors import (
     RankMissing,
     StoppedEarly,
 )
-from lockstep.failures import reporter
-from lockstep.failures.report import screen
-from lockstep.failures.start import MonitorLink
+from lockstep.failures.processes import open_pid_file
+from lockstep.failures.record import FOLDER, heartbeat, phase_of
+from lockstep.failures.report import End, failures_in, make_report, publish, screen, typed_command
 from lockstep.launchers.base import Launcher, Worker, flush_output, print_line, refuse_nesting
 
 POLL_SECONDS = 0.5
 SECONDS_AFTER_SECOND_SIGNAL = 1.5  # until ranks that have not ended are killed
 SECONDS_AFTER_FIRST_RANK = 5.0  # from the end of the first rank in a stop until ranks that have not ended are killed
 LONGER_AFTER = {EXIT_FINISHED: math.inf, EXIT_RESUMABLE: 30.0}  # all is well: rank 0 still closes its loggers
+GRACE, GRACE_WHILE_SAVING = 5.0, 30.0  # seconds from the first failure until ranks that still live are killed
 STOP_EXITS = (EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT)
 
 
@@ -236,19 +240,20 @@ class Supervisor:
         self.ranks, self.first_rank, self.env = ranks, first_rank, env
         self.max_restarts, self.hosted = max_restarts, hosted
         self.processes: list[BaseProcess] = []
+        self.ends: dict[int, End] = {}
 
     def run(self, worker: Worker, *args: Any) -> Any:
         """Run `worker(*args)` in every rank, again after a failure if restarts are left. Returns rank 0's value.
 
         Raises what `Launcher.launch` raises.
         """
-        # Made before the ranks, the folder of multiprocessing is theirs, too: it goes with the launcher or the monitor.
-        folder = multiprocessing.util.get_temp_dir()
+        # Made before the ranks, the folder of multiprocessing is theirs, too: it goes with the last of them.
+        temporary = multiprocessing.util.get_temp_dir()
         with Relay() as relay:
             for attempt in itertools.count():
+                folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=temporary))
                 try:
-                    with MonitorLink(folder) as link:
-                        return self._attempt(link, relay, attempt, worker, args)
+                    return self._attempt(folder, relay, attempt, worker, args)
                 except RankFailed as failed:
                     if (
                         attempt == self.max_restarts
@@ -261,15 +266,18 @@ class Supervisor:
                         raise
                     headline = str(failed).partition("\n")[0]
                     print_line(f"{headline}\nlockstep: restart {attempt + 1} of {self.max_restarts}", sys.stdout)
+                finally:
+                    shutil.rmtree(folder, ignore_errors=True)
 
-    def _attempt(self, link: MonitorLink, relay: Relay, attempt: int, worker: Worker, args: tuple[Any, ...]) -> Any:
+    def _attempt(self, folder: Path, relay: Relay, attempt: int, worker: Worker, args: tuple[Any, ...]) -> Any:
         """Start all ranks and wait for them. Returns rank 0's value."""
         reader, writer = multiprocessing.Pipe(duplex=False)
-        env = self.env | {reporter.ADDRESS: link.name, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        env = self.env | {FOLDER: str(folder), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         self.processes = [
             self.context.Process(target=run_rank, args=(local, self.first_rank + local, env, writer, worker, args))
             for local in range(self.ranks)
         ]
+        self.ends = {}
         try:
             with signals.blocked():
                 for process in self.processes:
@@ -277,11 +285,11 @@ class Supervisor:
                 relay.start([process.pid or 0 for process in self.processes])
             if self.hosted is not None:
                 shared_store(self.hosted)  # after the ranks are forked: a fork copies locks that its thread may hold
-            self._wait(relay)
-            failure = self._failure(link, relay)
+            value = self._wait(folder, relay, reader)
+            failure = self._failure(folder, relay)
             if failure is not None:
                 raise failure
-            return reader.recv() if reader.poll() else None
+            return value
         finally:
             for process in self.processes:
                 if process.is_alive():
@@ -289,33 +297,52 @@ class Supervisor:
             reader.close()
             writer.close()
 
-    def _wait(self, relay: Relay) -> None:
-        """Wait until all ranks have ended. Kill those that hang while the others have stopped."""
-        waiting, first_end = self.processes, math.inf
-        while waiting:
-            multiprocessing.connection.wait([process.sentinel for process in waiting], POLL_SECONDS)
-            waiting = [process for process in waiting if process.is_alive()]
-            now = time.monotonic()
-            ended = [process.exitcode for process in self.processes if process.exitcode is not None]
-            if ended and relay.first is not None:
-                first_end = min(first_end, now)
-            told_twice = relay.second is not None and now - relay.second_at > SECONDS_AFTER_SECOND_SIGNAL
-            others_may_take = min((LONGER_AFTER.get(code, SECONDS_AFTER_FIRST_RANK) for code in ended), default=0.0)
-            if told_twice or now - first_end > others_may_take:
-                for process in waiting:
-                    process.kill()
+    def _wait(self, folder: Path, relay: Relay, results: "Connection[Any, Any]") -> Any:
+        """Wait until all ranks have ended. Returns rank 0's value, which may be larger than a pipe holds.
 
-    def _failure(self, link: MonitorLink, relay: Relay) -> BaseException | None:
-        """What the exit codes of the ranks say, and the monitor's report; None if all have finished."""
-        exit_codes = {process.pid or 0: process.exitcode or 0 for process in self.processes}
-        codes = list(exit_codes.values())
+        Kills those that do not end, after a failure or while the others have stopped.
+        """
+        value: Any = None
+        files = {process: open_pid_file(process.pid or 0) for process in self.processes}
+        waiting, killed, first_end, first_failure = [*self.processes], set[Any](), math.inf, math.inf
+        while waiting:
+            ends: list[Any] = [files[process] or process.sentinel for process in waiting]
+            multiprocessing.connection.wait([*ends, results], POLL_SECONDS)
+            value = results.recv() if results.poll() else value
+            now = time.monotonic()
+            for process in [process for process in waiting if not process.is_alive()]:
+                waiting.remove(process)
+                rank, code = self.first_rank + self.processes.index(process), process.exitcode
+                self.ends[rank] = End(code, time.time(), process in killed)
+                is_well = code in (*STOP_EXITS, EXIT_FINISHED) and phase_of(folder, rank) == "end"
+                first_failure = first_failure if is_well else min(first_failure, now)
+                first_end = min(first_end, now) if relay.first is not None else first_end
+                if (file := files[process]) is not None:
+                    os.close(file)
+            codes = [end.code for end in self.ends.values()]
+            told_twice = relay.second is not None and now - relay.second_at > SECONDS_AFTER_SECOND_SIGNAL
+            others_may_take = min(
+                (LONGER_AFTER.get(code or 0, SECONDS_AFTER_FIRST_RANK) for code in codes), default=0.0
+            )
+            for process in waiting:
+                phase = phase_of(folder, self.first_rank + self.processes.index(process))
+                grace = GRACE_WHILE_SAVING if phase in ("snapshot", "disk") else GRACE
+                grace = 0.0 if EXIT_HANG in codes else grace
+                if told_twice or now - first_end > others_may_take or now - first_failure > grace:
+                    killed.add(process)
+                    process.kill()
+        return results.recv() if results.poll() else value
+
+    def _failure(self, folder: Path, relay: Relay) -> BaseException | None:
+        """What the exit codes of the ranks and their records say; None if all have finished."""
+        codes = [end.code for end in self.ends.values()]
         before_training = [number for number in STOP_SIGNALS if 128 + number in codes]
         have_stopped = any(code in STOP_EXITS for code in codes)
         stopped = None
         if relay.second is not None:
             stopped = signals.ended_at_once(relay.second, in_training=True)
         elif have_stopped and all(code in (EXIT_FINISHED, *STOP_EXITS) for code in codes):
-            return StoppedEarly("the ranks stopped early", max(codes))  # rank 0 has said so
+            return StoppedEarly("the ranks stopped early", max(code or 0 for code in codes))  # rank 0 has said so
         elif before_training:
             stopped = signals.ended_at_once(before_training[0], in_training=False)
         elif have_stopped and relay.first is not None:
@@ -323,12 +350,14 @@ class Supervisor:
         if stopped is not None:
             print_line(f"lockstep: {stopped}", sys.stderr)
             return stopped
-        report = link.report(exit_codes)
-        if report is None and any(codes):
+        failures = failures_in(folder, self.ends)
+        report = make_report(failures, typed_command())
+        if report is None:
+            if not any(codes):
+                return None
             code = next(code for code in codes if code)
             return RankFailed(f"lockstep: a rank ended with {code}; look at logs/ in the run folder for its error", {})
-        if report is None:
-            return None
+        report, _ = publish(report, typed_command(), is_part=len(failures) < report["world_size"])
         first = report["first"]
         if first["kind"] != "config":
             return RankFailed(screen(report), report)
@@ -346,25 +375,27 @@ def run_rank(
 ) -> NoReturn:
     """What a rank process runs: `worker(*args)`, then an exit that skips the interpreter's teardown.
 
-    results: takes rank 0's value. How the rank ends goes to the monitor, whose report the launcher shows. gloo's
-    threads sometimes abort the teardown, and a finished run would count as failed.
+    results: takes rank 0's value. How the rank ends stands in the folder of ranks, and the launcher shows it. The
+    teardown is skipped since gloo's threads sometimes abort it, and a finished run would count as failed.
     """
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(local_rank))
     gc.freeze()  # a collection writes to every object, and memory shared with the parent is copied when written to
     signals.leave_last_line_to_launcher()
     end_with_parent()
-    reporter.connect(env[reporter.ADDRESS], rank, int(env["WORLD_SIZE"]))
+    heartbeat.begin(rank, int(env["WORLD_SIZE"]))
+    heartbeat.share(Path(env[FOLDER]))
     try:
         value = worker(*args)
         if rank == 0:
             results.send(value)
-        reporter.ends_well()
+        heartbeat.enter("end")
         code = EXIT_FINISHED
     except StoppedEarly as stopped:
-        reporter.ends_well()
+        heartbeat.enter("end")
         code = stopped.code
     except BaseException as error:  # SystemExit, too: leaving before the end is a failure
-        reporter.failed(error)
+        heartbeat.fails(error)
         code = EXIT_FAILED
     flush_output()
+    signals.remove_folder_of_launcher()
     os._exit(code)

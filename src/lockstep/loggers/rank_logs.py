@@ -11,8 +11,7 @@ from typing import Any
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import unwritable
 from lockstep.errors import CannotStartNow, ConfigError, RanksDiffer, StoppedEarly, TrainingDiverged
-from lockstep.failures import reporter
-from lockstep.failures.record import message_of
+from lockstep.failures.record import heartbeat, message_of
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ def rank_logs() -> Iterator[RankLogs]:
         log.info("%s", stopped)
         raise
     except Exception as error:
-        reporter.failed(error)  # before the log has the traceback, which the report need not repeat
+        heartbeat.fails(error)  # before the log has the traceback, which the report need not repeat
         logs.leave_console()  # the process that started the ranks prints the error there
         log.error("%s", message_of(error), exc_info=not isinstance(error, ConfigError | TrainingDiverged | RanksDiffer))
         raise

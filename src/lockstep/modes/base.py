@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.distributed import signals
 from lockstep.errors import ConfigError, exits_are_failures
-from lockstep.failures import reporter
+from lockstep.failures.record import heartbeat
 from lockstep.files import write_whole
 from lockstep.runs.record import NAME, read_run
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 FOLDERS_OF_A_RUN = ("snapshots", ".hydra")
 FILES_OF_A_RUN = frozenset({NAME, "model.pt", "model_best.pt", "metrics.csv", "train.log"})
-FILES_OF_A_RUN |= {"failure.json", "failure.txt", "hang.txt", "uncommitted.diff"}
+FILES_OF_A_RUN |= {"failure.json", "uncommitted.diff"}
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Mode:
             trained = TrainedRun(trained_run, snapshot, saved, record.shown)
             _require_same_classes(trained)
             _warn_of_changed_data(trained, record.shown)
-            reporter.enter("mode")
+            heartbeat.enter("mode")
             return self.run(trained)
 
     def run(self, trained: TrainedRun) -> Any:
@@ -160,7 +160,7 @@ def join(config: "RunConfig", parts: "Parts") -> Iterator[tuple["World", "RankLo
     with (
         rank_logs() as logs,
         exits_are_failures("this rank left before the end of the training"),
-        reporter.failures(),
+        heartbeat.recording(),
         join_world(**vars(config.backend), bind_device=parts.strategy.binds_one_device()) as world,
     ):
         set_determinism(config.seed, config.trainer.deterministic, config.trainer.tf32)
@@ -168,12 +168,12 @@ def join(config: "RunConfig", parts: "Parts") -> Iterator[tuple["World", "RankLo
 
 
 def begin(config: "RunConfig", record: "ConfigRecord", world: "World", logs: "RankLogs") -> None:
-    """Open the log files, tell the monitor where they are, and check that all ranks have the same config."""
+    """Open the log files, begin to look after the ranks, and check that all ranks have the same config."""
     from lockstep import build
-    from lockstep.distributed.old_world import join_monitor
+    from lockstep.distributed.watch import watch
 
     logs.open(config.run_dir)
-    join_monitor(world, config.run_dir, config.watch.timeout, config.watch.on_hang)
+    watch(world, config.run_dir, config.watch.timeout, config.watch.on_hang)
     build.check_same_config(record, world)
 
 

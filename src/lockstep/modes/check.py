@@ -13,7 +13,7 @@ from annotated_types import Ge
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import EXIT_PROMISES, ConfigError, RankFailed, StoppedEarly, first_of
-from lockstep.failures.causes import known_meaning
+from lockstep.failures.explain import known_meaning
 from lockstep.modes.base import Mode
 from lockstep.text import aligned
 

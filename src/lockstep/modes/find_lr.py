@@ -13,7 +13,7 @@ from hydra.utils import get_object
 from lockstep.config.nodes import instantiate
 from lockstep.config.schema import Count, Node, Positive, RunConfig
 from lockstep.errors import ConfigError, TrainingDiverged
-from lockstep.failures import reporter
+from lockstep.failures.record import heartbeat
 from lockstep.files import write_whole
 from lockstep.modes.base import Mode, begin, join
 from lockstep.text import show
@@ -83,7 +83,7 @@ class FindLr(Mode):
                 raise ConfigError("mode=find_lr needs steps that all ranks take together; type strategy=ddp")
             config, finder = run.config, RateFinder()
             run.strategy.module.train()
-            reporter.epoch_starts(1)
+            heartbeat.enter("mode", epoch=1)
             for batch in run.loaders.train.batches(run.progress):
                 if run.progress.samples == 0:
                     run.meter.clear()

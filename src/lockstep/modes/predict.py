@@ -72,7 +72,7 @@ def predict(trained: TrainedRun, split: str) -> Columns:
 
     from lockstep.data.source import count_samples
     from lockstep.distributed import signals
-    from lockstep.failures import reporter
+    from lockstep.failures.record import heartbeat
     from lockstep.training.evaluate import evaluating
 
     run, parts, numbers = trained.run, list[Columns](), torch.empty(0)
@@ -91,7 +91,7 @@ def predict(trained: TrainedRun, split: str) -> Columns:
         for part in loader.evaluation(run.config.evaluation.batch_size):
             numbers = part.numbers
             run.strategy.evaluate(part, keep)
-            reporter.heartbeat()
+            heartbeat.beat()
             if signals.stop_requested():
                 raise StoppedEarly("stopped early; no file was written", EXIT_STOPPED_WITHOUT_SNAPSHOT)
     forms = [{name: list(values.shape[1:]) for name, values in part.items()} for part in parts]

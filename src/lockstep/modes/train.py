@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from lockstep.distributed import signals
-from lockstep.failures import reporter
+from lockstep.failures.record import heartbeat
 from lockstep.modes.base import Mode, begin, join
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Train(Mode):
             with (
                 build_state.loggers(run, held.restore) as loggers,
                 build_state.snapshots(record, run, loggers) as snapshots,
-                reporter.failures(),  # of the training, before the files are closed, which takes time
+                heartbeat.recording(),  # of the training, before the files are closed, which takes time
             ):
                 snapshots.resume(config.resume)
                 if not run.finished:

@@ -32,7 +32,7 @@ from lockstep.errors import (
     TrainingDiverged,
     path_word,
 )
-from lockstep.failures import reporter
+from lockstep.failures.record import heartbeat
 from lockstep.files import explain_disk_error, is_url, write_whole
 from lockstep.snapshots.files import (
     INFIX,
@@ -127,7 +127,7 @@ class SnapshotManager:
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.writer.pending or self.mirror is not None:
-            reporter.enter("disk")  # the monitor gives it more time
+            heartbeat.enter("disk")  # which may take longer
         self.writer.close()
         if self.mirror is not None:
             self.mirror.close()
@@ -152,7 +152,7 @@ class SnapshotManager:
                 require_same_run(path, saved["fingerprint"], self.fingerprint)
             return found
 
-        reporter.enter("resume")
+        heartbeat.enter("resume")
         found = load_on_all_ranks(self.world, find)
         if found is None:
             return None
@@ -164,7 +164,7 @@ class SnapshotManager:
         # This snapshot precedes the epoch's evaluation. A newer one must follow it, or a kill would repeat it.
         self.is_due = self.run.progress.samples == self.run.epoch_samples
         self.resumed_from = path
-        reporter.resumed(str(path.absolute()), self.start_step)
+        heartbeat.note(resumed=[str(path.absolute()), self.start_step])
         log.info("resumed from %s", path)
         if self.run.finished:
             message = "nothing to train: the run is at step %d already; type %s=<more> to go on"
@@ -229,7 +229,7 @@ class SnapshotManager:
 
     # Saving.
 
-    @reporter.phase("snapshot")
+    @heartbeat.during("snapshot")
     def save(self, name: str | None = None) -> None:
         """Save the run as it is now under `name`, or under its step's number. A thread does the writing.
 

@@ -14,7 +14,7 @@ import torch
 from lockstep.distributed.old_world import disk_access
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, path_value, path_word
-from lockstep.failures import reporter
+from lockstep.failures.record import heartbeat
 from lockstep.files import is_url
 from lockstep.snapshots.files import FORMAT, FORMAT_IN_PARTS, list_snapshots, load_verified
 from lockstep.snapshots.mirror import require_listed
@@ -239,7 +239,7 @@ def restore_trained(run: Run, paths: list[Path], model_config: dict[str, Any]) -
             require_same_model(found[1], found[0]["fingerprint"], model_config)
         return found
 
-    reporter.enter("resume")
+    heartbeat.enter("resume")
     found = load_on_all_ranks(run.world, find)
     assert found is not None
     with disk_access(run.world):  # parts are read from their files now

@@ -25,7 +25,7 @@ from lockstep.errors import (
     EXIT_STOPPED_WITHOUT_SNAPSHOT,
     ConfigError,
 )
-from lockstep.failures.monitored_rank import open_pid_file
+from lockstep.failures.processes import open_pid_file
 from lockstep.sweeps.search import Job
 from lockstep.sweeps.table import FAILED, FINISHED, STOPPED, Row, reported_cause
 

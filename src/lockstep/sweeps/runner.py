@@ -13,7 +13,7 @@ from lockstep.distributed import signals
 from lockstep.distributed.environment import SLURM_JOB_FILE, read_rank_info
 from lockstep.distributed.run_folder import SWEEP_RESUME
 from lockstep.errors import EXIT_FINISHED, EXIT_RESUMABLE
-from lockstep.failures.start import whole_command
+from lockstep.failures.report import typed_command
 from lockstep.runs.record import is_locked
 from lockstep.sweeps.process import LONGEST_CAUSE, JobProcess, Outcome, Slot, Work, start_job, wait_for_any
 from lockstep.sweeps.search import Search, SweepSettings
@@ -132,7 +132,7 @@ class OpenSweep:
     def finish(self) -> int:
         """Print the summary. Returns the exit code."""
         signals.stop_listening()  # the sweep is over, and nothing is left to save
-        words = whole_command(read_rank_info().started_by)
+        words = typed_command(read_rank_info().started_by)
         script = words[: 1 + next((index for index, word in enumerate(words) if word.endswith("train.py")), 1)]
         resume = [*script, "-m", *self.table.resume]
         print_summary(self.table, self.settings.objective, self.settings.mode, [*script, *self.fixed], resume)

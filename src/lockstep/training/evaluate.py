@@ -17,7 +17,7 @@ from lockstep.data.reader import EVALUATION
 from lockstep.data.source import class_names, count_samples
 from lockstep.distributed import signals
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly, TrainingDiverged
-from lockstep.failures import reporter
+from lockstep.failures.record import heartbeat
 from lockstep.loggers.base import Logger
 from lockstep.tasks.base import Report
 from lockstep.training.metrics import Meter
@@ -67,7 +67,7 @@ def evaluate(
         for number, part in enumerate(loader.evaluation(run.config.evaluation.batch_size), start=1):
             numbers = part.numbers
             strategy.evaluate(part, count)
-            reporter.heartbeat()
+            heartbeat.beat()
             if (number < ASKED_EVERY or number % ASKED_EVERY == 0) and run.world.any_of([signals.stop_requested()])[0]:
                 on_stop()
     means = meter.means(run.world.all_reduce_sum(meter.flush()))
@@ -78,7 +78,7 @@ def evaluate(
 def evaluating(run: Run, loader: Loader) -> Iterator[None]:
     """Inside the block the model holds the averaged weights, and evaluates without gradients. After it, its buffers and
     all random states are what they were."""
-    reporter.enter("evaluation")
+    heartbeat.enter("evaluation")
     strategy = run.strategy
     # Not inference_mode: buffers that FSDP creates inside it could not be used for training afterwards.
     with run.averaged_weights(), torch.no_grad(), seeded(fold_in(loader.seed, EVALUATION, loader.share[0])):

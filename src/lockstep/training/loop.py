@@ -7,7 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data.loader import Batch
-from lockstep.failures import reporter
+from lockstep.failures.record import heartbeat
 from lockstep.loggers.base import EpochSummary, Logger
 from lockstep.training.evaluate import Evaluations
 from lockstep.training.exchange import Exchange
@@ -46,7 +46,7 @@ def fit(
             finish_epoch(run, summary, loggers, snapshots)
         if not evaluated:  # nothing is evaluated at each epoch, or a finished run was started again: all is logged
             evaluated = {name: evaluate.means(snapshots.stop) for name, evaluate in evaluations.each()}
-        reporter.enter("export")
+        heartbeat.enter("export")
         snapshots.export()
         if evaluations.test is not None and run.reached_limit != "trainer.pause_after":
             test(run, evaluations, evaluated, snapshots, loggers, tested)
@@ -75,9 +75,7 @@ def train_epoch(run: Run, batches: Iterator[Batch], exchange: Exchange, loggers:
 def begin_epoch(run: Run, exchange: Exchange, loggers: Logger) -> None:
     """Before the first step of an epoch, or of the rest of one."""
     progress = run.progress
-    reporter.enter("train")
-    reporter.epoch_starts(progress.epoch + 1)
-    reporter.training_on(run.samples_of_batch)
+    heartbeat.enter("train", run.samples_of_batch, progress.epoch + 1)
     progress.evaluation_pending = False
     run.strategy.module.train()
     if progress.samples == 0:

@@ -13,7 +13,7 @@ import torch
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.failures import reporter
+from lockstep.failures.record import heartbeat
 from lockstep.strategies.base import Strategy
 from lockstep.tasks.base import Task
 
@@ -62,7 +62,7 @@ class Progress:
         """An optimizer step over `batch` is done."""
         self.samples += batch.count
         self.step += 1
-        reporter.step_ended(self.epoch + 1, self.step)
+        heartbeat.step_ended(self.epoch + 1, self.step)
 
 
 class Loaders(NamedTuple):

@@ -1,0 +1,66 @@
+"""Begins to look after the ranks of a run: they share a folder, and the thread that hears signals looks for hangs."""
+
+import os
+import sys
+import tempfile
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.distributed import signals
+from lockstep.distributed.environment import read_rank_info
+from lockstep.distributed.rendezvous import client_of_store
+from lockstep.distributed.world import World
+from lockstep.failures.record import heartbeat
+from lockstep.failures.report import FILE, identity, make_report, publish, read_report, screen, typed_command
+from lockstep.failures.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+CONNECT_SECONDS = 10.0  # to a store, which may be in the process that hangs
+
+
+def watch(world: World, run_dir: str | Path, timeout: float | None, on_hang: str) -> None:
+    """Begin to look after the ranks. A collective, before the first step. timeout, on_hang: see `Watchdog`.
+
+    Ranks of one machine that have no folder in common get one. The report of an earlier start goes.
+    """
+    info, before, run_dir = read_rank_info(), read_report(Path(run_dir)), os.path.abspath(run_dir)
+    is_launched, own = heartbeat.folder is not None, ""
+    if not is_launched and world.local_rank == 0 and world.size > 1:
+        own = tempfile.mkdtemp(prefix="lockstep-")
+    # Not for containers of one machine: they do not see each other's processes.
+    spaces = [os.readlink(path) for path in ("/proc/self/ns/pid", "/proc/self/ns/net") if os.path.exists(path)]
+    machine = [heartbeat.who["host"], *spaces, str(heartbeat.folder or "")]
+    everyone = world.all_gather_json([machine, os.getpid(), own, uuid.uuid4().hex])
+    ranks = {rank: pid for rank, (of, pid, *_) in enumerate(everyone) if of == machine}
+    folder = next((folder for of, _, folder, _ in everyone if of == machine and folder), "")
+    if heartbeat.stacks is None:
+        heartbeat.share(Path(folder) if len(ranks) > 1 and os.path.isdir(folder) else None)
+    if own and heartbeat.folder != Path(own):
+        os.rmdir(own)
+    log_file = os.path.join(run_dir, "logs", f"rank{world.rank}.log")
+    of_before = None if before is None else identity(before["first"])
+    heartbeat.note(run_dir=run_dir, log=log_file, before=of_before)
+    if world.is_rank_zero:
+        with suppress(OSError):
+            Path(run_dir, FILE).unlink(missing_ok=True)
+    machines = list({str(of): rank for rank, (of, *_) in reversed([*enumerate(everyone)])}.values())
+
+    def store() -> "Store":
+        from torch.distributed import PrefixStore
+
+        return PrefixStore(f"watchdog/{everyone[0][3]}", client_of_store(info, CONNECT_SECONDS))
+
+    def show(failure: dict[str, Any]) -> None:
+        command = typed_command(info.started_by)
+        report, _ = publish(make_report([failure], command) or {}, command, is_part=False)
+        with suppress(OSError, ValueError):  # nobody reads stderr any more
+            print(screen(report), file=sys.stderr, flush=True)
+
+    dog = Watchdog(
+        ranks, world.size, heartbeat, machines, store, timeout, on_hang, world.timeout, None if is_launched else show
+    )
+    signals.each_second(dog.look)
