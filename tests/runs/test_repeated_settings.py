@@ -24,7 +24,8 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Command:
 def end_of(output: str) -> list[str]:
     """The table and the lines below it, without seconds and paths."""
     lines = output[output.index("\nsweep: 6 finished") :].splitlines()[2:]
-    return [re.sub(r"  +[\d.]+(?=  +0\.)", "", line) for line in lines if not line.startswith("curves:")]
+    lines = [re.sub(r"  +[\d.]+(?=  +0\.)", "", line) for line in lines if not line.startswith("curves:")]
+    return [re.sub(r"  +", "  ", line) for line in lines]
 
 
 def of(sweep: Command, rate: str) -> list[float]:

@@ -25,8 +25,8 @@ DRAWING_SHARE = 0.01  # of the time: images of an evaluation are drawn after tra
 FIRST_DRAWING = 0.1  # seconds
 
 Hyperparameter = bool | int | float | str
-NOT_HYPERPARAMETERS: tuple[str, ...] = ("run_dir", "data_dir", "resume", "mode", "backend", "launch", "logger", "sweep")
-NOT_HYPERPARAMETERS += ("hydra", "sync_bn.mode", "trainer.pause_after", "tags", "notes")
+NOT_HYPERPARAMETERS: tuple[str, ...] = ("run_dir", "data_dir", "resume", "mode", "backend", "launch", "logger", "hydra")
+NOT_HYPERPARAMETERS += ("sync_bn.mode", "trainer.pause_after", "tags", "notes")
 
 
 def hyperparameters(record: ConfigRecord, world_size: int) -> dict[str, Hyperparameter]:
@@ -113,7 +113,7 @@ class Logger:
     A step is the number of optimizer steps done. What a call reports is on its way to the disk when it returns: a
     snapshot may follow. An exception costs one warning, and the training goes on.
     packages: what it imports beside the requirements; a run is refused if one is not installed.
-    images: how many samples of an evaluation its images show; 0: it gets no images.
+    images: how many samples of an evaluation its images show; 0: it gets no images of it.
     """
 
     packages: tuple[str, ...] = ()
@@ -184,6 +184,10 @@ class Loggers(Logger):
         best = (next(iter(summary.best.values()), None), summary.best_step)
         self._call(self.record, "epoch", summary.epoch, summary.step, summary.flat(), best)
         self._call_each("epoch", summary)
+
+    def image(self, tag: str, image: Tensor, step: int) -> None:
+        self.restore()
+        self._call_each("image", tag, image, step)
 
     def draw(self, split: str, figures: Callable[[], Mapping[str, Tensor]], step: int) -> None:
         """figures: draws {tag: image} of the weights of `step`: now, or at the end, of the newest evaluation.

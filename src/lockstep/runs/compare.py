@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SIGN_TEST = 6  # pairs that all differ in one direction show a difference at 5 %, whatever their spread
 UNPAIRED, BY_SAMPLE = "none", "sample"
 # Parts of the config that change no number of a run.
-NO_NUMBER: tuple[str, ...] = ("launch.", "backend.", "sweep.", "logger", "logging.", "snapshot.", "mode.", "tags")
+NO_NUMBER: tuple[str, ...] = ("launch.", "backend.", "logger", "logging.", "snapshot.", "mode.", "tags")
 NO_NUMBER += ("notes", "data_dir", "run_dir", "resume", "trainer.pause_after", *REPEATS)
 OF_SAMPLES = (
     "paired by sample of the test set: about these two nets, not about other seeds; who chooses by it uses it up"

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config.record import sets
 from lockstep.errors import ConfigError
 from lockstep.runs.record import FINISHED, Run, best_of, find_runs, on_test, read_run, seconds_of, state_of
 from lockstep.runs.stats import estimate, is_share, over_samples, wilson
@@ -31,13 +32,7 @@ OTHERS = ("ranks", "starts", "seconds", "metric", "notes", "commit", "source", "
 HEADERS = {"best_step": "at step", "speed": "samples/s"}
 NUMBERS = ("objective", "test", "test_low", "test_high", "best_step", "speed")  # which a run may lack
 REPEATS = ("seed", "loader.fold", "loader.split_seed")  # keys in which runs of one configuration differ
-NOT_CHANGED = (
-    "launch",
-    "hydra",
-    "sweep.",
-    "tags",
-    "notes",
-)  # overrides that say where a run computes, and of what kind
+NOT_CHANGED = ("launch", "hydra", "backend", "logger", "tags", "notes")  # keys that say where a run computes and writes
 
 
 def is_repeat(word: str) -> bool:
@@ -47,7 +42,7 @@ def is_repeat(word: str) -> bool:
 
 def setting_of(overrides: Iterable[str]) -> list[str]:
     """The overrides that say of which configuration a run is: runs for which they are equal repeat each other."""
-    return [word for word in overrides if not is_repeat(word) and not word.startswith(NOT_CHANGED)]
+    return [word for word in overrides if not is_repeat(word) and not sets(word, NOT_CHANGED)]
 
 
 def frame(folders: Sequence[str | Path] = ("outputs",)) -> "pd.DataFrame":
@@ -78,7 +73,7 @@ def _row(run: Run) -> dict[str, Any]:
     name, value, held_out = objective["name"].partition("/")[2], on_test(run), data.get("validation_samples")
     samples, error = test.get("samples", data.get("test_samples")), test.get("errors", {}).get(name)
     low, high = (value is not None and over_samples(name, value, error, samples)) or (None, None)
-    words = [word for word in run["overrides"] if not word.startswith(NOT_CHANGED)]
+    words = [word for word in run["overrides"] if not sets(word, NOT_CHANGED)]
     row = {**run["options"], **run["config"], **{f"test/{key}": one for key, one in test.get("metrics", {}).items()}}
     row |= {"date": datetime.fromtimestamp(starts[0]["started"]), "run": os.path.relpath(run["folder"])}
     row |= {"state": state_of(run), "metric": objective["name"], "direction": objective["mode"]}
@@ -151,7 +146,12 @@ def _together(group: "pd.DataFrame") -> dict[str, Any]:
     finished = group[(group["state"] == FINISHED) & group["objective"].notna()]
     states, parent = Counter(group["state"]), os.path.dirname(group["folder"].iloc[0])
     row |= dict.fromkeys(("objective", "low", "high", "std", "test", "test_low", "test_high"))
-    row |= {"runs": len(group), "count": len(finished), "date": group["date"].min(), "seconds": group["seconds"].sum()}
+    row |= {
+        "runs": len(group),
+        "count": len(finished),
+        "date": group["date"].min(),
+        "seconds": round(group["seconds"].sum(), 2),
+    }
     row |= {"run": f"{os.path.relpath(parent)} ({len(group)} runs)", "changed": row["setting"]}
     row["state"] = ", ".join(name if len(states) == 1 else f"{count} {name}" for name, count in states.items())
     row |= {name: finished[name].mean() for name in ("speed", "best_step", "steps")}

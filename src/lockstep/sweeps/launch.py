@@ -19,12 +19,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.types import HydraContext
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, open_dict, read_write
 
 from lockstep.cli import as_config_error
 from lockstep.config.check import check, check_values
 from lockstep.config.nodes import instantiate_as, with_own_arguments
-from lockstep.config.record import config_flags, record_config, sets
+from lockstep.config.record import config_flags, record_config, sets, typed_overrides
 from lockstep.config.schema import Count, RunConfig, Section, Whole
 from lockstep.distributed import signals
 from lockstep.distributed.environment import SLURM_JOB_FILE, is_in_queue
@@ -64,7 +64,7 @@ class Sweep(Jobs):
         self.settings: Settings = check_values("hydra.launcher", keys, Settings)
         self.loader, self.master, self.folder = context.config_loader, master, Path(str(master.hydra.sweep.dir))
         self.typed = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
-        self.typed += OmegaConf.to_container(master.hydra.overrides.task, resolve=False)
+        self.typed += typed_overrides(master.hydra)
         self.lists = str(master.hydra.sweeper._target_).endswith("BasicSweeper")
         overrides = OverridesParser.create(config_loader=self.loader).parse_overrides(self.typed)
         _refuse(overrides, self.lists)
@@ -159,8 +159,9 @@ class Sweep(Jobs):
 
     def run(self, jobs: Jobs, count: int) -> None:
         """Run jobs of any source. count: how many there are at most."""
-        words = [count for count in self.ranks if isinstance(count, str)]
-        slots = divide_machine(self.settings.n_jobs, (words or [max(self.ranks)])[0])
+        words = [ranks for ranks in self.ranks if isinstance(ranks, str)]
+        numbers = [ranks for ranks in self.ranks if isinstance(ranks, int)]
+        slots = divide_machine(self.settings.n_jobs, words[0] if words else max(numbers))
         if self.held.file is None or jobs is not self:
             self.hold()
             said = f"sweep: {count} job{'s' * (count != 1)}{f', {len(slots)} at once' * (len(slots) > 1)}"

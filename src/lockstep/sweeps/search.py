@@ -50,7 +50,7 @@ def search(sweep: Sweep, n_trials: int, sampler: Node, pruner: Node | None) -> N
     study = optuna.create_study(
         storage=JournalStorage(JournalFileBackend(str(sweep.folder / "optuna.journal"))),
         study_name=sweep.folder.name,
-        direction={"min": "minimize", "max": "maximize"}[sweep.direction],
+        direction="maximize" if sweep.direction == "max" else "minimize",
         pruner=instantiate(pruner) or optuna.pruners.NopPruner(),
         load_if_exists=True,
     )
@@ -147,9 +147,9 @@ def distributions(overrides: Sequence[Override]) -> tuple[list[str], dict[str, B
             fixed[key] = f"{key}={override.get_value_element_as_str()}"
         elif isinstance(value, IntervalSweep):
             is_whole, log = isinstance(value.start, int) or "int" in value.tags, "log" in value.tags
+            kind: Any = IntDistribution if is_whole else FloatDistribution
             try:
-                limits: Any = (value.start, value.end)
-                space[key] = IntDistribution(*limits, log) if is_whole else FloatDistribution(*limits, log)
+                space[key] = kind(value.start, value.end, log=log)
             except ValueError as error:
                 what = f"{override.input_line} is no interval ({error})"
                 raise ConfigError(f"{what}; type {key}=tag(log,interval(0.001,0.1))") from None
