@@ -13,7 +13,7 @@ PAGE = (ROOT / "docs" / "deciding.md").read_text()
 def test_from_a_sweep_to_the_number_that_is_reported(tmp_path: Path, start: Callable[..., Command]) -> None:
     copy_examples(PAGE, tmp_path)
     words = ("bash", "-c", "set -e\n" + "".join(COMMANDS.findall(PAGE)))
-    output = start(*words, cwd=tmp_path / "lockstep", **environment(tmp_path)).finish().output
+    output = start(*words, cwd=tmp_path / "lockstep", **environment(tmp_path)).finish(limit=220).output
     winners = re.findall(r"^best: +(optimizer\.lr=\S+), by the mean of (\d) runs", output, re.MULTILINE)
     assert [count for _, count in winners][:2] == ["5", "5"]
     assert len(re.findall(r"^finished .* \(5 runs\)$", output, re.MULTILINE)) == 5
