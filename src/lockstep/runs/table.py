@@ -7,6 +7,7 @@ import difflib
 import logging
 import math
 import os
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.record import sets
 from lockstep.errors import ConfigError
 from lockstep.runs.record import FINISHED, Run, best_of, find_runs, on_test, read_run, seconds_of, state_of
 from lockstep.runs.stats import estimate, is_share, over_samples, wilson
@@ -32,7 +32,7 @@ OTHERS = ("ranks", "starts", "seconds", "metric", "notes", "commit", "source", "
 HEADERS = {"best_step": "at step", "speed": "samples/s"}
 NUMBERS = ("objective", "test", "test_low", "test_high", "best_step", "speed")  # which a run may lack
 REPEATS = ("seed", "loader.fold", "loader.split_seed")  # keys in which runs of one configuration differ
-NOT_CHANGED = ("launch", "hydra", "backend", "logger", "tags", "notes")  # keys that say where a run computes and writes
+PLACES = ("launch", "hydra", "backend", "logger", "tags", "notes")  # sections that say where a run computes and writes
 
 
 def is_repeat(word: str) -> bool:
@@ -40,9 +40,14 @@ def is_repeat(word: str) -> bool:
     return word.lstrip("+").partition("=")[0] in REPEATS
 
 
+def says_configuration(word: str) -> bool:
+    """Whether an override may change the numbers."""
+    return re.split(r"[./@=]", word.lstrip("+~"))[0] not in PLACES
+
+
 def setting_of(overrides: Iterable[str]) -> list[str]:
     """The overrides that say of which configuration a run is: runs for which they are equal repeat each other."""
-    return [word for word in overrides if not is_repeat(word) and not sets(word, NOT_CHANGED)]
+    return [word for word in overrides if not is_repeat(word) and says_configuration(word)]
 
 
 def frame(folders: Sequence[str | Path] = ("outputs",)) -> "pd.DataFrame":
@@ -73,7 +78,7 @@ def _row(run: Run) -> dict[str, Any]:
     name, value, held_out = objective["name"].partition("/")[2], on_test(run), data.get("validation_samples")
     samples, error = test.get("samples", data.get("test_samples")), test.get("errors", {}).get(name)
     low, high = (value is not None and over_samples(name, value, error, samples)) or (None, None)
-    words = [word for word in run["overrides"] if not sets(word, NOT_CHANGED)]
+    words = [word for word in run["overrides"] if says_configuration(word)]
     row = {**run["options"], **run["config"], **{f"test/{key}": one for key, one in test.get("metrics", {}).items()}}
     row |= {"date": datetime.fromtimestamp(starts[0]["started"]), "run": os.path.relpath(run["folder"])}
     row |= {"state": state_of(run), "metric": objective["name"], "direction": objective["mode"]}
