@@ -185,10 +185,10 @@ def test_a_sweep_that_goes_on_knows_what_became_of_its_jobs(start, slurm, tmp_pa
     jobs = [(tmp_path / "s" / name / "slurm_job").read_text().strip() for name in names]
     slurm.run("scancel", jobs[2])
     early = start(*SUBMIT, *words, "hydra.sweep.dir=s", **slurm.env).finish()  # the others still wait or run
-    assert re.findall("^sweep: job (.*)", early.output, re.MULTILINE) == ["1 of 1, optimizer.lr=0.05"], early.output
+    assert re.findall(r"^sweep: job (.*\d)$", early.output, re.MULTILINE) == ["1 of 1, optimizer.lr=0.05"], early.output
     wait_for(lambda: not slurm.run("squeue", "--noheader"), "end of all jobs", 90)
     last = start(*SUBMIT, *words, "hydra.sweep.dir=s", **slurm.env).finish()
-    assert re.findall("^sweep: job (.*)", last.output, re.MULTILINE) == ["1 of 1, optimizer.lr=10000000000.0"]
+    assert re.findall(r"^sweep: job (.*\d)$", last.output, re.MULTILINE) == ["1 of 1, optimizer.lr=10000000000.0"]
     assert "sweep: 2 finished, 1 submitted" in last.output
     found = states(tmp_path / "s")
     assert [found[name] for name in (names[0], names[2])] == ["finished", "finished"]

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from lockstep.runs.record import FINISHED, PAUSED
 
 PARAMETERS_AT_ONCE = 100  # that MLflow takes
 LONGEST_PARAMETER = 6000  # characters
+END_SECONDS = 60  # for what is still to be sent to MLflow
 
 
 class Tracker(Logger):
@@ -132,8 +134,16 @@ class MLflowLogger(Tracker):
         self.client.log_image(self.id, pixels(image), key=tag.replace("/", "_"), step=step, synchronous=False)
 
     def end(self, run: RunInfo, state: str) -> None:
-        self.client.set_terminated(self.id, "FINISHED" if state in (FINISHED, PAUSED) else "KILLED")
-        for call in self.sent:  # the process ends without its exit handlers
+        """Wait until all is sent: the process ends without its exit handlers."""
+        # The queue tries each call for a minute, and a server that is lost may have many of them.
+        sending = ThreadPoolExecutor(1).submit(self._finish, "FINISHED" if state in (FINISHED, PAUSED) else "KILLED")
+        if not wait([sending], END_SECONDS).done:
+            raise TimeoutError(f"the server has not taken all within {END_SECONDS} s of the end")
+        sending.result()
+
+    def _finish(self, status: str) -> None:
+        self.client.set_terminated(self.id, status)
+        for call in self.sent:
             call.wait()
 
 

@@ -4,7 +4,6 @@ The process is forked from a server that has imported torch and used it for noth
 """
 
 import functools
-import math
 import multiprocessing
 import os
 import re
@@ -90,7 +89,7 @@ class Slot:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def run_jobs(jobs: Jobs, slots: Sequence[Slot], retries: int, max_failures: int | None) -> int:
+def run_jobs(jobs: Jobs, slots: Sequence[Slot], retries: int, max_failures: float) -> int:
     """Run jobs, one at a time in each slot, until there are no more, a signal comes, or `max_failures` have failed.
 
     A job that fails is started again up to `retries` times, and goes on from its snapshot, unless it has diverged or
@@ -100,7 +99,7 @@ def run_jobs(jobs: Jobs, slots: Sequence[Slot], retries: int, max_failures: int 
     with signals.Relay() as relay:
         try:
             while True:
-                is_over = bool(stop_code) or relay.first is not None or failures >= (max_failures or math.inf)
+                is_over = bool(stop_code) or relay.first is not None or failures >= max_failures
                 while free and not is_over and (job := jobs.next()) is not None:
                     running.append(_Process(job, free.pop(0), to_file=len(slots) > 1))
                 relay.start([one.process.pid for one in running])

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import re
 import shlex
@@ -171,7 +172,9 @@ class Sweep(Jobs):
             said += f"; {len(self.results)} have finished before" * bool(self.results)
             said += f", {others} of them with other code: compare with care" * bool(others)
             print_line(f"{said}; in {self.folder}", sys.stdout)
-        self.code = max(self.code, run_jobs(jobs, slots, self.settings.retries, self.settings.max_failures))
+        failed = sum(outcome.is_bad for outcome in self.results.values())  # in earlier calls, by a sweeper of Hydra's
+        left = math.inf if self.settings.max_failures is None else self.settings.max_failures - failed
+        self.code = max(self.code, run_jobs(jobs, slots, self.settings.retries, left))
 
     def hold(self) -> None:
         """Lock the folder until this process ends. Raises ConfigError if another sweep holds it."""
