@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 Found = tuple[dict[str, Any], Path]
 """The contents of a snapshot, and its path."""
 
-NOT_COMPARED = ("launch.", "hydra.", "sweep.", "mode.")  # parts of the config that say where a run computes, not what
+NOT_COMPARED = ("launch.", "hydra.", "mode.")  # parts of the config that say where a run computes, not what
 NOT_COMPARED_KEYS = ("run_dir", "resume", "trainer.pause_after")
 FOLDER = ".run_dir"  # of a logger
 
