@@ -48,7 +48,7 @@ def test_ctrl_c_stops_a_sweep_which_then_goes_on(start):
     command = [*PYTHON_TRAIN, "-m", RATES, *JOBS, "launch=fork", "trainer.epochs=40"]
     whole = start(*command, "hydra.sweep.dir=whole").finish()
     run = start(*command)
-    wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*.pt")), "snapshot")
+    wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*[0-9]")), "snapshot")
     run.send(signal.SIGINT, to="group")
     run.finish(75)
     assert states(run.cwd / "s") == ["stopped", "waiting", "waiting"]
@@ -118,7 +118,7 @@ def test_a_job_that_the_system_kills_for_want_of_memory_harms_no_other(start, la
 def test_the_seconds_of_a_life_that_was_killed_are_counted(start):
     jobs = ["-m", "seed=1,2", "model=mlp", "trainer.epochs=40000", "snapshot.every=10steps", "hydra.sweep.dir=s"]
     run = start(*PYTHON_TRAIN, *jobs)
-    wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*.pt")), "snapshot")
+    wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*[0-9]")), "snapshot")
     time.sleep(3)
     run.send(signal.SIGKILL, to="group")  # the job cannot note when it ended
     run.process.wait()
@@ -135,7 +135,7 @@ def test_a_table_that_cannot_be_written_ends_the_sweep_which_then_goes_on(start)
     """A folder stands where the table is written, while job 0 trains: that is refused as a full disk is."""
     command = [*PYTHON_TRAIN, "-m", RATES, *JOBS, "trainer.epochs=40"]
     run = start(*command)
-    wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*.pt")), "snapshot")
+    wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*[0-9]")), "snapshot")
     (run.cwd / "s" / "sweep.csv.tmp").mkdir()
     run.finish(2)
     assert "table.py" not in run.output  # no traceback of ours

@@ -182,9 +182,9 @@ def test_a_strategy_that_one_rank_cannot_run_is_refused(start: Start) -> None:
 
 
 def test_a_check_takes_the_options_of_a_training_on_more_ranks(start: Start) -> None:
-    words = ["mode=check", "strategy=fsdp", "strategy.replicas=2", "launch=fork", "launch.nproc_per_node=4"]
+    words = ["mode=check", "strategy=fsdp", "strategy.replicate=2", "launch=fork", "launch.nproc_per_node=4"]
     output = start(*PYTHON_TRAIN, *words, "model=mlp").finish().output
-    assert output.endswith("the ranks were checked with strategy.replicas=1, not 2\n")
+    assert output.endswith("the ranks were checked with strategy.replicate=1, not 2\n")
 
 
 def test_some_faults_are_named_and_no_right_net_is_doubted(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from support.commands import PYTHON_TRAIN, TRAIN
+from support.run_folders import best_snapshot
 from support.sweep_tables import column, rows_of
 
 SHORT = ["model=linear", "trainer.max_steps=2"]
@@ -97,7 +97,7 @@ def check_run(folder: Path, output: str, row: dict[str, str]) -> None:
         r"^finished: .* accuracy ([\d.]+)\ntest: .*\nrun folder: \S+/0_optimizer", output, re.MULTILINE
     )
     assert float(row["objective"]) == pytest.approx(float(accuracy), abs=5e-5)
-    best = torch.load(folder / "snapshots" / "best.pt", weights_only=True)["progress"]
+    best = best_snapshot(folder)["progress"]
     assert (float(row["best"]), int(row["best_step"])) == (best["best"], best["step"])
     assert float(row["seconds"]) > 0
     assert "optimizer.lr=0.1" in (folder / ".hydra" / "overrides.yaml").read_text()

@@ -192,7 +192,7 @@ def test_a_final_training_takes_all_data_and_reads_the_test_set_once(train, tmp_
 STRATEGIES = {
     "ddp": [],
     "fsdp": ["strategy=fsdp"],
-    "sharded": ["strategy=fsdp", "snapshot.format=sharded", ema(0.5)],
+    "sharded": ["strategy=fsdp", ema(0.5)],
     "pipeline": ["strategy=pipeline", "model=mlp"],
     "virtual_ranks": ["strategy=virtual_ranks", "strategy.count=4"],
     "async_parameter_server": ["strategy=async_parameter_server"],

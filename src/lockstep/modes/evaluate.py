@@ -38,7 +38,7 @@ class Evaluate(Mode):
 
         Raises TrainingDiverged if the loss is NaN or infinite.
         """
-        from lockstep.snapshots.resume import compared
+        from lockstep.snapshots.find import compared
         from lockstep.training.evaluate import SampleCount, evaluate
 
         loader, count = trained.loader(self.split), SampleCount()

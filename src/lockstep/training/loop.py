@@ -15,13 +15,13 @@ from lockstep.training.nonfinite import diverged
 from lockstep.training.run import Run
 
 if TYPE_CHECKING:
-    from lockstep.snapshots.manager import SnapshotManager
+    from lockstep.snapshots.checkpointer import Checkpointer
 
 
 def fit(
     run: Run,
     evaluations: Evaluations,
-    snapshots: "SnapshotManager",
+    snapshots: "Checkpointer",
     loggers: Logger,
     tested: Mapping[str, Any] | None = None,
 ) -> float | None:
@@ -110,7 +110,7 @@ def end_epoch(run: Run, exchange: Exchange) -> EpochSummary:
     )
 
 
-def finish_epoch(run: Run, summary: EpochSummary, loggers: Logger, snapshots: "SnapshotManager") -> None:
+def finish_epoch(run: Run, summary: EpochSummary, loggers: Logger, snapshots: "Checkpointer") -> None:
     """After an epoch and its evaluation."""
     if run.objective is not None and run.progress.best is not None:
         name = run.objective.partition("/")[2]
@@ -125,7 +125,7 @@ def test(
     run: Run,
     evaluations: Evaluations,
     evaluated: Mapping[str, dict[str, float]],
-    snapshots: "SnapshotManager",
+    snapshots: "Checkpointer",
     loggers: Logger,
     tested: Mapping[str, Any] | None,
 ) -> None:
@@ -139,7 +139,7 @@ def test(
     if known is not None:
         loggers.on_test(known, chosen, True)
         return
-    chosen = snapshots.take_best_weights()
+    chosen = snapshots.take_best()
     loggers.on_test(evaluations.test(snapshots.stop_before_test), chosen, "test" in evaluated)
 
 
