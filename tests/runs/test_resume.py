@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,32 @@ def test_only_rank_zeros_clock_says_when_minutes_are_over(tmp_path):
         in_world(2, train_with_a_fast_clock, runs(tmp_path / rank, *minutes), rank)
     steps = [sorted(map(step_of, list_snapshots(tmp_path / rank / "snapshots"))) for rank in ("0", "1")]
     assert steps == [[1, 2, 3, 4, 5, 6], [6]]
+
+
+def train_on_a_slow_disk(cfg: Any) -> int:
+    """The most snapshots that were in memory at once."""
+    from lockstep.snapshots import checkpointer
+
+    collect, write, held = checkpointer.collect, checkpointer.write_snapshot, [0]
+
+    def counted(*given: Any) -> Any:
+        held.append(held[-1] + 1)
+        return collect(*given)
+
+    def slow(*given: Any) -> Path:
+        time.sleep(0.5)
+        held.append(held[-1] - 1)
+        return write(*given)
+
+    checkpointer.collect, checkpointer.write_snapshot = counted, slow
+    train(cfg)
+    return max(held)
+
+
+def test_training_goes_on_while_two_snapshots_at_most_wait_for_the_disk(tmp_path):
+    slow = runs(tmp_path, "snapshot.every=1steps", "snapshot.keep_last=9", "trainer.epochs=1")
+    assert in_world(1, train_on_a_slow_disk, slow) == [2]
+    assert list(map(step_of, list_snapshots(tmp_path / "snapshots"))) == [6, 5, 4, 3, 2, 1]
 
 
 def resume_unseen(cfg: Any, elsewhere: Path) -> str:

@@ -49,7 +49,7 @@ def test_each_rank_writes_its_part_and_all_read_it(tmp_path: Path) -> None:
     assert same_bits(run, again)
 
 
-def test_a_snapshot_that_could_not_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_what_cannot_be_written_or_removed_costs_a_warning(tmp_path: Path) -> None:
     snapshots = tmp_path / "snapshots"
     snapshots.mkdir()
     (snapshots / "step_00000012.tmp").touch()  # where a folder should be
@@ -57,6 +57,10 @@ def test_a_snapshot_that_could_not_be_written_leaves_nothing(tmp_path: Path) -> 
     assert [path.name for path in list_snapshots(snapshots)] == ["step_00000018", "step_00000006"]
     assert [path.name for path in snapshots.glob("*.tmp")] == ["step_00000012.tmp"]
     assert "no snapshot at step 12: rank 0: " in (tmp_path / "train.log").read_text()
+    (snapshots / "step_00000001").touch()  # an older one that cannot be removed
+    in_world(2, train, composed(f"run_dir={tmp_path}", *SMALL, "trainer.epochs=4"))
+    assert [path.name for path in list_snapshots(snapshots)] == ["step_00000024"]
+    assert "step_00000024 is saved, but not all older ones are removed: " in (tmp_path / "train.log").read_text()
 
 
 def without_safetensors(cfg: Any) -> str:

@@ -290,7 +290,8 @@ class Checkpointer:
             self._await(MAX_PENDING - 1 if self.threads_world is None else 0)
         state, shards = collect(run, totals)
         if shards is not None and self.threads_world is None:
-            self.threads_world = replace(self.world, control=dist.new_group(backend="gloo", timeout=DISK_TIMEOUT))
+            own_group: Any = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
+            self.threads_world = replace(self.world, control=own_group)
         if kind == "step":
             self.is_due, self.saved_at = False, time.monotonic()
         if state is not None:

@@ -71,8 +71,8 @@ def load_initial_weights(model: nn.Module, where: str | None, new_layers: Sequen
     taken = [name for name, value in wanted.items() if name in saved and saved[name].shape == value.shape]
     left = [name for name, value in sorted(wanted.items()) if name not in taken and isinstance(value, nn.Parameter)]
     if left:
-        there = {name: list(saved[name].shape) if name in saved else "missing" for name in left}
-        described = [f"{name} is {list(own[name].shape)} here and {there[name]} there" for name in left]
+        shapes = {name: list(saved[name].shape) if name in saved else "missing" for name in left}
+        described = [f"{name} is {list(own[name].shape)} here and {shapes[name]} there" for name in left]
         layers = ",".join(sorted({name.rpartition(".")[0] or name for name in left}))
         raise ConfigError(
             f"parameters.init={where} does not fit the model: {first_of(described, NAMED)}; to train "
