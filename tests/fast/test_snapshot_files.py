@@ -97,6 +97,20 @@ def test_killed_at_any_moment_a_whole_snapshot_is_left(
     assert "passed over" not in caplog.text
 
 
+def test_the_best_one_that_the_newest_snapshot_knows_stays_until_there_is_a_newer_one(tmp_path: Path) -> None:
+    for name, left in (
+        ("step_1", ["step_1"]),
+        ("best_2", ["best_2", "step_1"]),
+        ("step_2", ["best_2", "step_1", "step_2"]),
+        ("best_4", ["best_2", "best_4", "step_1", "step_2"]),
+        ("best_5", ["best_2", "best_5", "step_1", "step_2"]),
+        ("step_6", ["best_5", "step_2", "step_6"]),
+    ):
+        save(tmp_path, name, 0)
+        prune(tmp_path, 2)
+        assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -90,6 +91,15 @@ def test_a_damaged_snapshot_takes_no_place_of_a_good_one(train, tmp_path):
     assert "step_00000020 is damaged" in resumed.output
     assert steps_of_snapshots(tmp_path / "run") == [15, 30]
     assert (tmp_path / "run/snapshots/step_00000020.damaged").is_dir()
+
+
+def test_a_best_one_of_steps_that_are_trained_again_does_not_count(train, tmp_path):
+    run = ["model=mlp", "hydra.run.dir=run", ON_TEST]
+    train(*run, "trainer.max_steps=23")
+    snapshots = tmp_path / "run" / "snapshots"
+    shutil.copytree(list_snapshots(snapshots, "best")[0], snapshots / "best_00000046")
+    train(*run, "trainer.epochs=2", "optimizer.lr=1e-9")
+    assert best_snapshot(tmp_path / "run")["progress"]["step"] == 23
 
 
 def test_what_is_advised_when_all_snapshots_are_damaged_works(train, tmp_path):

@@ -40,8 +40,10 @@ from lockstep.snapshots.files import (
     load_tensors,
     of_files,
     prune,
+    remove,
     remove_leftovers,
     require_safetensors,
+    step_of,
     verify,
     write_snapshot,
 )
@@ -172,6 +174,9 @@ class Checkpointer:
                 aside = damaged.with_name(f"{damaged.name}.damaged")
                 shutil.rmtree(aside, ignore_errors=True)
                 damaged.rename(aside)
+            for best in list_snapshots(self.folder, "best"):  # of steps that are trained again, perhaps otherwise
+                if step_of(best) > saved["progress"]["step"]:
+                    remove(best)
             return saved, path
 
         reporter.enter("resume")

@@ -146,11 +146,20 @@ def require_safetensors(what: str) -> None:
 
 
 def prune(folder: Path, keep_last: int) -> None:
-    """Remove all but the newest snapshots, and all but the newest of the best evaluations. Raises OSError."""
-    for path in [*list_snapshots(folder)[keep_last:], *list_snapshots(folder, "best")[1:]]:
-        unfinished = path.with_name(f"{path.name}.tmp")
-        path.rename(unfinished)  # at once no snapshot, whenever this process is killed
-        shutil.rmtree(unfinished)
+    """Remove all but the newest snapshots, and the best ones but the newest and that which the newest snapshot knows: a
+    run that goes on from there may come to another best one. Raises OSError.
+    """
+    numbered, best = list_snapshots(folder), list_snapshots(folder, "best")
+    known = [path for path in best if numbered and step_of(path) <= step_of(numbered[0])]
+    for path in {*numbered[keep_last:], *best[1:]} - {*known[:1]}:
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Raises OSError."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    path.rename(unfinished)  # at once no snapshot, whenever this process is killed
+    shutil.rmtree(unfinished)
 
 
 def remove_leftovers(folder: Path) -> None:

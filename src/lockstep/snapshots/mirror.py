@@ -162,14 +162,15 @@ def require_listed(url: str) -> None:
 
 
 def fetch(url: str, folder: Path) -> None:
-    """Copy the newest snapshot of a place whose files are right, and its best one, to `folder`, which has none."""
+    """Copy the newest snapshot of a place whose files are right, and the best ones, to `folder`, which has none."""
     place, taken = _Place("resume", url), set[str]()
     for kind in ("best", "step"):
         for name in place.names(kind):
             try:
                 place.take(name, folder)
                 taken.add(kind)
-                break
+                if kind == "step":
+                    break
             except Exception as error:  # of any library
                 log.warning("resume=%s: %s cannot be taken (%s)", url, name, first_line(error))
     if "step" not in taken:

@@ -100,7 +100,8 @@ class Sharded(Strategy):
         groups = self.replicate * (self.shard if self.plan else 1)
         if job.world_size % groups or job.world_size == groups > 1:
             what = f"{name} cannot make {groups} groups of two or more of {job.world_size} ranks"
-            raise ConfigError(f"{what}; type strategy.replicate=1, or strategy=ddp")
+            one = "strategy.replicate=1 strategy.shard=1" if self.shard > 1 else "strategy.replicate=1"
+            raise ConfigError(f"{what}; type {one}, or strategy=ddp")
         if job.optimizer in WHOLE_WEIGHTS and job.world_size > 1:
             raise ConfigError(f"torch's {job.optimizer.__name__} cannot step on parts of weights; type strategy=ddp")
         has_fused_sgd = job.optimizer is torch.optim.SGD and job.fused_optimizer
@@ -188,12 +189,13 @@ class Sharded(Strategy):
             if isinstance(style, RowwiseParallel) and all(isinstance(layout, Shard) for layout in style.input_layouts):
                 model.get_submodule(name).register_forward_pre_hook(self.region.leave)  # sees the rank's own inputs
         parallelize_module(model, mesh, styles, src_data_rank=None)
-        changes_in_place = any(getattr(module, "inplace", False) for module in model.modules())
+        # torch refuses a change in place of what comes out of a DTensor; fully_shard's hook would be lost by one.
+        clones = self.shard > 1 or any(getattr(module, "inplace", False) for module in model.modules())
         for name, style in styles.items():
             layer = model.get_submodule(name)
             if isinstance(style, ColwiseParallel) and all(isinstance(layout, Shard) for layout in style.output_layouts):
                 layer.register_forward_hook(self.region.enter)
-            if changes_in_place:  # torch refuses that for what comes out of a DTensor
+            if clones:
                 layer.register_forward_hook(lambda layer, inputs, outputs: outputs.clone())
 
     def _cut_blocks(self, model: nn.Module, mesh: DeviceMesh, precision: str) -> None:
