@@ -164,6 +164,16 @@ def test_the_typed_optimizer_settings_win_over_the_snapshots(tmp_path):
     assert "optimizer.weight_decay (0.01 in the snapshot, 0.3 now)" in log
 
 
+def test_what_an_optimizer_counts_in_its_groups_goes_on_with_other_settings(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    counting = ["optimizer=sgd", "optimizer._target_=support.models.CountingSGD", "scheduler=constant"]
+    changed = ["optimizer.lr=0.02", f"resume={first}", "trainer.epochs=2"]
+    ways = [runs(first, *counting, "optimizer.lr=0.01", "trainer.epochs=1"), runs(second, *counting, *changed)]
+    in_world(1, train_all, ways)
+    (group,) = newest_snapshot(second)["groups"]
+    assert (group["lr"], group["steps"]) == (0.02, 12)
+
+
 def last_rate(folder: Path) -> float:
     return float(newest_snapshot(folder)["groups"][0]["lr"])
 

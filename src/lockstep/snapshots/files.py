@@ -151,8 +151,9 @@ def prune(folder: Path, keep_last: int) -> None:
     """
     numbered, best = list_snapshots(folder), list_snapshots(folder, "best")
     known = [path for path in best if numbered and step_of(path) <= step_of(numbered[0])]
-    for path in {*numbered[keep_last:], *best[1:]} - {*known[:1]}:
-        remove(path)
+    for path in [*numbered[keep_last:], *best[1:]]:
+        if path not in known[:1]:
+            remove(path)
 
 
 def remove(path: Path) -> None:

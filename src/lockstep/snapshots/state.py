@@ -276,14 +276,17 @@ def as_held(named: Mapping[str, Any], like: Mapping[str, Any], path: Path) -> di
 
 
 def _restore_optimizer(run: Run, saved: dict[str, Any], own: dict[str, Any], path: Path) -> None:
-    """The state of each parameter; of the groups, what the run has made of them, unless their config is another one."""
+    """The state of each parameter; of the groups, what the run has made of a value, unless the config changes it."""
     named = _like_weights(run, saved["optimizer"], saved["model"], path)
     by_index = {index: named[name] for index, name in _names_by_index(run).items() if name in named}
     groups = [dict(group) for group in run.optimizer.state_dict()["param_groups"]]
-    if _comparable(own["groups_as_built"]) == _comparable(run.hyperparameters):
-        for group, before in zip(groups, own["groups"], strict=True):
+    if len(groups) == len(own["groups"]):
+        of_each = zip(groups, own["groups"], own["groups_as_built"], run.hyperparameters, strict=True)
+        for group, before, then, now in of_each:
             for key in before.keys() - set(IMPLEMENTATION_FLAGS):
                 like, value = group.get(key), before[key]
+                if value is None or _comparable(then.get(key)) != _comparable(now.get(key)):
+                    continue  # None: perhaps of a function, which no snapshot holds
                 value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
                 group[key] = torch.full_like(like, value) if isinstance(like, Tensor) else value
     beside = own["optimizer_beside"]
@@ -296,13 +299,13 @@ def _restore_optimizer(run: Run, saved: dict[str, Any], own: dict[str, Any], pat
                 held[key] = value.to(held[key].device)
 
 
-def _comparable(groups: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """Nested plain values and tensors as what can be compared. A list equals a tuple: YAML knows only lists."""
-    if isinstance(groups, dict):
-        return {key: _comparable(value) for key, value in groups.items() if key not in IMPLEMENTATION_FLAGS}
-    if isinstance(groups, list | tuple):
-        return [_comparable(value) for value in groups]
-    return groups.tolist() if isinstance(groups, Tensor) else groups
+    if isinstance(value, dict):
+        return {key: _comparable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_comparable(each) for each in value]
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 @torch.no_grad()
