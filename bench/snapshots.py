@@ -20,7 +20,7 @@ from lockstep.training.callbacks import Callback
 
 CYCLE, WARM_UP, SAVES = 4, 2, 4
 RUN = [
-    "strategy=fsdp", "snapshot.format=sharded", "snapshot.keep_last=1", "model=mlp", "model.depth=6", "optimizer=adamw",
+    "strategy=fsdp", "snapshot.keep_last=1", "model=mlp", "model.depth=6", "optimizer=adamw",
     "dataset=random", "dataset.samples=6400", "trainer.batch_size=64",
     f"trainer.max_steps={WARM_UP + CYCLE * SAVES + 1}",
 ]  # fmt: skip
@@ -57,7 +57,7 @@ class Watch(Callback):
         if self.count == WARM_UP:
             reset_peak()
         elif self.count > WARM_UP and place == 0:
-            self.snapshots.saver.writer.drain()
+            self.snapshots.newest()  # waits
             self.found["peak"].append(memory()["rss"])
             reset_peak()
             self.snapshots.world.barrier()
@@ -75,7 +75,7 @@ def costs(config: Any) -> dict[str, Any]:
     with built(config) as (run, snapshots):
         run.callbacks = [watch := Watch(snapshots)]
         train_an_epoch(run, snapshots)
-        own = Path(config.run_dir).glob(f"snapshots/*.parts.*/rank_{run.world.rank}.bin")
+        own = Path(config.run_dir).glob(f"snapshots/step_*/shard-{run.world.rank + 1:05d}-*")
         return {**watch.found, "shard": max(path.stat().st_size for path in own) / 1e6}
 
 

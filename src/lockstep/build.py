@@ -27,7 +27,7 @@ from lockstep.failures import reporter
 from lockstep.files import short_hash
 from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
 from lockstep.preflight import Parts, check_batch_size
-from lockstep.snapshots.data_fingerprint import data_fingerprint
+from lockstep.snapshots.fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.strategies.base import model_dtype, refuse_changing_weights
 from lockstep.tasks.base import Task
@@ -75,7 +75,8 @@ def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, prog
     if "fused" in node and node["fused"] is None:
         node["fused"] = can_fuse(strategy.model)
     optimizer = instantiate_as(torch.optim.Optimizer, node, "optimizer", parameter_groups(strategy.model, world, rules))
-    require_fit(optimizer, rules, strategy.shards_state)
+    in_parts = bool(strategy.shards(dict(strategy.model.named_parameters())))
+    require_fit(optimizer, rules, in_parts)
     if not parts.mode.needs_run:
         give_momentum(optimizer)
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]

@@ -24,39 +24,32 @@ from lockstep.errors import ConfigError, path_value
 from lockstep.loggers.base import Logger, Loggers, RunInfo, hyperparameters
 from lockstep.runs.record import SWEEP, RunRecord, read_run
 from lockstep.runs.samples import NAME as SAMPLES
-from lockstep.snapshots.data_fingerprint import data_fingerprint
+from lockstep.snapshots.checkpointer import Checkpointer
+from lockstep.snapshots.files import MANIFEST
+from lockstep.snapshots.find import compared
+from lockstep.snapshots.fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import file_of_weights
-from lockstep.snapshots.manager import SnapshotManager
-from lockstep.snapshots.resume import compared
 from lockstep.training.evaluate import Evaluations, Evaluator, images_wanted
 from lockstep.training.run import Run
 
 WRITTEN_NUMBERS = 2000  # of validation samples in run.json; of more, the recipe and the hash
 
 
-def snapshots(record: ConfigRecord, run: Run) -> SnapshotManager:
-    """The manager of this run's snapshots. Raises ConfigError, on all ranks, if their training data differs."""
+def snapshots(record: ConfigRecord, run: Run) -> Checkpointer:
+    """What saves this run and resumes it. Raises ConfigError, on all ranks, if their training data differs."""
     config, loaders = run.config, run.loaders
     count, data = len(loaders.train), data_fingerprint(loaders.train.reader.dataset)
     require_same_data(run.world, "training data", count, data)
-    fingerprint = model_config(record) | {
+    identity = model_config(record) | {
         "optimizer": config.optimizer["_target_"],
         "training samples": count,
         "training data": data,
         "seed": config.seed,
     }
     if loaders.split is not None:
-        fingerprint["validation data"] = loaders.split
-    return SnapshotManager(
-        run,
-        config.run_dir,
-        fingerprint,
-        agreed_on(record.shown),
-        every=config.snapshot.every,
-        keep_last=config.snapshot.keep_last,
-        form=config.snapshot.format,
-        mirror=config.snapshot.mirror,
-    )
+        identity["validation data"] = loaders.split
+    mirror = instantiate(config.snapshot.mirror) if run.world.is_rank_zero else None
+    return Checkpointer(run, identity, agreed_on(record.shown), mirror)
 
 
 def model_config(record: ConfigRecord) -> dict[str, Any]:
@@ -91,12 +84,12 @@ def loggers(run: Run, restore: Callable[[], None]) -> Loggers:
     return Loggers(members, RunRecord(Path(run.config.run_dir), (name, direction)), restore)
 
 
-def run_info(record: ConfigRecord, snapshots: SnapshotManager) -> RunInfo:
+def run_info(record: ConfigRecord, snapshots: Checkpointer) -> RunInfo:
     """What loggers receive at the start. A collective."""
     run, world = snapshots.run, snapshots.world
     config, loaders = run.config, run.loaders
     names = {"training_samples": "training samples", "training_data": "training data"}
-    data = {name: snapshots.fingerprint[key] for name, key in names.items()}
+    data = {name: snapshots.identity[key] for name, key in names.items()}
     if loaders.val is not None:
         data |= {"validation_samples": len(loaders.val.reader), "validation_data": loaders.split}
     if loaders.held_out is not None and len(loaders.held_out) <= WRITTEN_NUMBERS:
@@ -184,12 +177,13 @@ def earlier_test(run: RunInfo, world: World) -> Any:
     return world.broadcast_json(found)
 
 
-def _beginning(init: str | None, snapshots: SnapshotManager) -> dict[str, str]:
+def _beginning(init: str | None, snapshots: Checkpointer) -> dict[str, str]:
     """Hashes of the files that the run began with: of `parameters.init=`, or of a snapshot in another folder."""
     files = {} if init is None else {"init": file_of_weights(init)}
     before = snapshots.resumed_from
     if before is not None:
         files = {} if before.parent.parent.samefile(snapshots.run_dir) else {"resume": before}
+    files = {key: path / MANIFEST if path.is_dir() else path for key, path in files.items()}  # it has all hashes
     hashes = {}
     for key, path in files.items():
         with suppress(OSError), path.open("rb") as file:  # a run that still trains may have removed its snapshot

@@ -189,6 +189,13 @@ def shape_and_offsets_of_part(tensor: "DTensor") -> tuple[tuple[int, ...], tuple
     return tuple(part), tuple(offsets)
 
 
+def quiet_redistribution() -> None:
+    """No warning that tensors which two meshes cut are gathered in two steps. Missing: torch warns at each snapshot."""
+    import logging
+
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
 # Files and functions of torch whose frames tell what a rank waits for. With other names the verdict on a hang, and who
 # failed first, are less certain.
 COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/")  # a rank that compiles is only slow

@@ -47,7 +47,7 @@ def test_ctrl_c_stops_a_sweep_which_then_goes_on(start):
     command = [*PYTHON_TRAIN, "-m", RATES, *JOBS, "launch=fork", "trainer.epochs=40"]
     whole = start(*command, "hydra.sweep.dir=whole").finish()
     run = start(*command)
-    wait_for(lambda: list((run.cwd / "s").glob("*/snapshots/step_*")), "snapshot")
+    wait_for(lambda: list((run.cwd / "s").glob("*/snapshots/step_*[0-9]")), "snapshot")
     run.send(signal.SIGINT, to="group")
     run.finish(75)
     assert states(run.cwd / "s") == {"optimizer.lr=0.1": "stopped"}

@@ -36,7 +36,7 @@ WRONG = """
  | evaluation.test=always | 'end', 'every' or 'never' | evaluation.test=end
  | snapshot.every=9 | a valid string | snapshot.every=1epochs
  | snapshot.every=0steps | epochs, steps or minutes, such as 50steps | snapshot.every=1epochs
- | snapshot.format=whole | 'auto', 'full' or 'sharded' | snapshot.format=auto
+ | snapshot.mirror=s3://bucket | an object | snapshot.mirror=null
  | watch.nan=ignore | 'stop' or 'skip' | watch.nan=stop
  | backend.timeout=0.5 | greater than or equal to 1 | backend.timeout=300
  | backend.name=tcp | 'auto', 'gloo', 'nccl' or 'mpi' | backend.name=auto

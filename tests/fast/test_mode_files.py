@@ -14,7 +14,7 @@ from support.made_runs import make_run
 def test_a_mode_replaces_no_file_of_a_run_and_nothing_that_is_no_file(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a")
     (folder / "snapshots").mkdir()
-    for name in ("run.json", "model.pt", "model_best.pt", "snapshots/step_00000001.pt", "snapshots/new.csv"):
+    for name in ("run.json", "model.pt", "model_best.pt", "snapshots/step_00000001", "snapshots/new.csv"):
         with pytest.raises(ConfigError, match=f"a/{name} is part of a run, .*; type mode.file=<another file>"):
             require_place(str(folder / name))
     for place in ("/dev/null", str(folder)):

@@ -11,7 +11,7 @@ from lockstep.distributed.world import World, join_world
 from lockstep.errors import ConfigError
 from lockstep.models.base import give_shapes
 from lockstep.models.tutorial import linear, mlp
-from lockstep.strategies.model_parallel import layer_groups
+from lockstep.strategies.base import layer_groups
 from lockstep.tasks.base import Function, Task
 from lockstep.tasks.reports import ClassReport
 from lockstep.tasks.tasks import CrossEntropy, MultiLabel, Regression

@@ -68,10 +68,10 @@ SCENARIOS: dict[str, tuple[int, list[str], dict[str, float]]] = {
     ),
     "fsdp": (2, ["strategy=fsdp", "sync_bn=off"], COMPARED),
     "fsdp, bf16": (2, ["strategy=fsdp", "model=mlp", "trainer.precision=bf16"], COMPARED),
-    "fsdp with replicas": (4, ["strategy=fsdp", "strategy.replicas=2", "sync_bn=off"], COMPARED),
+    "fsdp with replicas": (4, ["strategy=fsdp", "strategy.replicate=2", "sync_bn=off"], COMPARED),
     "tensor_parallel": (
         2,
-        ["strategy=tensor_parallel", "model=mlp", "strategy.plan=[{1:colwise},{4:rowwise}]"],
+        ["strategy=tensor_parallel", "model=mlp", "strategy.parallelize_plan=[{1:colwise},{4:rowwise}]"],
         COMPARED,
     ),
     "pipeline": (2, ["strategy=pipeline", "model=mlp"], SMALLER_BATCH),

@@ -182,9 +182,12 @@ def test_a_strategy_that_one_rank_cannot_run_is_refused(start: Start) -> None:
 
 
 def test_a_check_takes_the_options_of_a_training_on_more_ranks(start: Start) -> None:
-    words = ["mode=check", "strategy=fsdp", "strategy.replicas=2", "launch=fork", "launch.nproc_per_node=4"]
-    output = start(*PYTHON_TRAIN, *words, "model=mlp").finish().output
-    assert output.endswith("the ranks were checked with strategy.replicas=1, not 2\n")
+    words = ["mode=check", "strategy=tensor_parallel", "strategy.parallelize_plan=[{1:colwise},{4:rowwise}]"]
+    words += ["strategy.replicate=2", "strategy.shard=2", "launch=fork", "launch.nproc_per_node=8"]
+    output = start(*PYTHON_TRAIN, *words, "model=mlp", "model.dropout=0").finish().output
+    assert output.endswith(
+        "".join(f"the ranks were checked with strategy.{k}=1, not 2\n" for k in ("replicate", "shard"))
+    )
 
 
 def test_some_faults_are_named_and_no_right_net_is_doubted(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from support.commands import ROOT, TRAIN, WHOLE, Command
 from support.configs import with_values
 from support.pages import environment
 from support.refusals import accepted, answer
+from support.run_folders import newest_snapshot
 from support.worlds import distance, in_world, train_all, weights
 
 OWN_MODULE = """
@@ -65,7 +66,7 @@ def train(folder: Path, place: str, *words: str, **values: Any) -> torch.Tensor:
 
 
 def snapshot(folder: Path) -> Any:
-    return torch.load(list_snapshots(folder / "snapshots")[0], weights_only=True)
+    return newest_snapshot(folder)
 
 
 def test_the_commands_of_the_page(start: Callable[..., Command], tmp_path: Path) -> None:

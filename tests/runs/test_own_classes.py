@@ -322,7 +322,7 @@ def test_a_model_is_built_in_ranks_alone_and_the_folder_of_the_command_may_hold_
     for path, text in {
         ".hydra/config.yaml": "seed: 9\n",
         ".hydra/overrides.yaml": "[]",
-        "snapshots/step_1.pt": "",
+        "snapshots/step_1/manifest.json": "",
     }.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)

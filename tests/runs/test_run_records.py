@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lockstep.loggers.csv_logger import read_rows
 from lockstep.runs.record import code_facts, exit_code_of, read_run, versions
 from support.commands import PYTHON_TRAIN, ROOT, Command, ema, wait_for
 from support.digits import FEW
 from support.event_files import Backend
-from support.run_folders import SLOW, position
+from support.run_folders import SLOW, best_snapshot, position
 from support.worlds import same_bits
 
 SMALL = ["model=mlp", "model.width=16", "logger=[]", FEW, "trainer.batch_size=16"]
@@ -58,7 +58,7 @@ def test_a_run_of_two_starts(tmp_path: Path) -> None:
     assert "support.digits" in before["code"]["modules"]  # where the data set is from
     assert not diff or (tmp_path / "run" / "uncommitted.diff").read_bytes() == diff
     assert states(tmp_path) == ["paused"]
-    (tmp_path / "run" / "snapshots" / "step_00000021.pt").unlink()
+    shutil.rmtree(tmp_path / "run" / "snapshots" / "step_00000021")
     longer = [*PYTHON_TRAIN, *first[3:], "trainer.max_steps=40", "trainer.pause_after=null"]
     Command(longer, tmp_path).finish()
     after = record(tmp_path / "run")
@@ -108,7 +108,7 @@ def test_a_record_names_the_chosen_classes_and_only_what_they_take(tmp_path: Pat
     assert (run["options"]["model"], run["options"]["optimizer"]) == ("nets.net", "torch.optim.Adagrad")
     assert (run["options"]["dataset"], run["options"]["task"]) == ("digits", "classification")
     assert {"optimizer.lr", "optimizer.momentum"} & run["config"].keys() == {"optimizer.lr"}
-    best = torch.load(tmp_path / "run" / "snapshots" / "best.pt", weights_only=True)["progress"]
+    best = best_snapshot(tmp_path / "run")["progress"]
     assert (run["objective"]["best"], run["objective"]["step"]) == (best["best"], best["step"])
     assert run["objective"]["step"] == 21 < run["steps"]
     (row,) = Backend(tmp_path).rows().values()

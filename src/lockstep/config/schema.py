@@ -106,8 +106,7 @@ class Evaluation(Section):
 class Snapshot(Section):
     every: str
     keep_last: Count
-    mirror: str | None
-    format: Literal["auto", "full", "sharded"]
+    mirror: Node | None
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ class Mode:
         Here: bring the trained net back, and `run`.
         """
         from lockstep import build, build_state
-        from lockstep.snapshots.resume import restore_trained, snapshots_to_try
+        from lockstep.snapshots.find import restore_trained, snapshots_to_try
 
         with join(config, parts) as (world, logs):
             begin(config, record, world, logs)
@@ -188,7 +188,7 @@ def _require_same_classes(trained: TrainedRun) -> None:
 
 def _warn_of_changed_data(trained: TrainedRun, config: Mapping[str, Any]) -> None:
     """Warn if the data has changed since the training, although `config`, a flat one, names the same data."""
-    from lockstep.snapshots.data_fingerprint import data_fingerprint
+    from lockstep.snapshots.fingerprint import data_fingerprint
 
     before, now = (
         {key: value for key, value in each.items() if key.startswith("dataset.")}

@@ -39,7 +39,7 @@ class Evaluate(Mode):
 
         Raises TrainingDiverged if the loss is NaN or infinite.
         """
-        from lockstep.snapshots.resume import compared
+        from lockstep.snapshots.find import compared
         from lockstep.training.evaluate import SampleResults, evaluate, write_samples
 
         loader = trained.loader(self.split)

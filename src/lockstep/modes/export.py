@@ -98,12 +98,12 @@ class Export(Mode):
         import torch
 
         from lockstep.modes.trained_net import TrainedNet
-        from lockstep.strategies.tensor_bytes import as_saved, map_only
+        from lockstep.snapshots.state import as_saved, map_tensors
 
         model = trained.run.model.eval()
         if self.format in ("state_dict", "safetensors"):
             state = dict(model.state_dict())
-            write_weights(map_only(torch.Tensor, as_saved, state), path, self.format)
+            write_weights(map_tensors(lambda _, tensor: as_saved(tensor), state), path, self.format)
             return
         net = TrainedNet(model, trained.run.loaders.test.converter, "fp32", trained.classes)
         loader = trained.run.loaders.test

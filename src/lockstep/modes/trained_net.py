@@ -17,8 +17,8 @@ from lockstep.data.loader import InputConverter
 from lockstep.data.source import map_tensors
 from lockstep.errors import ConfigError
 from lockstep.modes.base import folder_of, recorded_classes
-from lockstep.snapshots.resume import PYTHON, load_first_good, snapshots_to_try
-from lockstep.snapshots.state import trained_weights, with_buffers
+from lockstep.snapshots.find import PYTHON, load_first_good, snapshots_to_try
+from lockstep.snapshots.state import give_buffers, trained_weights
 from lockstep.strategies.base import AUTOCAST_TYPES, autocast, model_dtype
 from lockstep.training.setup import cast, model_memory_format
 
@@ -110,9 +110,7 @@ def load(
 
     Raises ConfigError if there is no such run.
     """
-    found = load_first_good(snapshots_to_try(str(run), which, "load", PYTHON), PYTHON)
-    assert found is not None  # `snapshots_to_try` gave one at least
-    saved, path = found
+    saved, path = load_first_good(snapshots_to_try(str(run), which, "load", PYTHON), "which")
     config = saved["config"]
     net = model if isinstance(model, nn.Module) else build_model(config, model)
     channels_last = config["trainer.channels_last"] and "auto"  # a GPU may have trained what a CPU must not
@@ -124,8 +122,8 @@ def load(
     net = net.to(device)
     if memory_format == torch.channels_last:
         net = net.to(memory_format=torch.channels_last)
-    weights = trained_weights(saved, averaged=True)
-    weights = with_buffers(net, weights, saved["buffers"])
+    weights = trained_weights(saved, path, averaged=True)
+    give_buffers(net, weights, saved["buffers"])
     try:
         net.load_state_dict(weights)
     except RuntimeError as error:  # of a model of the user's

@@ -16,13 +16,13 @@ from lockstep.training.nonfinite import diverged
 from lockstep.training.run import Run
 
 if TYPE_CHECKING:
-    from lockstep.snapshots.manager import SnapshotManager
+    from lockstep.snapshots.checkpointer import Checkpointer
 
 
 def fit(
     run: Run,
     evaluations: Evaluations,
-    snapshots: "SnapshotManager",
+    snapshots: "Checkpointer",
     loggers: Loggers,
     info: RunInfo,
     tested: Mapping[str, Any] | None = None,
@@ -114,7 +114,7 @@ def end_epoch(run: Run, exchange: Exchange) -> EpochSummary:
     )
 
 
-def finish_epoch(run: Run, summary: EpochSummary, loggers: Loggers, snapshots: "SnapshotManager") -> None:
+def finish_epoch(run: Run, summary: EpochSummary, loggers: Loggers, snapshots: "Checkpointer") -> None:
     """After an epoch and its evaluation."""
     if run.objective is not None and run.progress.best is not None:
         name = run.objective.partition("/")[2]
@@ -129,7 +129,7 @@ def test(
     run: Run,
     evaluations: Evaluations,
     evaluated: Mapping[str, dict[str, float]],
-    snapshots: "SnapshotManager",
+    snapshots: "Checkpointer",
     loggers: Loggers,
     tested: Mapping[str, Any] | None,
 ) -> Mapping[str, Any]:
@@ -143,7 +143,7 @@ def test(
         is_logged = True
         found = {"step": step, "metrics": evaluated["test"], **evaluations.test.facts}
     if found is None:
-        is_logged, chosen = "test" in evaluated, snapshots.take_best_weights()
+        is_logged, chosen = "test" in evaluated, snapshots.take_best()
         metrics = evaluations.test(snapshots.stop_before_test, chosen)
         found = {"step": chosen, "metrics": metrics, **evaluations.test.facts}
     loggers.test(found, is_logged)
