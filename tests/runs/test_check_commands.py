@@ -6,9 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.errors import EXIT_FAILED, EXIT_HANG
-from support.checked import misjudged
 from support.commands import PYTHON_TRAIN, Command, own_data, wait_for
-from zoo.checked_nets import RIGHT, WRONG
 
 Start = Callable[..., Command]
 BAD = """
@@ -188,8 +186,3 @@ def test_a_check_takes_the_options_of_a_training_on_more_ranks(start: Start) -> 
     assert output.endswith(
         "".join(f"the ranks were checked with strategy.{k}=1, not 2\n" for k in ("replicate", "shard"))
     )
-
-
-def test_some_faults_are_named_and_no_right_net_is_doubted(tmp_path: Path) -> None:
-    """Of others see tests/drills/test_check.py."""
-    assert misjudged([*WRONG[::8], *RIGHT[::8]], tmp_path) == []
