@@ -7,7 +7,7 @@ keys. docs/modes.md tells what users see. No torch at the top: `main` imports th
 import errno
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from lockstep.distributed import signals
 from lockstep.errors import ConfigError, exits_are_failures
 from lockstep.failures import reporter
-from lockstep.files import write_whole
-from lockstep.runs.record import NAME, read_run
+from lockstep.files import Contents, write_whole
+from lockstep.runs.record import read_run
 
 if TYPE_CHECKING:
     from lockstep.config.record import ConfigRecord
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)
-
-FOLDERS_OF_A_RUN = ("snapshots", ".hydra")
-FILES_OF_A_RUN = frozenset({NAME, "model.pt", "model_best.pt", "metrics.csv", "train.log", "test_samples.csv"})
-FILES_OF_A_RUN |= {"failure.json", "failure.txt", "hang.txt", "uncommitted.diff"}
 
 
 @dataclass(frozen=True)
@@ -210,36 +206,22 @@ def _warn_of_changed_data(trained: TrainedRun, config: Mapping[str, Any]) -> Non
 
 
 def require_place(file: str | None) -> None:
-    """Raise ConfigError for a `file` that cannot be one of a mode's.
-
-    Its folder must exist, and what it replaces may be no folder, no device, and no file that a training has written.
-    """
-    if file is None:
-        return
-    path = Path(file)
-    if not path.parent.is_dir():
-        raise cannot_write(path, FileNotFoundError(errno.ENOENT, file))
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is no file that can be replaced; type mode.file=<a file that you can write>")
-    folder = path.parent.resolve()
-    of_run = folder.name in FOLDERS_OF_A_RUN and (folder.parent / NAME).exists()
-    if of_run or (path.name in FILES_OF_A_RUN and (folder / NAME).exists()):
-        raise ConfigError(f"{path} is part of a run, which a mode leaves as it is; type mode.file=<another file>")
+    """Raise ConfigError for a `file` in no folder, and for a folder or a device."""
+    if file is not None and not Path(file).parent.is_dir():
+        raise cannot_write(Path(file), FileNotFoundError(errno.ENOENT, file))
+    if file is not None and Path(file).exists() and not Path(file).is_file():
+        raise ConfigError(f"{file} is no file that can be replaced; type mode.file=<a file that you can write>")
 
 
-def write_output(world: "World", path: Path, lines: Iterable[str]) -> None:
-    """Rank 0 writes `lines` to `path`, whole or not at all. A collective.
-
-    Raises ConfigError on all ranks if it cannot.
-    """
+def write_output(world: "World", path: Path, contents: Contents) -> None:
+    """Rank 0 writes the file, whole or not at all. A collective. Raises ConfigError on all ranks if it cannot."""
     problem = None
     if world.is_rank_zero:
-        try:  # another command may write the same file
-            write_whole(path, lambda file: file.writelines(line.encode() for line in lines), shared=True)
+        try:
+            write_whole(path, contents, shared=True)  # another command may write the same file
         except OSError as error:
             problem = str(cannot_write(path, error))
-    problem = world.broadcast_json(problem)
-    if problem is not None:
+    if problem := world.broadcast_json(problem):
         raise ConfigError(problem)
     log.info("written to: %s", path)
 

@@ -60,7 +60,7 @@ class Evaluate(Mode):
         path = Path(self.file) if self.file is not None else _own_file(trained.folder, facts)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         log.info("evaluated: %s %s, over %d samples at step %d", self.split, shown, results.samples, trained.step)
-        write_output(trained.world, path, [json.dumps(facts, indent=1), "\n"])
+        write_output(trained.world, path, json.dumps(facts, indent=1) + "\n")
         if trained.world.is_rank_zero and not loader.is_stream:
             write_samples(path.with_name(f"{path.stem}_samples.csv"), results, loader)
         return metrics
