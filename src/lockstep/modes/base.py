@@ -65,22 +65,12 @@ class TrainedRun:
         """The names of the classes in run.json, empty if the training data had none."""
         return recorded_classes(self.folder)
 
-    def metrics(self, loader: "Loader") -> Any:
-        """Those of `evaluation.metrics`, for an evaluation of `loader`; None without any."""
-        from lockstep.build_state import torchmetrics_of
-        from lockstep.training.evaluate import Metrics
-
-        found = torchmetrics_of(self.run)
-        return Metrics(found, len(loader.reader)) if found else None
-
     def loader(self, split: str) -> "Loader":
         """split: "train", "val" or "test". Raises ConfigError for a validation set that there is none of."""
-        loaders = self.run.loaders
-        found = {"train": loaders.train, "val": loaders.val, "test": loaders.test}[split]
+        found: Loader | None = getattr(self.run.loaders, split)
         if found is None:
-            raise ConfigError(
-                "mode.split=val needs a validation set, and this run was trained without one; type mode.split=test"
-            )
+            what = f"mode.split={split} needs a validation set, and this run was trained without one"
+            raise ConfigError(f"{what}; type mode.split=test")
         return found
 
 
@@ -136,7 +126,7 @@ class Mode:
             saved, snapshot = restore_trained(trained_run, paths, build_state.model_config(record))
             trained = TrainedRun(trained_run, snapshot, saved, record.shown)
             _require_same_classes(trained)
-            _warn_of_changed_data(trained, record.shown)
+            _warn_of_changed_data(trained)
             reporter.enter("mode")
             return self.run(trained)
 
@@ -182,24 +172,21 @@ def _require_same_classes(trained: TrainedRun) -> None:
         require_same_classes(trained.classes, names, "the training", "this data", advice)
 
 
-def _warn_of_changed_data(trained: TrainedRun, config: Mapping[str, Any]) -> None:
-    """Warn if the data has changed since the training, although `config`, a flat one, names the same data."""
+def _warn_of_changed_data(trained: TrainedRun) -> None:
+    """Warn if the data has changed since the training, although the config names the same data."""
     from lockstep.snapshots.data_fingerprint import data_fingerprint
 
-    before, now = (
-        {key: value for key, value in each.items() if key.startswith("dataset.")}
-        for each in (trained.saved["config"], config)
-    )
+    before, now = trained.saved["config"], trained.config
+    if any(before.get(key) != now.get(key) for key in before.keys() | now.keys() if key.startswith("dataset.")):
+        return
     recorded: dict[str, Any] = {}
     with suppress(ConfigError):
         recorded = read_run(trained.folder)["data"]
-    if before != now:
-        return
-    for name, loader in (("training_data", trained.run.loaders.train), ("test_data", trained.run.loaders.test)):
+    for name, loader in (("training data", trained.run.loaders.train), ("test data", trained.run.loaders.test)):
         fingerprint = data_fingerprint(loader.reader.dataset)
-        if recorded.get(name, fingerprint) != fingerprint:
-            what = name.replace("_", " ")
-            log.warning("the %s is not that of the training: it was %s, and is %s", what, recorded[name], fingerprint)
+        then = recorded.get(name.replace(" ", "_"), fingerprint)
+        if then != fingerprint:
+            log.warning("the %s is not that of the training: it was %s, and is %s", name, then, fingerprint)
 
 
 # The file that a mode writes, which `mode.file` names.

@@ -29,13 +29,7 @@ class Sample(Mode):
     name = "sample"
 
     def __init__(
-        self,
-        snapshot: str,
-        prompt: str,
-        length: Count,
-        temperature: NotNegative,
-        top_k: Count | None,
-        seed: Seed,
+        self, snapshot: str, prompt: str, length: Count, temperature: NotNegative, top_k: Count | None, seed: Seed
     ) -> None:
         self.snapshot, self.prompt, self.length = snapshot, prompt, length
         self.temperature, self.top_k, self.seed = temperature, top_k, seed
