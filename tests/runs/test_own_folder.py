@@ -177,8 +177,6 @@ def test_a_trained_run_is_used_as_it_was_trained_whatever_its_files_say_today(st
     rows = [line.split(",") for line in (tmp_path / "found.csv").read_text().splitlines()]
     column = rows[0].index("prediction")
     assert [int(row[column]) for row in rows[1:21]] == net.predict(images)
-    assert net.float()(images).dtype == torch.float32
-    torch.testing.assert_close(net(images).double(), outputs, rtol=1e-4, atol=1e-4)
 
 
 def test_a_stream_that_is_read_again_for_longer_than_the_timeout_is_no_hang(start: Start, tmp_path: Path) -> None:

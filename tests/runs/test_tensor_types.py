@@ -14,7 +14,7 @@ import lockstep
 from lockstep.data.vision import RandomPairs
 from lockstep.errors import ConfigError
 from lockstep.models.base import matching_parameters
-from lockstep.modes.export import write_weights
+from lockstep.modes.export import weights_as
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.state import require_plain, trained_weights
 from lockstep.strategies.base import refuse_changing_weights
@@ -74,7 +74,7 @@ def test_each_type_and_layout_is_trained_averaged_saved_and_resumed(tmp_path: Pa
     assert torch.allclose(dense, dense[0] * torch.arange(1, 7))
     for form, read in (("state_dict", torch.load), ("safetensors", load_file)):
         some = {name: value for name, value in trained.items() if form == "state_dict" or name != "sparse"}
-        write_weights(some, tmp_path / form, form)
+        (tmp_path / form).write_bytes(weights_as(some, form))
         assert_same(some, read(tmp_path / form))
     saved = newest_snapshot(tmp_path / "whole")
     averaged = {"layer.weight", "layer.bias", "filter", "gain", "shift", "coarse", "running_mean"}

@@ -18,15 +18,7 @@ from lockstep.data.augment import BatchWide, ShiftFlip
 from lockstep.data.loader import InputConverter, Loader
 from lockstep.data.partition import Order, Part, fold_in, seeded
 from lockstep.data.reader import Check, Request, SampleReader, Stream
-from lockstep.data.source import (
-    DataSource,
-    class_count,
-    class_names,
-    of_each_sample,
-    require_same_classes,
-    tensors_in,
-    unwrapped,
-)
+from lockstep.data.source import DataSource, class_count, class_names, of_each_sample, require_same_classes, unwrapped
 from lockstep.data.split import hold_out
 from lockstep.errors import ConfigError
 from lockstep.failures.record import exception_record
@@ -114,14 +106,12 @@ def completed(config: RunConfig, data: Data) -> RunConfig:
     """A copy of `config` in which each `shape` and `classes` that is null has the value of the training data, and
     balanced class weights are numbers.
 
-    Raises ConfigError for other numbers of channels than `mean` and `std` have, and for a shape that is neither that of
-    data in memory nor what the transforms of training make of it: tests may be of the other one.
+    Raises ConfigError for a shape that is neither that of data in memory nor what the transforms of training make of
+    it: tests may be of the other one.
     """
     inputs, targets = reader_of(config, data.train, "train", True).read(Request(0, 0, np.zeros(1, dtype=int)))
     first = targets[0] if isinstance(targets, Tensor) else None
     shape, node = list(inputs.shape[1:]) if isinstance(inputs, Tensor) else None, config.dataset
-    for name in ("mean", "std"):
-        check_channels(name, node.get(name), inputs)
     whole, shapes = unwrapped(data.train)[0], [shape]
     if hasattr(whole, "gather"):
         shapes.append(list(whole.gather(torch.zeros(1, dtype=torch.int64))[0].shape[1:]))
@@ -149,17 +139,6 @@ def completed(config: RunConfig, data: Data) -> RunConfig:
     loader = replace(config.loader, batch_transforms=told(config.loader.batch_transforms, "loader.batch_transforms"))
     sections = {name: told(getattr(config, name), name) for name in ("dataset", "model", "task")}
     return with_class_weights(replace(config, loader=loader, **sections), data)
-
-
-def check_channels(name: str, values: Sequence[float] | None, inputs: Any) -> None:
-    """Raise ConfigError for another number of values than inputs (N, C, ...) have channels; one is for all of them."""
-    for tensor in tensors_in(inputs):
-        is_normalised = tensor.dim() > 1 and (tensor.is_floating_point() or tensor.dtype == torch.uint8)
-        if values is None or not is_normalised or len(values) in (1, tensor.shape[1]):
-            continue
-        right = [0.5] * (tensor.shape[1] if tensor.dim() == 4 else 1)
-        what = f"dataset.{name} has {len(values)} numbers, and the samples have the shape {list(tensor.shape[1:])}"
-        raise ConfigError(f"{what}; type dataset.{name}={show(right)}, or dataset.{name}=null")
 
 
 # until issue 42
@@ -229,34 +208,23 @@ def loader_of(
     batch_size: int,
 ) -> Loader:
     """What reads a split for a rank. parts, share: as of `Loader`."""
-    section, transforms, augment = config.loader, list[BatchWide](), None
-    order = Order(len(reader), config.seed, shuffle=not isinstance(reader.dataset, Stream))
+    section, is_stream, transforms, augment = config.loader, isinstance(reader.dataset, Stream), list[BatchWide](), None
+    draws = weights = shards = None
     if is_trained:
-        weights, shards = None, of_each_sample(reader.dataset, "shards")
         if section.sampling is not None:
             weights = sampling_weights(reader.dataset, section.sampling)
         draws = getattr(unwrapped(reader.dataset)[0], "draws", None)
-        shards = None if shards is None else torch.as_tensor(shards)
-        order = Order(len(reader), config.seed, draws, weights, shards, shuffle=order.shuffle)
+        if (files := of_each_sample(reader.dataset, "shards")) is not None:
+            shards = torch.as_tensor(files)
         if section.augment is not None:
             augment = instantiate_as(ShiftFlip, section.augment, "loader.augment", epochs=config.trainer.epochs)
         transforms = [BatchWide(one) for one in instantiate(section.batch_transforms)]
-        if transforms and not order.shuffle:
+        if transforms and is_stream:
             what = "loader.batch_transforms mix in other samples, and a stream gives each once"
             raise ConfigError(f"{what}; type loader.batch_transforms=[]")
-    return Loader(
-        reader,
-        order,
-        converter,
-        device,
-        config.seed,
-        batch_size,
-        parts,
-        share,
-        augment,
-        transforms,
-        section.num_workers,
-    )
+    order = Order(len(reader), config.seed, draws, weights, shards, shuffle=not is_stream)
+    workers, seed = section.num_workers, config.seed
+    return Loader(reader, order, converter, device, seed, batch_size, parts, share, augment, transforms, workers)
 
 
 def sampling_weights(dataset: Any, sampling: str) -> Tensor:
