@@ -3,20 +3,18 @@
 No torch here, and pydantic inside functions: `--help` and ranks need neither.
 """
 
-import copy
 import json
 import math
 import os
 import re
 import shlex
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import is_dataclass, replace
+from dataclasses import is_dataclass
 from difflib import get_close_matches
-from functools import cache, reduce
-from operator import getitem
-from typing import Any, cast
+from functools import cache
+from typing import Any, TypeVar, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -24,14 +22,13 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf, errors
 
 from lockstep.compat import root_of
-from lockstep.config.schema import CONF, LATER, Node, RunConfig
+from lockstep.config.schema import CONF, RunConfig
 from lockstep.errors import ConfigError
 from lockstep.text import show
 
 GROUPS = [one for one in CONF.iterdir() if one.is_dir() and one.name not in ("hydra", "local")]
 OPTIONS = {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in GROUPS}
-UNKNOWN = {"extra_forbidden", "unexpected_keyword_argument"}  # pydantic's types of errors
-MISSING = {"missing", "missing_argument"}
+Section = TypeVar("Section")
 # Their text says no more than the sentence.
 TOLD = (MissingConfigException, errors.ConfigAttributeError, errors.ConfigKeyError, errors.MissingMandatoryValue)
 
@@ -40,25 +37,34 @@ def check(cfg: DictConfig) -> RunConfig:
     """The typed values of a composed config. Raises ConfigError for what cannot work, and what OmegaConf raises."""
     values = in_home(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     values.setdefault("logger", {})  # logger=[] leaves no section
-    checked = check_values("", values, RunConfig)
-    for section, name in [key.split(".") for key in LATER if "." in key]:
-        node = values[section].get(name)
-        if isinstance(node, dict) and "_target_" in node:
-            node["_partial_"] = True
-    config = cast(RunConfig, _with_nodes(checked, values))
+    config = section_of(RunConfig, values)
+    for node in (config.scheduler.get("schedule"), config.loader.collate_fn):
+        if isinstance(node, dict):
+            node["_partial_"] = True  # the arguments come later
     config.refuse_contradictions()
     return config
 
 
-def _with_nodes(section: Any, values: Node) -> Any:
-    """A checked section with OmegaConf's own values where there are nodes: JSON knows fewer types."""
+def section_of(kind: type[Section], values: Any, key: str = "", known: Mapping[str, Any] | None = None) -> Section:
+    """The dataclass of the values at `key`. Raises ConfigError if keys or types do not fit.
 
-    def own(name: str, part: Any) -> Any:
-        if is_dataclass(part):
-            return _with_nodes(part, values[name])
-        return values[name] if isinstance(part[0] if isinstance(part, list) and part else part, dict) else part
-
-    return replace(section, **{name: own(name, part) for name, part in vars(section).items()})
+    known: the values of the whole config, by their full keys.
+    """
+    if not isinstance(values, dict):
+        raise ConfigError(f"{key} is a section with keys of its own; type the command without {word(key, values)}")
+    types, known = get_type_hints(kind, include_extras=True), known or flatten(values, key)
+    for name in [*values, *types]:
+        if name not in types:
+            raise ConfigError(unknown_key(join(key, name), show(values[name]), known))
+        if name not in values:
+            raise ConfigError(f"{join(key, name)} is missing; type the command without ~{join(key, name)}")
+    parts = {
+        name: section_of(of, values[name], join(key, name), known)
+        if is_dataclass(of)
+        else check_value(join(key, name), values[name], of)
+        for name, of in types.items()
+    }
+    return kind(**parts)
 
 
 def in_home(value: Any) -> Any:
@@ -89,74 +95,48 @@ def word(key: str, value: object) -> str:
 # ---- Values
 
 
-def check_values(section: str, values: Node, kind: Any, target: object = None) -> Any:
-    """What pydantic makes of `values`, at the key `section`. kind: a dataclass, or a pydantic model.
-
-    target: what the node `section` names. Raises ConfigError if they do not fit.
-    """
-    made, wrong = _validate(values, kind)
+def check_value(key: str, value: Any, kind: Any, target: object = None) -> Any:
+    """The value of a key as its type has it. Raises ConfigError if it does not fit. target: what the node names that
+    it is an argument of."""
+    made, wrong = _validate(value, kind)
     if not wrong:
-        return made
-    place = _place(values, wrong[0])
-    key = join(section, ".".join(place))
-    wrong = [error for error in wrong if _place(values, error) == place]
-    around = reduce(getitem, place[:-1], values)
-    if place[-1] not in around:
-        raise ConfigError(f"{key} is missing; type the command without ~{key}")
-    value = around[place[-1]]
-    if any(error["type"] in UNKNOWN for error in wrong):
-        raise ConfigError(unknown_key(key, show(value), flatten(values, section)))
-
-    def accepts(candidate: object) -> bool:
-        changed = copy.deepcopy(values)
-        reduce(getitem, place[:-1], changed)[place[-1]] = candidate
-        return all(_place(changed, error)[: len(place)] != place for error in _validate(changed, kind)[1])
-
-    said = [error["msg"] for error in wrong if error["type"] != "needs_python_object"]
-    accepted = " or ".join(dict.fromkeys(text.removeprefix("Input should be ") for text in said))
-    meant = [candidate for candidate in _candidates(value, wrong, default_of(key, target)) if accepts(candidate)]
-    inside = [word(one, inner) for one, inner in conf_values()[""].items() if one.startswith(f"{key}.")]
-    advice = word(key, meant[0]) if meant else (inside or [f"{key}=<value>"])[0]
-    accepted = re.sub("be (List|Tuple) should ", "", f"should be {accepted}".replace("Field required", "longer"))
-    raise ConfigError(f"{key}={show(value)} {accepted}; type {advice}")
+        return made if isinstance(made, float) else value  # JSON knows fewer types
+    said = [error["msg"].removeprefix("Input should be ") for error in wrong if error["type"] != "needs_python_object"]
+    accepted = " or ".join(dict.fromkeys(said)).replace("Field required", "longer")
+    accepted = re.sub("be (List|Tuple) should ", "", f"should be {accepted}")
+    candidates = _candidates(value, re.findall("'([^']*)'", accepted), default_of(key, target))
+    meant = [word(key, one) for one in candidates if not _validate(one, kind)[1]]
+    raise ConfigError(f"{key}={show(value)} {accepted}; type {[*meant, f'{key}=<value>'][0]}")
 
 
 @cache
-def adapter(kind: Any) -> Any:
-    from pydantic import TypeAdapter
+def _adapter(kind: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter
 
-    return TypeAdapter(kind)
+    return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False))
 
 
-def _validate(values: Node, kind: Any) -> tuple[Any, list[Any]]:
-    """What pydantic makes of the values, and its errors. In JSON an object may be a dataclass, and a whole number a
-    float, but the text "3" is no number."""
+def _validate(value: Any, kind: Any) -> tuple[Any, list[Any]]:
+    """What pydantic makes of a value, and its errors. In JSON a whole number may be a float, but the text "3" is no
+    number."""
     from pydantic import ValidationError
 
     try:
-        return adapter(kind).validate_json(json.dumps(values, default=str), strict=True), []
+        return _adapter(kind).validate_json(json.dumps(value, default=str), strict=True), []
     except ValidationError as error:
         return None, list(error.errors(include_url=False))
 
 
-def _place(values: Node, error: Any) -> list[str]:
-    """The key of an error, without what pydantic adds for the members of a union and for the item of a list."""
-    node, place = values, []
-    for name in error["loc"]:
-        if isinstance(node, dict) and (name in node or error["type"] in MISSING):
-            place.append(name)
-            node = node.get(name, "")
-    return place
-
-
-def _candidates(value: Any, wrong: list[Any], default: object) -> list[Any]:
-    """Values that may have been meant, the likeliest first."""
+def _candidates(value: Any, words: Sequence[str], default: object) -> Iterator[Any]:
+    """Values that may have been meant, the likeliest first. words: those that are accepted."""
     text = show(value).lower().strip("'[]")
-    words = re.findall(r"'([^']*)'", " ".join(error["msg"] for error in wrong))
-    limits = [limit for error in wrong for name, limit in error.get("ctx", {}).items() if name in ("ge", "le")]
-    read = [yaml.safe_load(text)] * bool(re.fullmatch(r"[\w.-]+", text))  # yes is true, and '3' a number
-    read += [round(one) for one in read if isinstance(one, float) and math.isfinite(one)]
-    return [*get_close_matches(text, words, 1, 0.4), *read, [value], default, *limits, *words, None, True, 1, 0.5]
+    yield from get_close_matches(text, words, 1, 0.4)
+    if re.fullmatch(r"[\w.-]+", text):
+        read = yaml.safe_load(text)  # yes is true, and '3' a number
+        yield read
+        if isinstance(read, float) and math.isfinite(read):
+            yield round(read)
+    yield from ([value], default, None, {}, *words)
 
 
 def default_of(key: str, target: object = None) -> object:

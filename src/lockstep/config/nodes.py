@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from difflib import get_close_matches
-from functools import cache
 from typing import Any, TypeVar
 
 import hydra.utils
@@ -16,7 +15,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.compat import hydra_may_call_all
-from lockstep.config.check import check_values, default_of, flatten, join
+from lockstep.config.check import check_value, default_of, flatten, join
 from lockstep.config.schema import FROM_DATA, LATER, Node
 from lockstep.errors import ConfigError
 from lockstep.text import show
@@ -106,20 +105,10 @@ def check_nodes(group: str, value: object) -> None:
         if path.startswith(CHECKED_BY_TYPE) or (key == "dataset" and is_dataclass(target)):
             null = {name for name in FROM_DATA if given.get(name) is None}  # the data will tell
             nodes = {name for name, value in given.items() if any(nodes_in(value, name))}  # objects later
-            names = tuple(name for name in given if name not in null | nodes)
-            check_values(key, {name: node[name] for name in names}, _model_of(target, names), path)
-
-
-@cache
-def _model_of(target: Callable[..., Any], names: tuple[str, ...]) -> Any:
-    """A pydantic model with the annotations of these parameters."""
-    import pydantic
-
-    function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
-    annotations = inspect.get_annotations(function, eval_str=True)
-    fields: dict[str, Any] = {f"{name}_": (annotations.get(name, Any), pydantic.Field(alias=name)) for name in names}
-    config = pydantic.ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False, protected_namespaces=())
-    return pydantic.create_model("Arguments", __config__=config, **fields)
+            function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+            annotations = inspect.get_annotations(function, eval_str=True)
+            for name in given.keys() - null - nodes:
+                check_value(join(key, name), given[name], annotations.get(name, Any), path)
 
 
 def instantiate(node: Node | Sequence[Node] | None, *first: Any, **later: Any) -> Any:

@@ -15,9 +15,9 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 
-from lockstep.config.check import check_values
+from lockstep.config.check import section_of
 from lockstep.config.nodes import check_nodes, instantiate
-from lockstep.config.schema import Count, Node, Section
+from lockstep.config.schema import Count, Node
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import print_line
 from lockstep.sweeps.jobs import Job, Jobs, Outcome
@@ -28,7 +28,7 @@ AGAIN = "again"  # attribute of a trial that goes on with one that was interrupt
 
 
 @dataclass(frozen=True)
-class SearchSettings(Section):
+class SearchSettings:
     """The keys of hydra.sweeper that are numbers."""
 
     n_trials: Count
@@ -36,7 +36,7 @@ class SearchSettings(Section):
 
 def search(sweep: Sweep, n_trials: int, sampler: Node, pruner: Node | None) -> None:
     """Run trials until there are `n_trials`, those of earlier commands in this folder included. Raises ConfigError."""
-    settings = check_values("hydra.sweeper", {"n_trials": n_trials}, SearchSettings)
+    settings = section_of(SearchSettings, {"n_trials": n_trials}, "hydra.sweeper")
     check_nodes("hydra.sweeper.sampler", sampler)
     check_nodes("hydra.sweeper.pruner", pruner)
     fixed, space = distributions(OverridesParser.create(config_loader=sweep.loader).parse_overrides(sweep.typed))
