@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from difflib import get_close_matches
@@ -26,11 +26,12 @@ from lockstep.config.schema import CONF, RunConfig
 from lockstep.errors import ConfigError
 from lockstep.text import show
 
-GROUPS = [one for one in CONF.iterdir() if one.is_dir() and one.name not in ("hydra", "local")]
-OPTIONS = {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in GROUPS}
+OPTIONS = {
+    folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
+    for folder in CONF.iterdir()
+    if folder.is_dir() and folder.name not in ("hydra", "local")
+}
 Section = TypeVar("Section")
-# Their text says no more than the sentence.
-TOLD = (MissingConfigException, errors.ConfigAttributeError, errors.ConfigKeyError, errors.MissingMandatoryValue)
 
 
 def check(cfg: DictConfig) -> RunConfig:
@@ -149,40 +150,20 @@ def default_of(key: str, target: object = None) -> object:
     return None
 
 
-# ---- Keys, options and words
-
-
 @cache
 def conf_values() -> dict[str, dict[str, Any]]:
     """{"model=mlp": {"model.width": 64, ...}, ...} of each option in conf/; "" are the values of config.yaml, and the
     options that it chooses."""
     base = yaml.safe_load((CONF / "config.yaml").read_text())
-    chosen = {group: name for one in base.pop("defaults") if isinstance(one, dict) for group, name in one.items()}
-    found = {"": flatten({key: value for key, value in base.items() if key != "hydra"}) | chosen}
-    for group, names in OPTIONS.items():
-        first = sorted(names, key=lambda name: name != chosen.get(group))
-        texts = {name: (CONF / group / f"{name}.yaml").read_text() for name in first}
-        found |= {f"{group}={name}": flatten(yaml.safe_load(text) or {}, group) for name, text in texts.items()}
+    chosen = {group: name for one in base["defaults"] if isinstance(one, dict) for group, name in one.items()}
+    found = {"": flatten(base) | chosen}
+    for path in sorted(CONF.glob("*/*.yaml")):
+        group = path.parent.name
+        found[f"{group}={path.stem}"] = flatten(yaml.safe_load(path.read_text()) or {}, group)
     return found
 
 
-def unknown_key(key: str, value: str, known: Iterable[str]) -> str:
-    """The sentence for a key that this config does not have. known: its keys."""
-    section, last = key.partition(".")[0], key.rpartition(".")[2]
-    if section in ("experiment", "local"):
-        return f"a file below conf/{section} is not for the whole config; type # @package _global_ in its first line"
-    if key.startswith(("vars.", "evaluation.metrics.")):  # these hold what one adds
-        return f"{key} is a new key; type {shlex.quote(f'+{key}={value}')}"
-    options = [option for option, values in conf_values().items() if option and key in values]
-    if options:
-        return f"{key} is a key of {' and '.join(options)}; type {options[0]} {shlex.quote(f'{key}={value}')}"
-    # By its last name: of the same section before another one, of another one the first.
-    keys = [one for one in (*known, *OPTIONS) if one != key and not re.search(r"\._|^hydra", one)]
-    keys.sort(key=lambda one: one.partition(".")[0] == section, reverse=True)
-    ends = {one.rpartition(".")[2]: one for one in reversed(keys)}
-    meant = [shlex.quote(f"{ends[name]}={value}") for name in get_close_matches(last, ends, 1, 0.7)]
-    own = [] if "." in key else [shlex.quote(f"+vars.{key}={value}") + " for a key of your own"]
-    return f"{key} is no key of this config; type {', or '.join([*meant, *own]) or '--cfg job to see the keys'}"
+# ---- What Hydra and OmegaConf refuse
 
 
 def explain(error: BaseException, words: Sequence[str]) -> str | None:
@@ -190,43 +171,66 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
 
     words: the command's.
     """
-    causes = list(_causes(error))
-    for own in (cause for cause in causes if isinstance(cause, ConfigError)):  # of a resolver
-        return str(own)
     raised_in = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_theirs = isinstance(error, HydraException | errors.OmegaConfBaseException | yaml.YAMLError)
     if not is_theirs and raised_in[-1:] not in (["hydra"], ["omegaconf"]):
         return None
     overrides = [one for one in words if not one.startswith("-")]
-    told = [(sentence, cause) for cause in causes if (sentence := _told(cause, overrides))]
-    sentence, cause = told[0] if told else (_about(str(error), overrides), error)
-    return sentence if isinstance(cause, TOLD) else f"{sentence}\n    " + str(cause).strip().replace("\n", "\n    ")
+    causes = [error]
+    while cause := causes[0].__cause__ or causes[0].__context__:
+        causes.insert(0, cause)
+    sentences = [sentence for cause in causes if (sentence := _sentence(cause, overrides))]
+    return sentences[0] if sentences else _about("\n".join(map(str, causes)), overrides)
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _told(cause: BaseException, words: list[str]) -> str | None:
+def _sentence(cause: BaseException, words: list[str]) -> str | None:
     """What an error says by its type and its attributes."""
     key: Any = getattr(cause, "full_key", None)
+    if isinstance(cause, ConfigError):  # of a resolver
+        return str(cause)
     if isinstance(cause, yaml.YAMLError):
-        mark, problem = getattr(cause, "problem_mark", None), getattr(cause, "problem", None)
-        where = f"{mark.name}, line {mark.line + 1}," if mark else "a config file"
         advice = "each key once, as `key: value`, with spaces for tabs, and every bracket and quote closed"
-        return f"{where} cannot be read ({problem or cause}); type {advice}"
+        return f"{' '.join(str(cause).split())}; type {advice}"
     if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
         return _no_option(str(cause.missing_cfg_file), cause.options)
     if isinstance(cause, OverrideParseException):
-        return _unreadable(str(cause.override), words)
-    if isinstance(cause, errors.MissingMandatoryValue | errors.InterpolationResolutionError):
-        key = key or next((one.partition("=")[0] for one in words if "${" in one), "a key")
+        return _unreadable(str(cause.override), words) + _below(cause)
+    if isinstance(cause, errors.MissingMandatoryValue) and key:
         return f"{key} has no value; type {_with_default(key)}"
-    if isinstance(cause, errors.ConfigAttributeError | errors.ConfigKeyError | errors.ConfigTypeError) and key:
-        return _unknown_override(key, root_of(cause), words)
+    if isinstance(cause, errors.InterpolationResolutionError) and key:
+        return f"{key} has no value; type {_with_default(key)}{_below(cause)}"
+    if isinstance(cause, errors.ConfigAttributeError | errors.ConfigKeyError):
+        known = flatten(OmegaConf.to_container(root_of(cause), resolve=False))
+        for typed in (one for one in words if f"{key_of(one)}.".startswith(f"{key}.")):
+            return unknown_key(key_of(typed), typed.partition("=")[2], known)
     return None
+
+
+def _below(said: object) -> str:
+    """A library's text, indented below a sentence."""
+    return "\n    " + str(said).strip().replace("\n", "\n    ")
+
+
+def unknown_key(key: str, value: str, known: Mapping[str, Any]) -> str:
+    """The sentence for a key that is not in this config. known: its values by their full keys."""
+    from lockstep.config.nodes import locate, takes
+
+    section, (parent, _, name) = key.partition(".")[0], key.rpartition(".")
+    target = known.get(f"{parent}._target_")
+    if section in ("experiment", "local"):
+        return f"a file below conf/{section} is not for the whole config; type # @package _global_ in its first line"
+    if parent in ("vars", "evaluation.metrics") or (target and takes(locate(parent, target), name)):
+        return f"{key} is a new key; type {word(f'+{key}', value)}"
+    options = [option for option, values in conf_values().items() if option and key in values]
+    if options:
+        return f"{key} is a key of {' and '.join(options)}; type {options[0]} {word(key, value)}"
+    # By its last name: of the same section before another one, of another one the first.
+    keys = [one for one in (*known, *OPTIONS) if one != key and not re.search(r"\._|^hydra", one)]
+    keys.sort(key=lambda one: one.partition(".")[0] == section, reverse=True)
+    ends = {one.rpartition(".")[2]: one for one in reversed(keys)}
+    meant = [word(ends[close], value) for close in get_close_matches(name, ends, 1, 0.7)]
+    own = [] if parent else [f"{word(f'+vars.{key}', value)} for a key of your own"]
+    return f"{key} is no key of this config; type {', or '.join([*meant, *own]) or '--cfg job to see the keys'}"
 
 
 def key_of(typed: str) -> str:
@@ -239,16 +243,15 @@ def _with_default(key: str) -> str:
 
 
 def _about(said: str, words: list[str]) -> str:
-    """For an error that has no key: the word that it is probably about. said: its text."""
-    preset = [one for one in words if key_of(one) in ("experiment", "local")]
-    named = [one for one in words if key_of(one) in said] or preset or words[-1:] or ["conf/local"]
-    if named == preset:
-        return f"{preset[0]} chooses an option again; type override before each option in its defaults list"
-    if words and OverridesParser.create().parse_override(named[0]).is_sweep_override():
-        return f"{named[0]} has several values; type -m {shlex.quote(named[0])} for a sweep"
-    advice = named[0][1:] if named[0].startswith("+") else f"the command without {named[0]}"
-    what = "is about what is not there" if named[0].startswith("~") else "cannot be composed"
-    return f"{named[0]} {what}; type {advice}"
+    """For an error that has no key: about the word that its text names, or else a preset, or the last word."""
+    presets = [one for one in words if key_of(one) == "experiment"]
+    named = [*(one for one in words if key_of(one) in said), *presets, *words[-1:], "conf/local"][0]
+    advice = named[1:] if named.startswith("+") else f"the command without {named}"
+    if "--multirun" in said:
+        advice = f"-m {shlex.quote(named)} for a sweep"
+    elif named in (*presets, "conf/local"):
+        advice = "override before each option in its defaults list"
+    return f"{named} cannot be composed; type {advice}{_below(said)}"
 
 
 def _no_option(file: str, options: Sequence[str] | None) -> str:
@@ -257,43 +260,22 @@ def _no_option(file: str, options: Sequence[str] | None) -> str:
     folder = f"--config-dir=<the folder that holds {file}.yaml>"
     if not options:
         return f"{file} is no config; type {folder}"
-    meant = [*get_close_matches(option.lower(), options, 1), default_of(group) or "<one of them>"]
+    meant = [*get_close_matches(option.lower(), options, 1), default_of(group) or options[0]]
     known = f"{group} has the options {', '.join(sorted(options))}"
     return f"{group}={option} is no option, and {known}; type {group}={meant[0]}, or {folder}"
 
 
-def _unknown_override(key: str, cfg: Any, words: list[str]) -> str:
-    """For a key that a word sets and `cfg`, which Hydra has composed so far, does not have."""
-    from lockstep.config.nodes import locate, takes
-
-    typed = next((one for one in words if f"{key_of(one)}.".startswith(f"{key}.")), key)
-    if typed.startswith("~"):
-        return f"{typed} is about a key that is not there; type the command without {typed}"
-    key, value = key_of(typed), typed.partition("=")[2] or "<value>"
-    parent, _, name = key.rpartition(".")
-    node: Any = OmegaConf.select(cfg, parent) if parent else None
-    if OmegaConf.is_dict(node) and "_target_" in node and takes(locate(parent, node["_target_"]), name):
-        return f"{key} is not in the YAML of this option, and its class takes it; type {word(f'+{key}', value)}"
-    return unknown_key(key, value, flatten(OmegaConf.to_container(cfg, resolve=False)))
-
-
 def _unreadable(typed: str, words: list[str]) -> str:
-    """For a word that Hydra cannot parse: one near to it that it can, also with the words beside it."""
-    place = words.index(typed) if typed in words else len(words)
-    before, after = words[:place][-1:], words[place + 1 :]
-    known = {key for values in conf_values().values() for key in values} | OPTIONS.keys()
-    joined = ["".join([*before, typed]), "".join([typed, *after[:2]]), "".join([typed, *after[:1]])]
-    joined += [typed.replace(":", "=", 1), f"{typed}={''.join(after[:1])}"]
-    near = [one for one in joined if one.partition("=")[0] in known and re.fullmatch("[^=]+=[^=]+", one)]
-    key, equals, value = typed.partition("=")
-    if not equals and not near:
-        return f"{key} has no value; type {_with_default(key)}" if key in known else unknown_key(key, "<value>", known)
+    """For a word that Hydra cannot parse: one near to it that it can."""
+    without_blanks = re.sub(" *= *", "=", " ".join(words)).split(" ")
+    meant = next((one for one in without_blanks if typed in one and "=" in one), typed)
+    key, equals, value = meant.partition("=") if "=" in meant else meant.partition(":")
+    if not equals:
+        return f"{typed} has no value; type {_with_default(typed)}, or the command without it"
     inner = value.strip("[](){} ,'\"")
-    of_list = f"{key}=[{inner}]"
-    near += [of_list] * ("," in inner) + [f"{key.strip()}={value.strip()}", f"{key}={inner}", of_list]
-    for meant in near:
+    for text in (value, f"[{inner}]" if "," in inner else inner):
         with suppress(HydraException):
-            OverridesParser.create().parse_override(meant)
-            return f"{typed} cannot be read; type {shlex.quote(meant)}"
+            OverridesParser.create().parse_override(f"{key}={text}")
+            return f"{typed} cannot be read; type {word(key, text)}"
     quoted = value.replace('"', "")
     return f"{typed} cannot be read; type " + shlex.quote(f'{key}="{quoted}"')
