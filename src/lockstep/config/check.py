@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, errors
 from lockstep.compat import root_of
 from lockstep.config.schema import CONF, RunConfig
 from lockstep.errors import ConfigError
-from lockstep.text import show
+from lockstep.text import first_line, show
 
 OPTIONS = {
     folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
@@ -46,21 +46,18 @@ def check(cfg: DictConfig) -> RunConfig:
     return config
 
 
-def section_of(kind: type[Section], values: Any, key: str = "", known: Mapping[str, Any] | None = None) -> Section:
-    """The dataclass of the values at `key`. Raises ConfigError if keys or types do not fit.
-
-    known: the values of the whole config, by their full keys.
-    """
+def section_of(kind: type[Section], values: Any, key: str = "") -> Section:
+    """The dataclass of the values at `key`. Raises ConfigError if keys or types do not fit."""
     if not isinstance(values, dict):
         raise ConfigError(f"{key} is a section with keys of its own; type the command without {word(key, values)}")
-    types, known = get_type_hints(kind, include_extras=True), known or flatten(values, key)
+    types = get_type_hints(kind, include_extras=True)
     for name in [*values, *types]:
         if name not in types:
-            raise ConfigError(unknown_key(join(key, name), show(values[name]), known))
+            raise ConfigError(unknown_key(join(key, name), show(values[name]), flatten(values, key)))
         if name not in values:
             raise ConfigError(f"{join(key, name)} is missing; type the command without ~{join(key, name)}")
     parts = {
-        name: section_of(of, values[name], join(key, name), known)
+        name: section_of(of, values[name], join(key, name))
         if is_dataclass(of)
         else check_value(join(key, name), values[name], of)
         for name, of in types.items()
@@ -150,6 +147,12 @@ def default_of(key: str, target: object = None) -> object:
     return None
 
 
+def with_default(key: str, otherwise: str | None = None) -> str:
+    """`key=value` with the value in conf/. otherwise: what to type if there is none."""
+    value = default_of(key)
+    return otherwise or f"{key}=<value>" if value is None else word(key, value)
+
+
 @cache
 def conf_values() -> dict[str, dict[str, Any]]:
     """{"model=mlp": {"model.width": 64, ...}, ...} of each option in conf/; "" are the values of config.yaml, and the
@@ -167,48 +170,46 @@ def conf_values() -> dict[str, dict[str, Any]]:
 
 
 def explain(error: BaseException, words: Sequence[str]) -> str | None:
-    """The sentence for what Hydra or OmegaConf says of the user's input, with its text below. None for other errors.
+    """The sentence for what Hydra or OmegaConf says of the user's input, with its text below where that says more.
 
-    words: the command's.
+    None for other errors. words: the command's.
     """
     raised_in = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_theirs = isinstance(error, HydraException | errors.OmegaConfBaseException | yaml.YAMLError)
     if not is_theirs and raised_in[-1:] not in (["hydra"], ["omegaconf"]):
         return None
-    overrides = [one for one in words if not one.startswith("-")]
+    words = [one for one in words if not one.startswith("-")]
     causes = [error]
     while cause := causes[0].__cause__ or causes[0].__context__:
         causes.insert(0, cause)
-    sentences = [sentence for cause in causes if (sentence := _sentence(cause, overrides))]
-    return sentences[0] if sentences else _about("\n".join(map(str, causes)), overrides)
-
-
-def _sentence(cause: BaseException, words: list[str]) -> str | None:
-    """What an error says by its type and its attributes."""
-    key: Any = getattr(cause, "full_key", None)
-    if isinstance(cause, ConfigError):  # of a resolver
-        return str(cause)
-    if isinstance(cause, yaml.YAMLError):
-        advice = "each key once, as `key: value`, with spaces for tabs, and every bracket and quote closed"
-        return f"{' '.join(str(cause).split())}; type {advice}"
-    if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
-        return _no_option(str(cause.missing_cfg_file), cause.options)
-    if isinstance(cause, OverrideParseException):
-        return _unreadable(str(cause.override), words) + _below(cause)
-    if isinstance(cause, errors.MissingMandatoryValue) and key:
-        return f"{key} has no value; type {_with_default(key)}"
-    if isinstance(cause, errors.InterpolationResolutionError) and key:
-        return f"{key} has no value; type {_with_default(key)}{_below(cause)}"
-    if isinstance(cause, errors.ConfigAttributeError | errors.ConfigKeyError):
-        known = flatten(OmegaConf.to_container(root_of(cause), resolve=False))
-        for typed in (one for one in words if f"{key_of(one)}.".startswith(f"{key}.")):
-            return unknown_key(key_of(typed), typed.partition("=")[2], known)
-    return None
-
-
-def _below(said: object) -> str:
-    """A library's text, indented below a sentence."""
-    return "\n    " + str(said).strip().replace("\n", "\n    ")
+    said = "\n".join(map(str, causes)).strip()
+    below = "\n    " + said.replace("\n", "\n    ")
+    for cause in causes:
+        key: Any = getattr(cause, "full_key", None)
+        if isinstance(cause, ConfigError):  # of a resolver
+            return str(cause)
+        if isinstance(cause, yaml.YAMLError):
+            advice = "each key once, as `key: value`, with spaces for tabs, and every bracket and quote closed"
+            return f"{' '.join(str(cause).split())}; type {advice}"
+        if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
+            return _no_option(str(cause.missing_cfg_file), cause.options)
+        if isinstance(cause, OverrideParseException):
+            return _unreadable(str(cause.override), words) + below
+        if isinstance(cause, errors.MissingMandatoryValue | errors.InterpolationResolutionError) and key:
+            return f"{key} has no value ({first_line(cause)}); type {with_default(key)}"
+        if isinstance(cause, errors.ConfigAttributeError | errors.ConfigKeyError):
+            known = flatten(OmegaConf.to_container(root_of(cause), resolve=False))
+            for typed in (one for one in words if f"{key_of(one)}.".startswith(f"{key}.")):
+                return unknown_key(key_of(typed), typed.partition("=")[2], known)
+    # Else the text may name a word, or it is about a preset, or the last word.
+    presets = [one for one in words if key_of(one) == "experiment"]
+    named = [*(one for one in words if key_of(one) in said), *presets, *words[-1:], "conf/local"][0]
+    advice = named[1:] if named.startswith("+") else f"the command without {named}"
+    if "--multirun" in said:
+        advice = f"-m {shlex.quote(named)} for a sweep"
+    elif named in (*presets, "conf/local"):
+        advice = "override before each option in its defaults list"
+    return f"{named} cannot be composed; type {advice}{below}"
 
 
 def unknown_key(key: str, value: str, known: Mapping[str, Any]) -> str:
@@ -225,9 +226,9 @@ def unknown_key(key: str, value: str, known: Mapping[str, Any]) -> str:
     if options:
         return f"{key} is a key of {' and '.join(options)}; type {options[0]} {word(key, value)}"
     # By its last name: of the same section before another one, of another one the first.
-    keys = [one for one in (*known, *OPTIONS) if one != key and not re.search(r"\._|^hydra", one)]
-    keys.sort(key=lambda one: one.partition(".")[0] == section, reverse=True)
-    ends = {one.rpartition(".")[2]: one for one in reversed(keys)}
+    keys = [*known, *OPTIONS, *(one for values in conf_values().values() for one in values)]
+    keys.sort(key=lambda one: one.partition(".")[0] != section)
+    ends = {one.rpartition(".")[2]: one for one in reversed(keys) if one != key and not re.search(r"\._|^hydra", one)}
     meant = [word(ends[close], value) for close in get_close_matches(name, ends, 1, 0.7)]
     own = [] if parent else [f"{word(f'+vars.{key}', value)} for a key of your own"]
     return f"{key} is no key of this config; type {', or '.join([*meant, *own]) or '--cfg job to see the keys'}"
@@ -235,23 +236,6 @@ def unknown_key(key: str, value: str, known: Mapping[str, Any]) -> str:
 
 def key_of(typed: str) -> str:
     return typed.partition("=")[0].lstrip("+~").partition("@")[0]
-
-
-def _with_default(key: str) -> str:
-    value = default_of(key)
-    return f"{key}=<value>" if value is None else word(key, value)
-
-
-def _about(said: str, words: list[str]) -> str:
-    """For an error that has no key: about the word that its text names, or else a preset, or the last word."""
-    presets = [one for one in words if key_of(one) == "experiment"]
-    named = [*(one for one in words if key_of(one) in said), *presets, *words[-1:], "conf/local"][0]
-    advice = named[1:] if named.startswith("+") else f"the command without {named}"
-    if "--multirun" in said:
-        advice = f"-m {shlex.quote(named)} for a sweep"
-    elif named in (*presets, "conf/local"):
-        advice = "override before each option in its defaults list"
-    return f"{named} cannot be composed; type {advice}{_below(said)}"
 
 
 def _no_option(file: str, options: Sequence[str] | None) -> str:
@@ -268,14 +252,13 @@ def _no_option(file: str, options: Sequence[str] | None) -> str:
 def _unreadable(typed: str, words: list[str]) -> str:
     """For a word that Hydra cannot parse: one near to it that it can."""
     without_blanks = re.sub(" *= *", "=", " ".join(words)).split(" ")
-    meant = next((one for one in without_blanks if typed in one and "=" in one), typed)
+    meant = next((one for one in without_blanks if typed in one and one not in words), typed)
     key, equals, value = meant.partition("=") if "=" in meant else meant.partition(":")
     if not equals:
-        return f"{typed} has no value; type {_with_default(typed)}, or the command without it"
-    inner = value.strip("[](){} ,'\"")
-    for text in (value, f"[{inner}]" if "," in inner else inner):
+        return f"{typed} has no value; type {with_default(typed)}, or the command without it"
+    inner, quoted = value.strip("[](){} ,'\""), '"' + value.replace('"', "") + '"'
+    for text in (value, f"[{inner}]" if "," in inner else inner, quoted):
         with suppress(HydraException):
             OverridesParser.create().parse_override(f"{key}={text}")
-            return f"{typed} cannot be read; type {word(key, text)}"
-    quoted = value.replace('"', "")
-    return f"{typed} cannot be read; type " + shlex.quote(f'{key}="{quoted}"')
+            break
+    return f"{typed} cannot be read; type {word(key, text)}"

@@ -1,8 +1,8 @@
 """Nodes of a config: what a `_target_` names, which arguments it takes, and the object that it makes."""
 
-import importlib
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
@@ -15,7 +15,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.compat import hydra_may_call_all
-from lockstep.config.check import check_value, default_of, flatten, join
+from lockstep.config.check import check_value, flatten, join, with_default
 from lockstep.config.schema import FROM_DATA, LATER, Node
 from lockstep.errors import ConfigError
 from lockstep.text import show
@@ -41,27 +41,22 @@ def nodes_in(value: object, key: str) -> Iterator[tuple[str, Node]]:
 
 def locate(key: str, path: object) -> Callable[..., Any]:
     """What the dotted `path` names. Raises ConfigError with the error of the import."""
-    group, names, found = key.partition(".")[0], str(path).split("."), None
-    advice = f"{group}={default_of(group)}" if key == group else f"{key}._target_=<module>.<class>"
+    module, _, name = str(path).rpartition(".")
     try:
-        if len(names) < 2 or not all(names):
+        if not module:
             raise ImportError("it names no module and class")
-        found = importlib.import_module(names[0])
-        for count, name in enumerate(names[1:], start=2):
-            if not hasattr(found, name) and inspect.ismodule(found):
-                importlib.import_module(".".join(names[:count]))
-            found = getattr(found, name)
+        found = hydra.utils.get_object(str(path))
         if not callable(found):
             raise TypeError("it is neither a class nor a function")
     except Exception as error:  # a module of the user's may raise anything
-        missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
-        if missing == names[0]:
-            advice = f"--config-dir=<a folder beside {missing}.py>, or PYTHONPATH=<its folder> before the command"
-        elif missing and not str(path).startswith(missing):
-            advice = f"pip install {missing.partition('.')[0]}"
-        elif inspect.ismodule(found) and (meant := get_close_matches(names[-1], dir(found), 1)):
-            advice = f"{key}._target_={found.__name__}.{meant[0]}"
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        cause = error.__cause__ or error
+        missing = cause.name or "" if isinstance(cause, ModuleNotFoundError) else ""
+        advice = with_default(key, f"{key}._target_=<module>.<class>")
+        if missing and not missing.startswith(f"{module}."):
+            advice = f"PYTHONPATH=<the folder of {missing}.py> before the command, or pip install {missing}"
+        elif meant := get_close_matches(name, dir(sys.modules.get(module)), 1):
+            advice = f"{key}._target_={module}.{meant[0]}"
+        reason = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
         raise ConfigError(f"{key}._target_={path} cannot be imported ({reason}); type {advice}") from error
     return found  # type: ignore[no-any-return]
 
@@ -90,15 +85,15 @@ def check_nodes(group: str, value: object) -> None:
         given = {name: value for name, value in node.items() if name not in HYDRA_KEYS}
         positional = [name for name, one in parameters.items() if one.kind <= one.POSITIONAL_OR_KEYWORD]
         filled = {*positional[: count + len(node.get("_args_") or ())], *later}
-        free = [name for name in parameters if name not in given and name not in filled]
+        names = [name for name, one in parameters.items() if one.kind not in ANY_NUMBER]
+        free = [name for name in names if name not in given and name not in filled]
         unknown = [name for name in given if not takes(target, name) or (name in filled and name in parameters)]
         if unknown:
             words = [f"~{join(key, name)}" for name in unknown]
             words += [f"+{join(key, one)}={show(given[unknown[0]])}" for one in get_close_matches(unknown[0], free, 1)]
             other = f", but {', '.join(free)}" if free else ""
             raise ConfigError(f"{path} takes no {' or '.join(unknown)}{other}; type {' '.join(words)}")
-        needed = [name for name in free if parameters[name].default is inspect.Parameter.empty]
-        missing = [name for name in needed if parameters[name].kind not in ANY_NUMBER]
+        missing = [name for name in free if parameters[name].default is inspect.Parameter.empty]
         if missing and (count or not node.get("_partial_")):
             words = [f"+{join(key, name)}=<value>" for name in missing]
             raise ConfigError(f"{path} needs {' and '.join(missing)}; type {' '.join(words)}")
@@ -130,9 +125,9 @@ def instantiate_as(kind: type[Kind], node: Node, key: str, *first: Any, **later:
     target = locate(key, node.get("_target_"))
     made = instantiate(node, *first, **{name: value for name, value in later.items() if takes(target, name)})
     if not isinstance(made, kind):
-        group, wanted = key.partition(".")[0], f"{kind.__module__}.{kind.__qualname__}"
-        advice = f"{group}={default_of(group)}" if key == group else f"{key}._target_=<a class below {wanted}>"
+        wanted = f"{kind.__module__}.{kind.__qualname__}"
         what = f"gives an object of {type(made).__name__}, and {wanted} is wanted"
+        advice = with_default(key, f"{key}._target_=<a class below {wanted}>")
         raise ConfigError(f"{key}._target_={node['_target_']} {what}; type {advice}")
     return made
 
@@ -144,14 +139,14 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     takes it. The literal values of the option's YAML are those of the other class; a class that inherits its
     constructor from one of this project keeps them, too.
     """
-    cfg, typed = cfg.copy(), dict[str, Any]()
+    cfg, typed = cfg.copy(), list[str]()
     for override in OverridesParser.create().parse_overrides(list(overrides)):
-        value, key = override.value(), override.key_or_group
-        typed |= {} if override.is_delete() else {key: value} | flatten(value, key)  # an empty dict has no keys
-    for key in [key.removesuffix("._target_") for key in typed if key.endswith("._target_")]:
-        node, target = OmegaConf.select(cfg, key), str(OmegaConf.select(cfg, f"{key}._target_"))
+        if not override.is_delete():
+            typed += [override.key_or_group, *flatten(override.value(), override.key_or_group)]
+    for key in [one.removesuffix("._target_") for one in typed if one.endswith("._target_")]:
+        node: Any = OmegaConf.select(cfg, key)
+        target, written = node["_target_"], OmegaConf.to_container(node, resolve=False)
         found = locate(key, target)
-        written: Any = OmegaConf.to_container(node, resolve=False)
         links = {name for name, value in written.items() if "${" in str(value)}
         of_constructor = str(getattr(getattr(found, "__init__", None), "__module__", ""))
         inherits = of_constructor.startswith("lockstep.") and not target.startswith("lockstep.")
@@ -161,8 +156,8 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         with open_dict(node):
             for name in left_out:
                 del node[name]
-            if key == "dataset" and not inherits:  # other keys refer to these; null: the data tells
-                node.update(dict.fromkeys({"shape", "classes"} - own))
+            if key == "dataset":  # other keys refer to these; null: the data tells
+                node.update(dict.fromkeys(left_out & FROM_DATA))
         if left_out - links and os.environ.get("RANK", "0") == "0":
             names = ", ".join(sorted(left_out - links))
             with suppress(OSError):  # nobody reads it

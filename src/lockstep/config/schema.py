@@ -54,7 +54,7 @@ LATER: dict[str, tuple[int, frozenset[str]]] = {
     "trainer.ema": (1, frozenset()),
     "step": (0, STEP | {"max_grad_norm", "skip", "ignores"}),
 }
-FROM_DATA = ("shape", "classes", "num_classes")  # null in a node: the training data tells
+FROM_DATA = frozenset({"shape", "classes", "num_classes"})  # null in a node: the training data tells
 
 
 @dataclass(frozen=True)
