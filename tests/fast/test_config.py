@@ -170,7 +170,7 @@ def test_every_option_composes_and_its_nodes_have_the_arguments_of_their_classes
         value = getattr(config, field.name)
         if isinstance(value, dict):
             assert next(nodes_in(value, field.name), None) or field.name in ("vars", "logger")
-            check_nodes(field.name, value)
+            check_nodes(value, field.name)
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda path: path.stem)

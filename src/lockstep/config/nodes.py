@@ -1,8 +1,8 @@
 """Nodes of a config: what a `_target_` names, which arguments it takes, and the object that it makes."""
 
+import importlib
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
@@ -27,12 +27,14 @@ ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 Kind = TypeVar("Kind")
 
 
-def nodes_in(value: object, key: str) -> Iterator[tuple[str, Node]]:
-    """(key, node) of every node inside `value`, itself included."""
+def nodes_in(value: object, key: str = "") -> Iterator[tuple[str, Node]]:
+    """(key, node) of every node inside `value`, itself included. Those below vars are one's own."""
+    if is_dataclass(value):
+        value = vars(value)
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from nodes_in(item, f"{key}[{index}]")
-    if isinstance(value, dict):
+    if isinstance(value, dict) and key != "vars":
         if "_target_" in value:
             yield key, value
         for name, item in value.items():
@@ -41,22 +43,25 @@ def nodes_in(value: object, key: str) -> Iterator[tuple[str, Node]]:
 
 def locate(key: str, path: object) -> Callable[..., Any]:
     """What the dotted `path` names. Raises ConfigError with the error of the import."""
-    module, _, name = str(path).rpartition(".")
+    names, found = str(path).split("."), None
     try:
-        if not module:
+        if len(names) < 2:
             raise ImportError("it names no module and class")
-        found = hydra.utils.get_object(str(path))
+        found = importlib.import_module(names[0])
+        for count, name in enumerate(names[1:], start=2):
+            if not hasattr(found, name) and inspect.ismodule(found):
+                importlib.import_module(".".join(names[:count]))
+            found = getattr(found, name)
         if not callable(found):
             raise TypeError("it is neither a class nor a function")
     except Exception as error:  # a module of the user's may raise anything
-        cause = error.__cause__ or error
-        missing = cause.name or "" if isinstance(cause, ModuleNotFoundError) else ""
+        missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
         advice = with_default(key, f"{key}._target_=<module>.<class>")
-        if missing and not missing.startswith(f"{module}."):
+        if missing and (missing == names[0] or not str(path).startswith(missing)):
             advice = f"PYTHONPATH=<the folder of {missing}.py> before the command, or pip install {missing}"
-        elif meant := get_close_matches(name, dir(sys.modules.get(module)), 1):
-            advice = f"{key}._target_={module}.{meant[0]}"
-        reason = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+        elif inspect.ismodule(found) and (meant := get_close_matches(names[-1], dir(found), 1)):
+            advice = f"{key}._target_={found.__name__}.{meant[0]}"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"{key}._target_={path} cannot be imported ({reason}); type {advice}") from error
     return found  # type: ignore[no-any-return]
 
@@ -75,10 +80,10 @@ def takes(target: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
-def check_nodes(group: str, value: object) -> None:
-    """Raise ConfigError if a node inside `value`, the config of `group`, names nothing, or does not take its arguments,
-    or needs others."""
-    for key, node in nodes_in(value, group):
+def check_nodes(value: object, section: str = "") -> None:
+    """Raise ConfigError if a node inside `value`, a whole config or a section of it, names nothing, or does not take
+    its arguments, or needs others."""
+    for key, node in nodes_in(value, section):
         target, path = locate(key, node["_target_"]), str(node["_target_"])
         parameters = signature_of(target).parameters
         count, later = LATER.get(key, (0, frozenset[str]()))

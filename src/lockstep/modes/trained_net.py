@@ -146,7 +146,7 @@ def build_model(config: Mapping[str, Any], make: Callable[..., nn.Module] | None
             OmegaConf.update(nested, key, value)
     node = typed(Node, OmegaConf.to_container(nested.model))
     if make is None:
-        check_nodes("model", node)
+        check_nodes(node, "model")
         return instantiate_as(nn.Module, node, "model")
     arguments = {name: value for name, value in node.items() if not name.startswith("_")}
     return make(

@@ -37,8 +37,8 @@ class SearchSettings:
 def search(sweep: Sweep, n_trials: int, sampler: Node, pruner: Node | None) -> None:
     """Run trials until there are `n_trials`, those of earlier commands in this folder included. Raises ConfigError."""
     settings = section_of(SearchSettings, {"n_trials": n_trials}, "hydra.sweeper")
-    check_nodes("hydra.sweeper.sampler", sampler)
-    check_nodes("hydra.sweeper.pruner", pruner)
+    check_nodes(sampler, "hydra.sweeper.sampler")
+    check_nodes(pruner, "hydra.sweeper.pruner")
     fixed, space = distributions(OverridesParser.create(config_loader=sweep.loader).parse_overrides(sweep.typed))
     if not space:
         raise ConfigError("nothing varies in this search; type 'optimizer.lr=tag(log,interval(0.001,0.1))'")
