@@ -182,7 +182,7 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
     causes = [error]
     while cause := causes[0].__cause__ or causes[0].__context__:
         causes.insert(0, cause)
-    said = "\n".join(map(str, causes)).strip()
+    said = str(error).strip()
     below = "\n    " + said.replace("\n", "\n    ")
     for cause in causes:
         key: Any = getattr(cause, "full_key", None)
@@ -228,7 +228,11 @@ def unknown_key(key: str, value: str, known: Mapping[str, Any]) -> str:
     # By its last name: of the same section before another one, of another one the first.
     keys = [*known, *OPTIONS, *(one for values in conf_values().values() for one in values)]
     keys.sort(key=lambda one: one.partition(".")[0] != section)
-    ends = {one.rpartition(".")[2]: one for one in reversed(keys) if one != key and not re.search(r"\._|^hydra", one)}
+    ends = {
+        one.rpartition(".")[2]: one
+        for one in reversed(keys)
+        if one != key and not re.search(r"\._|^(hydra|experiment)", one)
+    }
     meant = [word(ends[close], value) for close in get_close_matches(name, ends, 1, 0.7)]
     own = [] if parent else [f"{word(f'+vars.{key}', value)} for a key of your own"]
     return f"{key} is no key of this config; type {', or '.join([*meant, *own]) or '--cfg job to see the keys'}"
