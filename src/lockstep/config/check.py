@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -31,38 +31,18 @@ OPTIONS = {
     for folder in CONF.iterdir()
     if folder.is_dir() and folder.name not in ("hydra", "local")
 }
-Section = TypeVar("Section")
 
 
 def check(cfg: DictConfig) -> RunConfig:
     """The typed values of a composed config. Raises ConfigError for what cannot work, and what OmegaConf raises."""
     values = in_home(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     values.setdefault("logger", {})  # logger=[] leaves no section
-    config = section_of(RunConfig, values)
+    config: RunConfig = check_value(RunConfig, values)
     for node in (config.scheduler.get("schedule"), config.loader.collate_fn):
         if isinstance(node, dict):
             node["_partial_"] = True  # the arguments come later
     config.refuse_contradictions()
     return config
-
-
-def section_of(kind: type[Section], values: Any, key: str = "") -> Section:
-    """The dataclass of the values at `key`. Raises ConfigError if keys or types do not fit."""
-    if not isinstance(values, dict):
-        raise ConfigError(f"{key} is a section with keys of its own; type the command without {word(key, values)}")
-    types = get_type_hints(kind, include_extras=True)
-    for name in [*values, *types]:
-        if name not in types:
-            raise ConfigError(unknown_key(join(key, name), show(values[name]), flatten(values, key)))
-        if name not in values:
-            raise ConfigError(f"{join(key, name)} is missing; type the command without ~{join(key, name)}")
-    parts = {
-        name: section_of(of, values[name], join(key, name))
-        if is_dataclass(of)
-        else check_value(join(key, name), values[name], of)
-        for name, of in types.items()
-    }
-    return kind(**parts)
 
 
 def in_home(value: Any) -> Any:
@@ -93,9 +73,13 @@ def word(key: str, value: object) -> str:
 # ---- Values
 
 
-def check_value(key: str, value: Any, kind: Any, target: object = None) -> Any:
-    """The value of a key as its type has it. Raises ConfigError if it does not fit. target: what the node names that
-    it is an argument of."""
+def check_value(kind: Any, value: Any, key: str = "", target: object = None) -> Any:
+    """The value of `key` as its type has it, a section as its dataclass. Raises ConfigError if it does not fit.
+
+    target: what the node names that this is an argument of.
+    """
+    if is_dataclass(kind):
+        return _section(kind, value, key)
     made, wrong = _validate(value, kind)
     if not wrong:
         return made if isinstance(made, float) else value  # JSON knows fewer types
@@ -105,6 +89,21 @@ def check_value(key: str, value: Any, kind: Any, target: object = None) -> Any:
     candidates = _candidates(value, re.findall("'([^']*)'", accepted), default_of(key, target))
     meant = [word(key, one) for one in candidates if not _validate(one, kind)[1]]
     raise ConfigError(f"{key}={show(value)} {accepted}; type {[*meant, f'{key}=<value>'][0]}")
+
+
+def _section(kind: Any, values: Any, section: str) -> Any:
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{section} is a section with keys of its own; type the command without {word(section, values)}"
+        )
+    types = get_type_hints(kind, include_extras=True)
+    for name in [*values, *types]:
+        key = join(section, name)
+        if name not in types:
+            raise ConfigError(unknown_key(key, show(values[name]), flatten(values, section)))
+        if name not in values:
+            raise ConfigError(f"{key} is missing; type the command without ~{key}")
+    return kind(**{name: check_value(of, values[name], join(section, name)) for name, of in types.items()})
 
 
 @cache
@@ -192,15 +191,21 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
             advice = "each key once, as `key: value`, with spaces for tabs, and every bracket and quote closed"
             return f"{' '.join(str(cause).split())}; type {advice}"
         if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
-            return _no_option(str(cause.missing_cfg_file), cause.options)
+            group, _, option = str(cause.missing_cfg_file).rpartition("/")
+            folder = f"--config-dir=<the folder that holds {cause.missing_cfg_file}.yaml>"
+            if not (options := sorted(cause.options or OPTIONS.get(group, []))):
+                return f"{cause.missing_cfg_file} is no config; type {folder}"
+            meant = [*get_close_matches(option.lower(), options, 1), default_of(group) or options[0]][0]
+            known = f"{group} has the options {', '.join(options)}"
+            return f"{group}={option} is no option, and {known}; type {group}={meant}, or {folder}"
         if isinstance(cause, OverrideParseException):
             return _unreadable(str(cause.override), words) + below
         if isinstance(cause, errors.MissingMandatoryValue | errors.InterpolationResolutionError) and key:
             return f"{key} has no value ({first_line(cause)}); type {with_default(key)}"
         if isinstance(cause, errors.ConfigAttributeError | errors.ConfigKeyError):
-            known = flatten(OmegaConf.to_container(root_of(cause), resolve=False))
+            values = flatten(OmegaConf.to_container(root_of(cause), resolve=False))
             for typed in (one for one in words if f"{key_of(one)}.".startswith(f"{key}.")):
-                return unknown_key(key_of(typed), typed.partition("=")[2], known)
+                return unknown_key(key_of(typed), typed.partition("=")[2], values)
     # Else the text may name a word, or it is about a preset, or the last word.
     presets = [one for one in words if key_of(one) == "experiment"]
     named = [*(one for one in words if key_of(one) in said), *presets, *words[-1:], "conf/local"][0]
@@ -226,13 +231,10 @@ def unknown_key(key: str, value: str, known: Mapping[str, Any]) -> str:
     if options:
         return f"{key} is a key of {' and '.join(options)}; type {options[0]} {word(key, value)}"
     # By its last name: of the same section before another one, of another one the first.
-    keys = [*known, *OPTIONS, *(one for values in conf_values().values() for one in values)]
+    written = [one for values in conf_values().values() for one in values]
+    keys = [one for one in (*known, *OPTIONS, *written) if not re.search(r"\._|^(hydra|experiment)", one)]
     keys.sort(key=lambda one: one.partition(".")[0] != section)
-    ends = {
-        one.rpartition(".")[2]: one
-        for one in reversed(keys)
-        if one != key and not re.search(r"\._|^(hydra|experiment)", one)
-    }
+    ends = {one.rpartition(".")[2]: one for one in reversed(keys)}
     meant = [word(ends[close], value) for close in get_close_matches(name, ends, 1, 0.7)]
     own = [] if parent else [f"{word(f'+vars.{key}', value)} for a key of your own"]
     return f"{key} is no key of this config; type {', or '.join([*meant, *own]) or '--cfg job to see the keys'}"
@@ -240,17 +242,6 @@ def unknown_key(key: str, value: str, known: Mapping[str, Any]) -> str:
 
 def key_of(typed: str) -> str:
     return typed.partition("=")[0].lstrip("+~").partition("@")[0]
-
-
-def _no_option(file: str, options: Sequence[str] | None) -> str:
-    group, _, option = file.rpartition("/")
-    options = options or OPTIONS.get(group)
-    folder = f"--config-dir=<the folder that holds {file}.yaml>"
-    if not options:
-        return f"{file} is no config; type {folder}"
-    meant = [*get_close_matches(option.lower(), options, 1), default_of(group) or options[0]]
-    known = f"{group} has the options {', '.join(sorted(options))}"
-    return f"{group}={option} is no option, and {known}; type {group}={meant[0]}, or {folder}"
 
 
 def _unreadable(typed: str, words: list[str]) -> str:

@@ -103,12 +103,12 @@ def check_nodes(value: object, section: str = "") -> None:
             words = [f"+{join(key, name)}=<value>" for name in missing]
             raise ConfigError(f"{path} needs {' and '.join(missing)}; type {' '.join(words)}")
         if path.startswith(CHECKED_BY_TYPE) or (key == "dataset" and is_dataclass(target)):
-            null = {name for name in FROM_DATA if given.get(name) is None}  # the data will tell
-            nodes = {name for name, value in given.items() if any(nodes_in(value, name))}  # objects later
             function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
             annotations = inspect.get_annotations(function, eval_str=True)
-            for name in given.keys() - null - nodes:
-                check_value(join(key, name), given[name], annotations.get(name, Any), path)
+            for name, value in given.items():
+                comes_later = any(nodes_in(value, name)) or (value is None and name in FROM_DATA)
+                if not comes_later:
+                    check_value(annotations.get(name, Any), value, join(key, name), path)
 
 
 def instantiate(node: Node | Sequence[Node] | None, *first: Any, **later: Any) -> Any:

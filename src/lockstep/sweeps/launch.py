@@ -22,7 +22,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict, read_write
 
 from lockstep.cli import as_config_error
-from lockstep.config.check import check, section_of
+from lockstep.config.check import check, check_value
 from lockstep.config.nodes import instantiate_as, with_own_arguments
 from lockstep.config.record import config_flags, record_config, sets, typed_overrides
 from lockstep.config.schema import Count, RunConfig, Whole
@@ -61,7 +61,7 @@ class Sweep(Jobs):
 
     def __init__(self, context: HydraContext, master: DictConfig) -> None:
         keys = {name: value for name, value in master.hydra.launcher.items() if name != "_target_"}
-        self.settings: Settings = section_of(Settings, keys, "hydra.launcher")
+        self.settings: Settings = check_value(Settings, keys, "hydra.launcher")
         self.loader, self.master, self.folder = context.config_loader, master, Path(str(master.hydra.sweep.dir))
         self.typed = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
         self.typed += typed_overrides(master.hydra)

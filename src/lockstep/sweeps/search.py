@@ -29,7 +29,7 @@ AGAIN = "again"  # attribute of a trial that goes on with one that was interrupt
 
 def search(sweep: Sweep, n_trials: int, sampler: Node, pruner: Node | None) -> None:
     """Run trials until there are `n_trials`, those of earlier commands in this folder included. Raises ConfigError."""
-    check_value("hydra.sweeper.n_trials", n_trials, Count)
+    check_value(Count, n_trials, "hydra.sweeper.n_trials")
     check_nodes(sampler, "hydra.sweeper.sampler")
     check_nodes(pruner, "hydra.sweeper.pruner")
     fixed, space = distributions(OverridesParser.create(config_loader=sweep.loader).parse_overrides(sweep.typed))
