@@ -53,7 +53,7 @@ def build_run(config: RunConfig, world: World, parts: Parts) -> Run:
     split = check_same_data(data, world)
     told, config = config, completed(config, data)
     if config.model != told.model:
-        check_nodes("model", config.model)
+        check_nodes(config.model, "model")
     progress = Progress()
     task = build_task(config, parts, world, progress)
     readers = build_readers(config, parts, data, task)
@@ -145,10 +145,9 @@ def direction_of(config: RunConfig, task: Task, objective: str) -> str:
 
 def import_nodes(config: RunConfig) -> None:
     """A module that seeds torch when it is imported does so here."""
-    for group in ("model", "dataset", "loader", "optimizer", "scheduler", "step", "callbacks", "task"):
-        for _, node in nodes_in(vars(config.loader) if group == "loader" else getattr(config, group), group):
-            with suppress(Exception):  # what fails here fails again when it is instantiated, with a message
-                get_object(node["_target_"])
+    for _, node in nodes_in(config):
+        with suppress(Exception):  # what fails here fails again when it is instantiated, with a message
+            get_object(node["_target_"])
 
 
 def check_same_data(data: Data, world: World) -> str | None:

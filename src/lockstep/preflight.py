@@ -26,20 +26,6 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import JobSpec, Strategy
     from lockstep.strategies.gradient_sync import GradientSync
 
-GROUPS: tuple[str, ...] = (
-    "dataset",
-    "model",
-    "loader",
-    "task",
-    "step",
-    "optimizer",
-    "scheduler",
-    "strategy",
-    "gradient_sync",
-    "logger",
-)
-GROUPS += ("callbacks",)
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -56,8 +42,8 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
 
     starts: False for a job of a sweep that starts later. Nothing is begun or written, and no data is prepared.
     """
-    for group in ("launch", "mode"):
-        check_nodes(group, getattr(config, group))
+    check_nodes(config.launch, "launch")
+    check_nodes(config.mode, "mode")
     launcher, mode = instantiate_as(Launcher, config.launch, "launch"), instantiate_as(Mode, config.mode, "mode")
     if not starts and not mode.trains:
         raise ConfigError(f"mode={mode.name} is no training, and a sweep trains; type the command without -m")
@@ -81,12 +67,7 @@ def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
     from lockstep.strategies.base import Strategy
     from lockstep.strategies.gradient_sync import GradientSync
 
-    for group in GROUPS:
-        check_nodes(group, vars(config.loader) if group == "loader" else getattr(config, group))
-    check_nodes("evaluation.metrics", config.evaluation.metrics)
-    for key in ("ema", "profiler"):
-        check_nodes(f"trainer.{key}", getattr(config.trainer, key))
-    check_nodes("snapshot.mirror", config.snapshot.mirror)
+    check_nodes(config)
     check_loggers(config)
     check_optimizer(config)
     strategy = instantiate_as(Strategy, config.strategy, "strategy")

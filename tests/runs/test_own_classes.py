@@ -122,13 +122,13 @@ def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
         ("model._target_=own_nets.NUMBER", "it is neither a class nor a function); type model="),
         (
             "model._target_=kornia.models.VisionTransformer",
-            "No module named 'kornia'); type --config-dir=<a folder beside kornia.py>, or PYTHONPATH=<its folder>",
+            "No module named 'kornia'); type PYTHONPATH=<the folder of kornia.py> before the command, or pip install",
         ),
         (
             "model._target_=nowhere.Net",
-            "No module named 'nowhere'); type --config-dir=<a folder beside nowhere.py>, or PYTHONPATH=",
+            "No module named 'nowhere'); type PYTHONPATH=<the folder of nowhere.py> before the command, or",
         ),
-        ("model._target_=own_failing.Net", "'a_package_that_nobody_has'); type pip install a_package_that_nobody_has"),
+        ("model._target_=own_failing.Net", "before the command, or pip install a_package_that_nobody_has"),
         (
             "model._target_=own_dividing.Net",
             "(ZeroDivisionError: division by zero); type model=",

@@ -7,7 +7,7 @@ project's own classes, which are checked alike. No torch and no pydantic here.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, Predicate
 
@@ -54,17 +54,11 @@ LATER: dict[str, tuple[int, frozenset[str]]] = {
     "trainer.ema": (1, frozenset()),
     "step": (0, STEP | {"max_grad_norm", "skip", "ignores"}),
 }
-FROM_DATA = ("shape", "classes", "num_classes")  # null in a node: the training data tells
-
-
-class Section:
-    """Other keys than the fields are refused."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False}
+FROM_DATA = frozenset({"shape", "classes", "num_classes"})  # null in a node: the training data tells
 
 
 @dataclass(frozen=True)
-class Trainer(Section):
+class Trainer:
     epochs: Count
     max_steps: Count | None
     max_time: str | None
@@ -85,7 +79,7 @@ class Trainer(Section):
 
 
 @dataclass(frozen=True)
-class Parameters(Section):
+class Parameters:
     init: str | None
     new_layers: Names
     freeze: Names
@@ -94,7 +88,7 @@ class Parameters(Section):
 
 
 @dataclass(frozen=True)
-class Evaluation(Section):
+class Evaluation:
     batch_size: Count
     every: Count
     patience: Count | None
@@ -103,19 +97,19 @@ class Evaluation(Section):
 
 
 @dataclass(frozen=True)
-class Snapshot(Section):
+class Snapshot:
     every: str
     keep_last: Count
     mirror: Node | None
 
 
 @dataclass(frozen=True)
-class Logging(Section):
+class Logging:
     every: Count
 
 
 @dataclass(frozen=True)
-class Watch(Section):
+class Watch:
     weights_every: Whole
     nan: Literal["stop", "skip"]
     timeout: Positive | None
@@ -123,7 +117,7 @@ class Watch(Section):
 
 
 @dataclass(frozen=True)
-class Backend(Section):
+class Backend:
     name: Literal["auto", "gloo", "nccl", "mpi"]
     timeout: Annotated[float, Ge(1)]
     socket_ifname: str | None
@@ -133,12 +127,12 @@ class Backend(Section):
 
 
 @dataclass(frozen=True)
-class SyncBN(Section):
+class SyncBN:
     mode: Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True)
-class Loader(Section):
+class Loader:
     validation: Positive | None
     folds: Annotated[int, Ge(2)] | None
     fold: Whole | None
@@ -155,7 +149,7 @@ class Loader(Section):
 
 
 @dataclass(frozen=True)
-class RunConfig(Section):
+class RunConfig:
     """Every value of a run."""
 
     seed: Seed

@@ -111,5 +111,5 @@ def build_model(config: Mapping[str, Any]) -> nn.Module:
         if key.startswith("model."):
             OmegaConf.update(nested, key, value)
     node: Any = OmegaConf.to_container(nested.model)
-    check_nodes("model", node)
+    check_nodes(node, "model")
     return instantiate_as(nn.Module, node, "model")

@@ -23,10 +23,10 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict, read_write
 
 from lockstep.cli import as_config_error
-from lockstep.config.check import check, check_values
+from lockstep.config.check import check, check_value
 from lockstep.config.nodes import instantiate_as, with_own_arguments
 from lockstep.config.record import config_flags, record_config, sets, typed_overrides
-from lockstep.config.schema import Count, RunConfig, Section, Whole
+from lockstep.config.schema import Count, RunConfig, Whole
 from lockstep.distributed import signals
 from lockstep.distributed.environment import SLURM_JOB_FILE, is_in_queue
 from lockstep.distributed.run_folder import HeldFolder, require_same_run
@@ -46,7 +46,7 @@ NOT_COMPARED = ("run_dir", "data_dir", "resume", "launch", "backend", "logger", 
 
 
 @dataclass(frozen=True)
-class Settings(Section):
+class Settings:
     """The keys of hydra.launcher."""
 
     n_jobs: Count | Literal["auto"]
@@ -62,7 +62,7 @@ class Sweep(Jobs):
 
     def __init__(self, context: HydraContext, master: DictConfig) -> None:
         keys = {name: value for name, value in master.hydra.launcher.items() if name != "_target_"}
-        self.settings: Settings = check_values("hydra.launcher", keys, Settings)
+        self.settings: Settings = check_value(Settings, keys, "hydra.launcher")
         self.loader, self.master, self.folder = context.config_loader, master, Path(str(master.hydra.sweep.dir))
         self.typed = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
         self.typed += typed_overrides(master.hydra)
