@@ -11,7 +11,7 @@ from torchvision.io import write_jpeg
 
 from lockstep.config.nodes import instantiate
 from lockstep.data import DataSource, Splits, Tensors
-from lockstep.data.build import build_data, completed, prepare_first
+from lockstep.data.build import build_data, check_channels, completed, prepare_first
 from lockstep.data.partition import seed_all
 from lockstep.data.source import class_count, of_each_sample, require_same_classes
 from lockstep.errors import ConfigError
@@ -128,6 +128,23 @@ def test_folders_of_torchvision_with_other_classes_are_refused(tmp_path: Path) -
     words += [f"+dataset.{split}.root={tmp_path / split}" for split in ("train", "test")]
     with pytest.raises(ConfigError, match="class 0 is a in the training data and b in the test data; give both"):
         build_data(composed("dataset=pair", *words))
+
+
+@pytest.mark.parametrize("name", ["mean", "std"])
+def test_a_number_for_each_channel_is_wanted(name: str) -> None:
+    config = own("Named", f"dataset.{name}=[1, 1, 1, 1]")
+    completed(config, build_data(config))
+    config = own("Named", f"dataset.{name}=[1, 1, 1]")
+    with pytest.raises(ConfigError, match=rf"dataset.{name} has 3 numbers, and .* \[4\]; type .*=\[0.5\], or .*=null"):
+        completed(config, build_data(config))
+    for right, values in (([0.5], [0.5]), ([0.5] * 3, [0.5] * 2)):
+        pictures = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
+        if len(values) == 1:  # one is for all channels
+            check_channels(name, values, pictures)
+        else:
+            with pytest.raises(ConfigError, match=rf"type dataset.{name}=\[{','.join(map(str, right))}\]"):
+                check_channels(name, values, pictures)
+    check_channels(name, [1.0, 2.0, 3.0], torch.zeros(2, 9, dtype=torch.int64))  # tokens are not normalised
 
 
 def test_splits_without_samples_are_refused_and_training_data_that_is_not_needed_is_not() -> None:

@@ -18,7 +18,15 @@ from lockstep.data.augment import BatchWide, ShiftFlip
 from lockstep.data.loader import InputConverter, Loader
 from lockstep.data.partition import Order, Part, fold_in, seeded
 from lockstep.data.reader import Check, Request, SampleReader, Stream
-from lockstep.data.source import DataSource, class_count, class_names, of_each_sample, require_same_classes, unwrapped
+from lockstep.data.source import (
+    DataSource,
+    class_count,
+    class_names,
+    of_each_sample,
+    require_same_classes,
+    tensors_in,
+    unwrapped,
+)
 from lockstep.data.split import hold_out
 from lockstep.errors import ConfigError
 from lockstep.failures.record import exception_record
@@ -106,12 +114,14 @@ def completed(config: RunConfig, data: Data) -> RunConfig:
     """A copy of `config` in which each `shape` and `classes` that is null has the value of the training data, and
     balanced class weights are numbers.
 
-    Raises ConfigError for a shape that is neither that of data in memory nor what the transforms of training make of
-    it: tests may be of the other one.
+    Raises ConfigError for other numbers of channels than `mean` and `std` have, and for a shape that is neither that of
+    data in memory nor what the transforms of training make of it: tests may be of the other one.
     """
     inputs, targets = reader_of(config, data.train, "train", True).read(Request(0, 0, np.zeros(1, dtype=int)))
     first = targets[0] if isinstance(targets, Tensor) else None
     shape, node = list(inputs.shape[1:]) if isinstance(inputs, Tensor) else None, config.dataset
+    for name in ("mean", "std"):
+        check_channels(name, node.get(name), inputs)
     whole, shapes = unwrapped(data.train)[0], [shape]
     if hasattr(whole, "gather"):
         shapes.append(list(whole.gather(torch.zeros(1, dtype=torch.int64))[0].shape[1:]))
@@ -139,6 +149,17 @@ def completed(config: RunConfig, data: Data) -> RunConfig:
     loader = replace(config.loader, batch_transforms=told(config.loader.batch_transforms, "loader.batch_transforms"))
     sections = {name: told(getattr(config, name), name) for name in ("dataset", "model", "task")}
     return with_class_weights(replace(config, loader=loader, **sections), data)
+
+
+def check_channels(name: str, values: Sequence[float] | None, inputs: Any) -> None:
+    """Raise ConfigError for another number of values than inputs (N, C, ...) have channels; one is for all of them."""
+    for tensor in tensors_in(inputs):
+        is_normalised = tensor.dim() > 1 and (tensor.is_floating_point() or tensor.dtype == torch.uint8)
+        if values is None or not is_normalised or len(values) in (1, tensor.shape[1]):
+            continue
+        right = [0.5] * (tensor.shape[1] if tensor.dim() == 4 else 1)
+        what = f"dataset.{name} has {len(values)} numbers, and the samples have the shape {list(tensor.shape[1:])}"
+        raise ConfigError(f"{what}; type dataset.{name}={show(right)}, or dataset.{name}=null")
 
 
 # until issue 42
