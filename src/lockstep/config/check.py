@@ -234,7 +234,7 @@ def unknown_key(key: str, value: str, known: Mapping[str, Any]) -> str:
     written = [one for values in conf_values().values() for one in values]
     keys = [one for one in (*known, *OPTIONS, *written) if not re.search(r"\._|^(hydra|experiment)", one)]
     keys.sort(key=lambda one: one.partition(".")[0] != section)
-    ends = {one.rpartition(".")[2]: one for one in reversed(keys)}
+    ends = {one.rpartition(".")[2]: one for one in reversed(keys) if one != key}
     meant = [word(ends[close], value) for close in get_close_matches(name, ends, 1, 0.7)]
     own = [] if parent else [f"{word(f'+vars.{key}', value)} for a key of your own"]
     return f"{key} is no key of this config; type {', or '.join([*meant, *own]) or '--cfg job to see the keys'}"
