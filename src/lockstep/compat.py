@@ -88,11 +88,6 @@ def hydra_composed(words: Sequence[str], folders: Iterable[Path] = ()) -> "Itera
         HydraConfig.instance().cfg = known
 
 
-def root_of(error: Any) -> Any:
-    """The whole config of the node that an error of OmegaConf is about."""
-    return error.parent_node._get_root()
-
-
 def hydra_may_call_all() -> dict[str, object]:
     """The argument of `hydra.utils.instantiate` with which 1.4 calls any target, as 1.3 does, and does not warn.
 

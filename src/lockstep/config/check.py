@@ -21,7 +21,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, errors
 
-from lockstep.compat import root_of
 from lockstep.config.schema import CONF, RunConfig
 from lockstep.errors import ConfigError
 from lockstep.text import first_line, show
@@ -203,9 +202,9 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
         if isinstance(cause, errors.MissingMandatoryValue | errors.InterpolationResolutionError) and key:
             return f"{key} has no value ({first_line(cause)}); type {with_default(key)}"
         if isinstance(cause, errors.ConfigAttributeError | errors.ConfigKeyError):
-            values = flatten(OmegaConf.to_container(root_of(cause), resolve=False))
             for typed in (one for one in words if f"{key_of(one)}.".startswith(f"{key}.")):
-                return unknown_key(key_of(typed), typed.partition("=")[2], values)
+                beside = flatten(OmegaConf.to_container(cause.parent_node, resolve=False), key.rpartition(".")[0])
+                return unknown_key(key_of(typed), typed.partition("=")[2], beside)
     # Else the text may name a word, or it is about a preset, or the last word.
     presets = [one for one in words if key_of(one) == "experiment"]
     named = [*(one for one in words if key_of(one) in said), *presets, *words[-1:], "conf/local"][0]
@@ -218,7 +217,7 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
 
 
 def unknown_key(key: str, value: str, known: Mapping[str, Any]) -> str:
-    """The sentence for a key that is not in this config. known: its values by their full keys."""
+    """The sentence for a key that is not in this config. known: the values beside it, by their full keys."""
     from lockstep.config.nodes import locate, takes
 
     section, (parent, _, name) = key.partition(".")[0], key.rpartition(".")
@@ -234,7 +233,7 @@ def unknown_key(key: str, value: str, known: Mapping[str, Any]) -> str:
     written = [one for values in conf_values().values() for one in values]
     keys = [one for one in (*known, *OPTIONS, *written) if not re.search(r"\._|^(hydra|experiment)", one)]
     keys.sort(key=lambda one: one.partition(".")[0] != section)
-    ends = {one.rpartition(".")[2]: one for one in reversed(keys)}
+    ends = {one.rpartition(".")[2]: one for one in reversed(keys) if one != key}
     meant = [word(ends[close], value) for close in get_close_matches(name, ends, 1, 0.7)]
     own = [] if parent else [f"{word(f'+vars.{key}', value)} for a key of your own"]
     return f"{key} is no key of this config; type {', or '.join([*meant, *own]) or '--cfg job to see the keys'}"
