@@ -7,13 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.distributed.world import World, join_world
+from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.base import give_shapes
 from lockstep.models.tutorial import linear, mlp
 from lockstep.strategies.model_parallel import layer_groups
 from lockstep.tasks.base import Function, Task
-from lockstep.tasks.reports import ClassReport
 from lockstep.tasks.tasks import CrossEntropy, MultiLabel, Regression
 from lockstep.training.setup import prepare_model
 from support.configs import composed
@@ -126,14 +125,6 @@ def test_an_own_measure_may_give_yes_or_no() -> None:
             return super().__call__(outputs, targets) | {"near": (outputs - targets).abs().amax(1) < 0.1}
 
     assert sums(Near(), torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.zeros(2, 2))["near"] == 1
-
-
-def test_a_report_leaves_out_targets_that_are_no_class() -> None:
-    with join_world("gloo", 60) as world:
-        report = ClassReport("test", images=3)
-        report.add(torch.eye(3), torch.tensor([-100, 1, 0]), torch.arange(3))
-        report.reduce(world)
-    assert [(shown.number, shown.truth) for shown in report.shown] == [(2, 0), (1, 1)]
 
 
 def test_layers_that_get_their_shapes_later_get_their_layout_then() -> None:

@@ -44,7 +44,7 @@ class Evaluate(Mode):
 
         loader = trained.loader(self.split)
         results = SampleResults(trained.run.task, None if loader.is_stream else len(loader.reader))
-        metrics = evaluate(trained.run, loader, reports=[results], metrics=trained.metrics(loader))
+        metrics = evaluate(trained.run, loader, results=results, metrics=trained.metrics(loader))
         if not math.isfinite(metrics["loss"]):
             raise self._diverged(trained, metrics["loss"])
         results.reduce(trained.world)

@@ -12,7 +12,7 @@ from lockstep.data.source import count_samples
 from lockstep.errors import ConfigError
 from lockstep.tasks.base import (
     Function,
-    Report,
+    Samples,
     Task,
     as_float64,
     at_least_float32,
@@ -60,6 +60,7 @@ class CrossEntropy(Task):
         self.classes_last, self.top = classes_last, list(top or ())
         self.better = {"loss": "min", "accuracy": "max"} | {f"top{k}": "max" for k in self.top}
         self.weight: Tensor | None = None
+        self.draws = not classes_last
         if class_weights is not None and class_weights != "balanced":  # else the data will tell
             if not any(class_weights):
                 what = f"task.class_weights={show(list(class_weights))} has no weight above 0, so no sample counts"
@@ -132,10 +133,10 @@ class CrossEntropy(Task):
         named = {"prediction": logits.argmax(1)}
         return named | ({"probability": logits.softmax(1)} if logits.dim() == 2 else {})
 
-    def report(self, split: str, samples: int, images: int) -> Report | None:
-        from lockstep.tasks.reports import ClassReport  # imports Pillow
+    def figures(self, *samples: Any) -> dict[str, Tensor]:
+        from lockstep.tasks.reports import class_figures  # imports Pillow
 
-        return None if self.classes_last else ClassReport(split, images)
+        return class_figures(*samples)
 
     def check_targets(self, targets: Any, numbers: Any, classes: int | None) -> None:
         super().check_targets(targets, numbers, classes)
@@ -223,6 +224,7 @@ class Regression(Task):
     """
 
     better = {"loss": "min", "mae": "min"}
+    draws = True
 
     def __init__(self, loss: Function | None = None) -> None:
         self.own_loss = without_weights(loss)
@@ -249,10 +251,10 @@ class Regression(Task):
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
         return {"prediction": at_least_float32(outputs)}
 
-    def report(self, split: str, samples: int, images: int) -> Report | None:
-        from lockstep.tasks.reports import ValueReport  # imports Pillow
+    def figures(self, samples: Samples, *_: Any) -> dict[str, Tensor]:
+        from lockstep.tasks.reports import value_figures  # imports Pillow
 
-        return ValueReport(split, samples)
+        return value_figures(samples)
 
 
 def without_weights(loss: Function | None) -> Function | None:
