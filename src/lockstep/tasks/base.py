@@ -220,13 +220,11 @@ def at_least_float32(outputs: Tensor) -> Tensor:
     return outputs.to(_wide(outputs))
 
 
-def require_one_tensor(task: Task, outputs: Any, targets: Any) -> None:
-    """Raise ConfigError if a task of this project gets something else than tensors, such as what a net of transformers
-    returns."""
-    if not isinstance(outputs, Tensor):
-        inside = "its logits alone" if hasattr(outputs, "logits") else "one tensor"
-        what = f"the model returns an object of {type(outputs).__name__}, and {type(task).__name__} needs {inside}"
-        raise ConfigError(f"{what}; type model._target_=<module>.<a class that returns that>, or a task of your own")
-    if not isinstance(targets, Tensor):
-        what = f"a target is a {type(targets).__name__}, and {type(task).__name__} needs one tensor"
-        raise ConfigError(f"{what}; type task._target_=<module>.<a task that takes it>")
+def misfit(task: Task, wanted: str, outputs: Any, targets: Any) -> ConfigError:
+    """For outputs and targets that a task of this project does not take."""
+    found = [list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in (outputs, targets)]
+    kind = f", {str(targets.dtype).removeprefix('torch.')}" if isinstance(targets, Tensor) else ""
+    what = f"{type(task).__name__} takes {wanted}, and these are {found[0]} and {found[1]}{kind}"
+    advice = "task=regression for targets that are numbers, classification for class numbers, multi_label for labels "
+    advice += "of 0 and 1, language_modelling for a class number at each place of a text; or return one such "
+    return ConfigError(f"{what}; type {advice}tensor, of one of transformers its logits")
