@@ -289,31 +289,29 @@ class Evaluator:
         self.run, self.loader, self.loggers, self.images, self.name = run, loader, loggers, images, name
         self.metrics, self.file, self.facts = metrics, file, dict[str, Any]()
 
-    def means(self, on_stop: Callable[[], NoReturn], results: SampleResults | None = None) -> dict[str, float]:
-        """As `evaluate`, which it calls. A collective. Raises TrainingDiverged if the loss is NaN or infinite."""
-        metrics = Metrics(self.metrics, len(self.loader.reader)) if self.metrics else None
-        means = evaluate(self.run, self.loader, on_stop, results, metrics)
+    def __call__(self, on_stop: Callable[[], NoReturn], step: int | None = None) -> dict[str, float]:
+        """As `evaluate`, and the loggers get images of the weights of `step`; None: the present step. A collective.
+
+        Raises TrainingDiverged if the loss is NaN or infinite.
+        """
+        run, loader = self.run, self.loader
+        length = None if loader.is_stream else len(loader.reader)
+        draws = self.images > 0 and length is not None and run.task.draws
+        results = SampleResults(run.task, length, draws) if draws or self.file is not None else None
+        metrics = Metrics(self.metrics, len(loader.reader)) if self.metrics else None
+        means = evaluate(run, loader, on_stop, results, metrics)
         if not math.isfinite(means["loss"]):
             raise self._diverged(means["loss"])
-        for callback in self.run.callbacks:
-            callback.on_evaluation(self.run, self.name, means)
-        return means
-
-    def __call__(self, on_stop: Callable[[], NoReturn], step: int | None = None) -> dict[str, float]:
-        """As `means`, and the loggers get images of the weights of `step`; None: the present step. A collective."""
-        loader = self.loader
-        length = None if loader.is_stream else len(loader.reader)
-        draws = self.images > 0 and length is not None and self.run.task.draws
-        if not draws and self.file is None:
-            return self.means(on_stop)
-        results = SampleResults(self.run.task, length, draws)
-        means = self.means(on_stop, results)
-        results.reduce(self.run.world)
+        for callback in run.callbacks:
+            callback.on_evaluation(run, self.name, means)
+        if results is None:
+            return means
+        results.reduce(run.world)
         self.facts = {"samples": results.samples, "errors": results.errors}
-        if self.file is not None and self.run.world.is_rank_zero and length is not None:
+        if self.file is not None and run.world.is_rank_zero and length is not None:
             write_samples(self.file, results, loader)
         if draws:
-            step = self.run.progress.step if step is None else step
+            step = run.progress.step if step is None else step
             self.loggers.draw(self.name, partial(self._figures, results.columns), step)
         return means
 
@@ -350,6 +348,3 @@ class Evaluations:
 
     of_each: Sequence[Evaluator]
     test: Evaluator | None
-
-    def each(self) -> list[tuple[str, Evaluator]]:
-        return [(evaluator.name, evaluator) for evaluator in self.of_each]
