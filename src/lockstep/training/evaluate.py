@@ -128,37 +128,34 @@ class Metrics:
     """
 
     def __init__(self, metrics: Mapping[str, Any], samples: int) -> None:
-        self.samples, self.kept = samples, list[tuple[Tensor, Tensor, Tensor]]()  # (scores, targets, numbers)
-        self.by_share = {name: metric for name, metric in metrics.items() if not keeps_samples(metric)}
-        self.by_sample = {name: metric for name, metric in metrics.items() if name not in self.by_share}
+        self.metrics, self.samples = metrics, samples
+        self.kept = list[tuple[Tensor, Tensor, Tensor]]()  # (scores, targets, numbers)
+        self.by_sample = {name for name, metric in metrics.items() if keeps_samples(metric)}
         for metric in metrics.values():
             metric.reset()
 
     def add(self, scores: Tensor, targets: Tensor, numbers: Tensor) -> None:
         """numbers: (N,) of the samples in the data set."""
-        for metric in self.by_share.values():
-            if len(targets):
-                metric.update(scores.double(), targets)
+        for name in self.metrics.keys() - self.by_sample if len(targets) else ():
+            self.metrics[name].update(scores.double(), targets)
         if self.by_sample:
             self.kept.append((scores.double(), targets, numbers))
 
     def compute(self, run: Run) -> dict[str, float]:
         """{name: value}, the same on every rank. A collective."""
-        world = run.world
+        world, found = run.world, dict[str, float]()
+        whole = self._whole(run) if self.by_sample else ()
 
         def gathered(state: Tensor, group: Any = None) -> list[Tensor]:
             states = state.new_zeros(world.size, *state.shape)
             states[world.rank] = state
             return list(world.all_reduce_sum(states))
 
-        for name, metric in (self.by_share | self.by_sample).items():
-            metric.dist_sync_fn = gathered
-            metric.distributed_available_fn = lambda by_share=name in self.by_share: by_share and world.size > 1
-        whole = self._whole(run) if self.by_sample else ()
-        for metric in self.by_sample.values():
-            metric.update(*whole)
-        found = dict[str, float]()
-        for name, metric in (self.by_share | self.by_sample).items():
+        for name, metric in self.metrics.items():
+            syncs, metric.dist_sync_fn = world.size > 1 and name not in self.by_sample, gathered
+            metric.distributed_available_fn = lambda syncs=syncs: syncs
+            if name in self.by_sample:
+                metric.update(*whole)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # of a rank without samples
                 value = metric.compute()
