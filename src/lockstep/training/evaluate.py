@@ -5,7 +5,7 @@ import io
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -332,11 +332,6 @@ def write_samples(file: Path, results: SampleResults, loader: Loader) -> None:
         write_whole(file, "".join(results.lines(loader)), sync=False)
     except OSError as error:
         log.warning("%s cannot be written (%s); the run goes on", file, error)
-
-
-def images_wanted(loggers: Iterable[Mapping[str, Any]]) -> int:
-    """How many samples a report of the task shows, as the config of these loggers asks; 0: there is no report."""
-    return max((node.get("images") or 0 for node in loggers), default=0)
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,8 @@ def train_epoch(run: Run, batches: Iterator[Batch], exchange: Exchange) -> Epoch
     for batch in islice(batches, run.steps_left):
         run.step(batch)
         run.progress.advance(batch)
-        if run.callbacks:
-            run.tell_callbacks()
+        for callback in run.callbacks:
+            callback.on_step_end(run)
         if run.progress.step >= exchange.due and exchange():
             break
     return end_epoch(run, exchange)
