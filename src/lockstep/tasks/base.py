@@ -145,15 +145,13 @@ class Task:
         """Whether `count` is that of this class."""
         return type(self).count is Task.count
 
-    def sums(self, outputs: Any, targets: Any, ignores: bool = True) -> Sums:
-        """What these samples add to each mean. ignores: whether some targets may be `self.ignored`."""
-        return self.sums_of(self(outputs, targets), targets, ignores)
+    def sums(self, outputs: Any, targets: Any, ignores: bool = True, found: Any = None) -> Sums:
+        """What these samples add to each mean. ignores: whether some targets may be `self.ignored`. found: what a call
+        gave, if there was one.
 
-    def sums_of(self, found: Any, targets: Any, ignores: bool = True) -> Sums:
-        """As `sums`, of what a call gave.
-
-        Where none is, values of the shape of the targets are first averaged over each sample, and samples count.
+        Where no target is, values of the shape of the targets are first averaged over each sample, and samples count.
         """
+        found = self(outputs, targets) if found is None else found
         rows = count_samples(targets)
         ignored = self.ignored if ignores else None
         by_target = isinstance(targets, Tensor) and targets.dim() > 1

@@ -157,8 +157,10 @@ class CrossEntropy(Task):
     def _fits(self, outputs: Any, targets: Any) -> bool:
         if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.dim() < 2:
             return False
-        shape = self._classes_second(outputs).shape
-        return shape[1] > 1 and targets.shape == (shape if targets.is_floating_point() else shape[:1] + shape[2:])
+        samples, *places = outputs.shape
+        classes = places.pop(-1 if self.classes_last else 0)
+        wanted = [samples, classes, *places] if targets.is_floating_point() else [samples, *places]
+        return classes > 1 and [*targets.shape] == wanted
 
 
 class MultiLabel(Task):

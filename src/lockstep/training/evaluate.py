@@ -65,7 +65,7 @@ def evaluate(
         if not strategy.counts:
             return
         found = run.task(outputs, targets)
-        sums = run.task.sums_of(found, targets, ignores)
+        sums = run.task.sums(outputs, targets, ignores, found)
         meter.add(0, sums.values, sums.counts)
         if results is not None:
             results.add(found, outputs, targets, now)
