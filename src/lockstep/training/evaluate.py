@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -266,25 +266,22 @@ def _one_value(values: Any) -> Tensor | None:
     return as_float64(values).flatten() if is_one else None
 
 
+@dataclass
 class Evaluator:
     """Evaluates `run` on the split `name`, "val" or "test". Images for `loggers` show `images` samples; 0: there are
     none. file: where rank 0 writes the results of each sample; None: nowhere.
 
-    facts: an attribute, {"samples", "errors"} of the last evaluation, as in `SampleResults`, where there is a file.
+    facts: {"samples", "errors"} of the last evaluation, as in `SampleResults`, where there is a file.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        loader: Loader,
-        loggers: Loggers,
-        images: int,
-        name: str,
-        metrics: Mapping[str, Any],
-        file: Path | None = None,
-    ) -> None:
-        self.run, self.loader, self.loggers, self.images, self.name = run, loader, loggers, images, name
-        self.metrics, self.file, self.facts = metrics, file, dict[str, Any]()
+    run: Run
+    loader: Loader
+    loggers: Loggers
+    images: int
+    name: str
+    metrics: Mapping[str, Any]
+    file: Path | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, on_stop: Callable[[], NoReturn], step: int | None = None) -> dict[str, float]:
         """As `evaluate`, and the loggers get images of the weights of `step`; None: the present step. A collective.
