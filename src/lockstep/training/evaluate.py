@@ -210,7 +210,7 @@ class SampleResults:
             row["seen"] = as_float64(targets != self.task.ignored)
         if "accuracy" in found:
             row["right"] = self._each(found["accuracy"], targets)
-        if self.draws:
+        if self.draws and row["target"] is not None:
             row["prediction"] = _one_value(self.task.predictions(outputs).get("prediction"))
         known = {name: column for name, column in row.items() if column is not None}
         nothing = torch.full_like(loss, math.nan)
