@@ -77,6 +77,8 @@ class Exchange:
         progress = self.run.progress
         if self.is_first:  # the first step of a process fills caches
             self.is_first, self.speed_from = False, (progress.samples, time.perf_counter())
+        if self.run.average is not None:
+            self.run.average.check()
         if self.weights_every and progress.step % self.weights_every == 0:
             require_same_weights(self.run)
         if self.snapshots.interval.due_after_step(progress.step):
