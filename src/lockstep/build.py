@@ -75,8 +75,7 @@ def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, prog
     if "fused" in node and node["fused"] is None:
         node["fused"] = can_fuse(strategy.model)
     optimizer = instantiate_as(torch.optim.Optimizer, node, "optimizer", parameter_groups(strategy.model, world, rules))
-    in_parts = bool(strategy.shards(dict(strategy.model.named_parameters())))
-    require_fit(optimizer, rules, in_parts)
+    require_fit(optimizer, rules)
     if not parts.mode.needs_run:
         give_momentum(optimizer)
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]

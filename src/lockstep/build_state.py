@@ -29,7 +29,7 @@ from lockstep.snapshots.files import MANIFEST
 from lockstep.snapshots.find import compared
 from lockstep.snapshots.fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import file_of_weights
-from lockstep.training.evaluate import Evaluations, Evaluator, images_wanted
+from lockstep.training.evaluate import Evaluations, Evaluator
 from lockstep.training.run import Run
 
 WRITTEN_NUMBERS = 2000  # of validation samples in run.json; of more, the recipe and the hash
@@ -66,7 +66,7 @@ def torchmetrics_of(run: Run) -> dict[str, Any]:
 def evaluations(run: Run, loggers: Loggers) -> Evaluations:
     """All ranks prepare what the keys of rank 0's loggers ask for."""
     config, loaders = run.config, run.loaders
-    images = images_wanted(config.logger.values())
+    images = max((node.get("images") or 0 for node in config.logger.values()), default=0)
     metrics, file = torchmetrics_of(run), Path(config.run_dir) / SAMPLES
     test = Evaluator(run, loaders.test, loggers, images, "test", metrics, file)
     each = [Evaluator(run, loaders.val, loggers, images, "val", metrics)] if loaders.val is not None else []

@@ -216,15 +216,6 @@ def flight_records() -> list[bytes]:
     return records
 
 
-def foreach_norm(tensors: "Sequence[Tensor]") -> "Sequence[Tensor]":
-    """The norm of each tensor, 0-d, in a few kernels for all of them. Missing: one by one."""
-    import torch
-
-    norms = getattr(torch, "_foreach_norm", None)
-    found: Sequence[Tensor] = [tensor.norm() for tensor in tensors] if norms is None else norms(list(tensors))
-    return found
-
-
 def versions(tensors: "Sequence[Tensor]") -> list[int]:
     """How often each tensor has been changed in place: a backward pass that adds to it counts.
 

@@ -28,7 +28,7 @@ Start = Callable[[list[str]], None]
 
 # Words, and what the answer says. An empty answer: the run starts.
 KEPT = [
-    ("task=regression launch=fork", "compares outputs and targets of one shape, and these have [32, 10] and [32]"),
+    ("task=regression launch=fork", "takes outputs and targets of one shape, and these are [32, 10] and [32]"),
     ("dataset=random model=linear task=classification", "float32; type task=regression for targets"),
     (
         "dataset.shape=[1,28,4]",

@@ -46,7 +46,7 @@ class Evaluate(Mode):
         loader, found = trained.loader(self.split), torchmetrics_of(trained.run)
         results = SampleResults(trained.run.task, None if loader.is_stream else len(loader.reader))
         wanted = Metrics(found, len(loader.reader)) if found else None
-        metrics = evaluate(trained.run, loader, reports=[results], metrics=wanted)
+        metrics = evaluate(trained.run, loader, results=results, metrics=wanted)
         if not math.isfinite(metrics["loss"]):
             raise self._diverged(trained, metrics["loss"])
         results.reduce(trained.world)

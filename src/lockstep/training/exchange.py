@@ -70,13 +70,15 @@ class Exchange:
 
         Raises TrainingDiverged, StoppedEarly, ConfigError and RanksDiffer, each on all ranks.
         """
-        self._read()
+        self.drain()
         self._start()
         if not self.delayed or self.last_seconds > LONG:
-            self._read()
+            self.drain()
         progress = self.run.progress
         if self.is_first:  # the first step of a process fills caches
             self.is_first, self.speed_from = False, (progress.samples, time.perf_counter())
+        if self.run.average is not None:
+            self.run.average.check()
         if self.weights_every and progress.step % self.weights_every == 0:
             require_same_weights(self.run)
         if self.snapshots.due_after_step():
@@ -89,10 +91,6 @@ class Exchange:
         """Of this epoch's steps, over all ranks. None if this process has trained none, but perhaps its first one."""
         (samples, start), done = self.speed_from, self.run.progress.samples
         return (done - samples) / (time.perf_counter() - start) if done > samples else None
-
-    def drain(self) -> None:
-        """Read what is under way, before a save and at an epoch's end."""
-        self._read()
 
     def _start(self) -> None:
         step, now = self.run.progress.step, time.monotonic()
@@ -117,7 +115,8 @@ class Exchange:
         else:
             self.pending = wait, vector, here
 
-    def _read(self) -> None:
+    def drain(self) -> None:
+        """Read what is under way, if there is anything: also before a save and at an epoch's end."""
         if self.pending is None:
             return
         (wait, vector, then), self.pending = self.pending, None

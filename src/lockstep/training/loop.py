@@ -41,13 +41,13 @@ def fit(
         while not run.finished:
             summary = train_epoch(run, batches, exchange)
             if run.evaluation_due:
-                evaluated = {name: evaluate(snapshots.stop_before_evaluation) for name, evaluate in evaluations.each()}
+                evaluated = {each.name: each(snapshots.stop_before_evaluation) for each in evaluations.of_each}
                 summary.metrics.update(evaluated)
                 if run.objective is not None and run.update_best(value_of(run.objective, evaluated)):
                     snapshots.save("best")
             finish_epoch(run, summary, loggers, snapshots)
         if not evaluated:  # nothing is evaluated at each epoch, or a finished run was started again: all is logged
-            evaluated = {name: evaluate.means(snapshots.stop) for name, evaluate in evaluations.each()}
+            evaluated = {each.name: each(snapshots.stop) for each in evaluations.of_each}
         reporter.enter("export")
         snapshots.export()
         is_paused, result = run.reached_limit == "trainer.pause_after", None
@@ -70,8 +70,8 @@ def train_epoch(run: Run, batches: Iterator[Batch], exchange: Exchange) -> Epoch
     for batch in islice(batches, run.steps_left):
         run.step(batch)
         run.progress.advance(batch)
-        if run.callbacks:
-            run.tell_callbacks()
+        for callback in run.callbacks:
+            callback.on_step_end(run)
         if run.progress.step >= exchange.due and exchange():
             break
     return end_epoch(run, exchange)
