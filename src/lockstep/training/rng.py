@@ -214,12 +214,19 @@ class _Operators(dispatch_mode()):  # type: ignore[misc]
                 return self._fill(torch.empty_like(like, **kwargs), "uniform_" if name == "rand_like" else "normal_")
             case ("rand" | "randn") as name, (size,):
                 return self._fill(torch.empty(size, **kwargs), "uniform_" if name == "rand" else "normal_")
+            case "randint_like", (like, *bounds):
+                return self._fill(torch.empty_like(like, **kwargs), "random_", *bounds[:-1] or [0], bounds[-1])
             case "randint", (*bounds, size):
                 kwargs = {"dtype": torch.int64, **kwargs}
                 return self._fill(torch.empty(size, **kwargs), "random_", *bounds[:-1] or [0], bounds[-1])
-            case "bernoulli", (Tensor() as like, *p):
-                draws = torch.empty_like(like, memory_format=torch.contiguous_format)
-                return (self._fill(draws, "uniform_") < (p[0] if p else like)).to(like.dtype)
+            case "bernoulli", (Tensor() as probabilities,):
+                draws = torch.empty_like(probabilities, memory_format=torch.contiguous_format)
+                return (self._fill(draws, "uniform_") < probabilities).to(probabilities.dtype)
+            case "bernoulli", (Tensor() as like, p):
+                return self._fill(torch.empty_like(like), "bernoulli_", p)
+            case "bernoulli_", (Tensor() as tensor, Tensor() as probabilities):
+                draws = torch.empty(tensor.shape, device=tensor.device)
+                return tensor.copy_(self._fill(draws, "uniform_") < probabilities)
             case "normal", (mean, std) if isinstance(mean, Tensor) or isinstance(std, Tensor):
                 like = mean if isinstance(mean, Tensor) else std
                 shape = torch.broadcast_shapes(*(value.shape for value in args if isinstance(value, Tensor)))
@@ -229,7 +236,10 @@ class _Operators(dispatch_mode()):  # type: ignore[misc]
             case "native_dropout", (input, p, True) if 0 < p < 1:
                 mask = self._fill(torch.empty_like(input), "bernoulli_", 1 - p)
                 return input * mask / (1 - p), mask.bool()
-            case name, (Tensor() as tensor, *numbers) if name in FILLERS and not any(map(torch.is_tensor, numbers)):
+            case "rrelu_with_noise", (input, noise, lower, upper, True):
+                slopes = self._fill(torch.empty_like(noise), "uniform_", lower, upper)
+                return input * noise.copy_(slopes.where(input <= 0, 1))
+            case name, (Tensor() as tensor, *numbers) if name in FILLERS:
                 return self._fill(tensor, name, *numbers, **kwargs)
             case (("_sample_dirichlet" | "multinomial"), (Tensor() as row, *_)) if row.numel() == row.shape[-1]:
                 return self.draws.by_all(func, *args, **kwargs)
