@@ -6,7 +6,8 @@ parallel (Shoeybi et al. 2019; torch's parallelize_module) cuts layers, and each
 """
 
 import difflib
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -25,8 +26,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import get_total_norm
 
-from lockstep.compat import foreach_norm, quiet_redistribution
+from lockstep.compat import quiet_redistribution
 from lockstep.config.schema import Count
 from lockstep.data.loader import LoadedPart
 from lockstep.data.partition import fold_in
@@ -269,13 +271,15 @@ class Sharded(Strategy):
             if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        locals_ = [local_part(gradient) for gradient in gradients]
+        by_parts = defaultdict[int, list[Tensor]](list)
+        for gradient in gradients:
+            by_parts[parts_of(gradient)].append(local_part(gradient))
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for gradient, norm in zip(gradients, foreach_norm(locals_), strict=True):
-            total += norm.double().square() * (parts_of(gradient) / self.world.size)  # what several ranks hold, once
+        for parts, tensors in by_parts.items():
+            total += get_total_norm(tensors).double().square() * (parts / self.world.size)  # what several hold, once
         norm = self.world.all_reduce_sum(total).sqrt()
-        for local in locals_:
-            local.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+        for tensor in itertools.chain(*by_parts.values()):
+            tensor.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
         return norm
 
     def shards(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
