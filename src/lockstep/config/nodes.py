@@ -150,8 +150,8 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
             typed += [override.key_or_group, *flatten(override.value(), override.key_or_group)]
     for key in [one.removesuffix("._target_") for one in typed if one.endswith("._target_")]:
         node: Any = OmegaConf.select(cfg, key)
-        target, written = node["_target_"], OmegaConf.to_container(node, resolve=False)
-        found = locate(key, target)
+        written: Any = OmegaConf.to_container(node, resolve=False)
+        target, found = node["_target_"], locate(key, node["_target_"])
         links = {name for name, value in written.items() if "${" in str(value)}
         of_constructor = str(getattr(getattr(found, "__init__", None), "__module__", ""))
         inherits = of_constructor.startswith("lockstep.") and not target.startswith("lockstep.")
