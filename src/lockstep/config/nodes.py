@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from difflib import get_close_matches
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import hydra.utils
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -150,8 +150,8 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
             typed += [override.key_or_group, *flatten(override.value(), override.key_or_group)]
     for key in [one.removesuffix("._target_") for one in typed if one.endswith("._target_")]:
         node: Any = OmegaConf.select(cfg, key)
-        target, written = node["_target_"], cast(Node, OmegaConf.to_container(node, resolve=False))
-        found = locate(key, target)
+        written: Any = OmegaConf.to_container(node, resolve=False)
+        target, found = node["_target_"], locate(key, node["_target_"])
         links = {name for name, value in written.items() if "${" in str(value)}
         of_constructor = str(getattr(getattr(found, "__init__", None), "__module__", ""))
         inherits = of_constructor.startswith("lockstep.") and not target.startswith("lockstep.")

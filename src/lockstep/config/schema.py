@@ -205,20 +205,19 @@ class RunConfig:
 
     def refuse_contradictions(self) -> None:
         """Raise ConfigError for values that would together do something else than what they say."""
-        data, monitor, final = self.loader, self.monitor or "", self.trainer.final
-        fold, folds, chooses, metric = data.fold, data.folds, self.chooses, monitor.partition("/")[2]
+        share, fold, folds = self.loader.validation or 0, self.loader.fold, self.loader.folds
+        monitor, final, chooses = self.monitor or "", self.trainer.final, self.chooses
+        metric = monitor.partition("/")[2]
         plateau = self.scheduler.get("_target_") == "lockstep.training.schedules.Plateau"
         all_folds = f"loader.fold=0, or -m 'loader.fold=range(0,{folds})'"
         hold_out = "trainer.final=null" if final else "loader.validation=0.1"
-        held_out = data.validation is not None or folds is not None
         compares = "compares evaluations, and here nothing is chosen"
         right = f"monitor=val/{metric}" if metric else "monitor=auto"
-        no_share = data.validation is not None and data.validation > 1 and data.validation % 1 != 0
         rules = [
-            (no_share, f"loader.validation={data.validation} is no number", "loader.validation=0.1"),
+            (share > 1 and share % 1, f"loader.validation={share} is no number", "loader.validation=0.1"),
             (folds and (fold is None or fold >= folds), f"loader.folds={folds} needs a fold below it", all_folds),
             (fold is not None and not folds, f"loader.fold={fold} and there are no folds", "loader.folds=5"),
-            (final and not held_out, f"trainer.final={final}: nothing is held out", "trainer.final=null"),
+            (final and not share and not folds, f"trainer.final={final}: nothing is held out", "trainer.final=null"),
             (monitor not in ("", "auto", f"val/{metric}"), f"monitor={monitor}: val/... alone can choose", right),
             (metric and not self.holds_out, f"monitor={monitor} needs a validation set", hold_out),
             (self.evaluation.patience and not chooses, f"evaluation.patience {compares}", "evaluation.patience=null"),
