@@ -1,8 +1,6 @@
 # until issue 45
 """Builds what trains, evaluates, saves and logs in a rank, as the packages that are not written anew yet take it."""
 
-import hashlib
-import json
 import os
 import platform
 import shlex
@@ -25,9 +23,7 @@ from lockstep.loggers.base import Logger, Loggers, RunInfo, hyperparameters
 from lockstep.runs.record import SWEEP, RunRecord, read_run
 from lockstep.runs.samples import NAME as SAMPLES
 from lockstep.snapshots.data_fingerprint import data_fingerprint
-from lockstep.snapshots.initial_weights import file_of_weights
 from lockstep.snapshots.manager import SnapshotManager
-from lockstep.snapshots.resume import compared
 from lockstep.training.evaluate import Evaluations, Evaluator, images_wanted
 from lockstep.training.run import Run
 
@@ -102,7 +98,6 @@ def run_info(record: ConfigRecord, snapshots: SnapshotManager) -> RunInfo:
     if loaders.held_out is not None and len(loaders.held_out) <= WRITTEN_NUMBERS:
         data["validation_numbers"] = " ".join(map(str, loaders.held_out.tolist()))
     data |= {"test_samples": len(loaders.test.reader), "test_data": data_fingerprint(loaders.test.reader.dataset)}
-    data |= _beginning(config.parameters.init, snapshots) if world.is_rank_zero else {}
     listed = class_names(loaders.train.reader.dataset)
     facts = run_facts(world, record) | {"data": data, "classes": listed if len(listed) <= WRITTEN_NUMBERS else []}
     script, resume = shlex.split(record.command)[1], f"resume={path_value(snapshots.run_dir)}"
@@ -134,11 +129,9 @@ def run_info(record: ConfigRecord, snapshots: SnapshotManager) -> RunInfo:
 def run_facts(world: World, record: ConfigRecord) -> dict[str, Any]:
     """Keys of run.json, before the first step; "start" has those of this start. A collective."""
     config, folder = dict(record.shown), str(record.shown["run_dir"])
-    for key, value in config.items():  # loggers name a place in the run folder; equal configs shall have the same hash
+    for key, value in config.items():  # loggers name a place in the run folder: in that two runs do not differ
         if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
             config[key] = value.replace(folder, "${run_dir}", 1)
-    computed = {key: config[key] for key in sorted(compared(record.shown)) if not key.startswith("logger.")}
-    config_hash = hashlib.sha256(json.dumps(computed, default=str).encode()).hexdigest()[:16]
     device, sweep = world.device, os.environ.get(SWEEP)
     hosts = list(dict.fromkeys(world.all_gather_json(socket.gethostname())))
     return {
@@ -152,23 +145,14 @@ def run_facts(world: World, record: ConfigRecord) -> dict[str, Any]:
         "seed": config["seed"],
         "options": {group: option for group, option in record.options.items() if not group.startswith("hydra/")},
         "config": config,
-        "config_hash": config_hash,
         "environment": {
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-            "cpu": f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
+            "cpu": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         },
         "start": {"world_size": world.size, "launcher": read_rank_info().started_by, "hosts": hosts},
     }
-
-
-def _cpu_name() -> str:
-    with suppress(OSError), Path("/proc/cpuinfo").open() as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def earlier_test(run: RunInfo, world: World) -> Any:
@@ -182,16 +166,3 @@ def earlier_test(run: RunInfo, world: World) -> Any:
             if test and test["step"] <= run.start_step and data == run.facts["data"]["test_data"]:
                 found = test
     return world.broadcast_json(found)
-
-
-def _beginning(init: str | None, snapshots: SnapshotManager) -> dict[str, str]:
-    """Hashes of the files that the run began with: of `parameters.init=`, or of a snapshot in another folder."""
-    files = {} if init is None else {"init": file_of_weights(init)}
-    before = snapshots.resumed_from
-    if before is not None:
-        files = {} if before.parent.parent.samefile(snapshots.run_dir) else {"resume": before}
-    hashes = {}
-    for key, path in files.items():
-        with suppress(OSError), path.open("rb") as file:  # a run that still trains may have removed its snapshot
-            hashes[key] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    return hashes

@@ -167,16 +167,15 @@ class RunRecord:
         facts: keys of run.json; "start" has those of this start. best: the best evaluation so far, and its step.
         is_over: nothing is left to train; then a run that has ended keeps its run.json, unless it is tested now.
         """
-        before: Run = {"starts": [], "history": [], "test": None, "data": {}, "samples_per_second": None}
+        before: Run = {"starts": [], "history": [], "test": None, "samples_per_second": None}
         with suppress(ConfigError):  # a fresh folder, or a file that is damaged
             before = read_run(self.folder)
         name, mode = self.objective
-        began = {key: value for key, value in before["data"].items() if step and key in ("init", "resume")}
         self.start_facts = facts["start"] | {"from_step": step, "to_step": step}
         self.was_tested = before["test"]
         self.run = {"format": FORMAT, **{key: value for key, value in facts.items() if key != "start"}}
         self.run |= {
-            "data": began | dict(facts["data"]),
+            "data": dict(facts["data"]),
             "objective": {"name": name, "mode": mode, "best": best[0], "step": best[1], "last": None},
             "history": [row for row in before["history"] if row["step"] <= step] if step else [],
             "test": None,
