@@ -3,7 +3,6 @@
 import csv
 import logging
 import os
-import resource
 import shlex
 import termios
 import time
@@ -19,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lockstep.cli import with_overrides_of_run
 from lockstep.config.record import RECORD, ConfigRecord
-from lockstep.loggers import base, tensorboard
+from lockstep.loggers import base
 from lockstep.loggers.base import EpochSummary, Logger, Loggers, hyperparameters
 from lockstep.loggers.console import ConsoleLogger, ProgressBarLogger
 from lockstep.loggers.csv_logger import CSVLogger
@@ -207,25 +206,6 @@ def test_an_image_is_shown_at_its_step(tmp_path: Path) -> None:
     assert not images(tmp_path / "none")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_tensorboard_goes_on_when_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorboard, "RETRY_SECONDS", 0.0)
-    logger = TensorBoardLogger(tmp_path, images=0)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    lost = []
-    for step, room in enumerate((before[0], 20, before[0], before[0]), start=1):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))  # bytes of a file, as on a disk without more
-        try:
-            logger.log({"train/lr": 0.1, "x" * 100: 1.0}, step)
-        except OSError:
-            lost.append(step)
-            time.sleep(1)  # as above
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert lost == [2]
-    assert [step for step, _ in scalars(tmp_path)["train/lr"]] == [1, 3, 4]
-
-
 def record(shown: dict[str, Any], options: dict[str, str | None] | None = None) -> ConfigRecord:
     return ConfigRecord(shown, shown, options or {}, [], "", [], {})
 
@@ -233,7 +213,7 @@ def record(shown: dict[str, Any], options: dict[str, str | None] | None = None) 
 def test_keys_and_options_are_columns_and_places_and_nulls_are_not() -> None:
     kept = {"optimizer.lr": 0.1, "trainer.compile": False, "dataset.mean": [0.5, 1], "my_own.key": "text"}
     dropped = {"run_dir": "a", "data_dir": "b", "logger.csv.run_dir": "a", "model._target_": "x.y", "trainer.ema": None}
-    dropped |= {"trainer.pause_after": 3, "backend.timeout": 300, "sweep.slots": 2, "tags": ["a"], "notes": "b"}
+    dropped |= {"trainer.pause_after": 3, "backend.timeout": 300, "tags": ["a"], "notes": "b"}
     options = {"model": "mlp", "launch": "fork", "backend": "gloo", "experiment": None, "hydra/output": "default"}
     found = hyperparameters(record(kept | dropped, options), 4)
     assert found == kept | {"dataset.mean": "[0.5,1]", "model": "mlp", "world_size": 4}

@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -17,8 +17,6 @@ from lockstep.loggers.base import Hyperparameter, Logger, RunInfo
 from lockstep.runs.record import FINISHED
 from lockstep.runs.table import is_repeat, setting_of
 
-RETRY_SECONDS = 10.0  # after an error, before a new file is begun
-
 
 class TensorBoardLogger(Logger):
     """Writes event files to `run_dir`. A resumed run begins a file, which hides what came after its snapshot.
@@ -28,55 +26,35 @@ class TensorBoardLogger(Logger):
 
     def __init__(self, run_dir: str | Path, images: Whole) -> None:
         self.run_dir, self.images = str(run_dir), images
-        self.writer: SummaryWriter | None = None
-        self.failed_at = -RETRY_SECONDS
-        self.last_step = 0
 
     def start(self, run: RunInfo) -> None:
         is_new = not any(Path(self.run_dir).glob("events.out.tfevents.*"))
         self.writer = SummaryWriter(self.run_dir, purge_step=None if is_new else run.start_step + 1)
         if is_new:  # TensorBoard keeps the first hyperparameters that it reads of a run
-            self._write(lambda writer: writer.add_text("config", f"```yaml\n{run.config_yaml}```", 0))
-            self._write(lambda writer: writer.add_custom_scalars(layout(run)))
-            row = hyperparameters(run.hyperparameters, session_group(run))
-            self._write(lambda writer: _add(writer, row, 0))
+            self.writer.add_text("config", f"```yaml\n{run.config_yaml}```", 0)
+            self.writer.add_custom_scalars(layout(run))
+            self._add(hyperparameters(run.hyperparameters, session_group(run)), 0)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """All tags share one event. An event for each tag takes several times as long."""
-        values = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()])
-        self._write(lambda writer: _add(writer, values, step))
-        self.last_step = step
+        self._add(Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]), step)
 
     def image(self, tag: str, image: Tensor, step: int) -> None:
-        self._write(lambda writer: writer.add_image(tag, image, step))
+        self.writer.add_image(tag, image, step)
+        self.writer.flush()
 
     def end(self, run: RunInfo, state: str) -> None:
         if state == FINISHED:
             _, _, row = hparams({}, {})  # marks the run as finished in the HParams table
-            self._write(lambda writer: _add(writer, row, self.last_step))
+            self._add(row, run.steps)
 
     def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
+        self.writer.close()
 
-    def _write(self, write: Callable[[SummaryWriter], object]) -> None:
-        """A writer that has failed, on a full disk, stays so: after some seconds a new file goes on."""
-        if self.writer is None:
-            if time.monotonic() - self.failed_at < RETRY_SECONDS:
-                return
-            self.failed_at = time.monotonic()
-            self.writer = SummaryWriter(self.run_dir)
-        try:
-            write(self.writer)
-            self.writer.flush()
-        except Exception:
-            self.writer, self.failed_at = None, time.monotonic()
-            raise
-
-
-def _add(writer: SummaryWriter, summary: Summary, step: int) -> None:
-    assert writer.file_writer is not None
-    writer.file_writer.add_summary(summary, step)
+    def _add(self, summary: Summary, step: int) -> None:
+        assert self.writer.file_writer is not None
+        self.writer.file_writer.add_summary(summary, step)
+        self.writer.flush()
 
 
 def session_group(run: RunInfo) -> str:
