@@ -162,18 +162,18 @@ def test_a_resumed_run_drops_the_points_after_its_snapshot(tmp_path: Path) -> No
 
 
 def test_the_hparams_table_has_the_keys_of_all_runs_and_numbers_are_numbers(tmp_path: Path) -> None:
-    log_run(tmp_path / "a", [1, 2], hyperparameters={"optimizer.lr": 0.1, "trainer.compile": False, "model": "mlp"})
+    log_run(tmp_path / "a", [1, 2], hyperparameters={"optimizer.lr": 0.1, "trainer.compile": "false", "model": "mlp"})
     log_run(tmp_path / "sweep" / "b", [1], state="stopped", hyperparameters={"optimizer.lr": 1, "model.width": 8})
     backend = Backend(tmp_path)
     columns = {one["name"]: (one["type"].removeprefix("DATA_TYPE_"), one["differs"]) for one in backend.columns()}
     assert columns == {
         "optimizer.lr": ("FLOAT64", True),
-        "trainer.compile": ("BOOL", False),
+        "trainer.compile": ("STRING", False),
         "model": ("STRING", False),
         "model.width": ("FLOAT64", False),
     }
     found = backend.rows()
-    assert found["a"].hyperparameters == {"optimizer.lr": 0.1, "trainer.compile": False, "model": "mlp"}
+    assert found["a"].hyperparameters == {"optimizer.lr": 0.1, "trainer.compile": "false", "model": "mlp"}
     assert (found["a"].metrics["val/accuracy"], found["a"].metrics["best/accuracy"]) == (0.25, 0.75)
     assert (found["a"].status, found["sweep/b"].status) == ("STATUS_SUCCESS", "STATUS_UNKNOWN")
     assert backend.runs() == ["a", "sweep/b"]
@@ -183,16 +183,6 @@ def test_the_hparams_table_has_the_keys_of_all_runs_and_numbers_are_numbers(tmp_
     assert charts["loss"] == ["^(train|val|test)/loss$"]
     (text,) = read(tmp_path / "a").Tensors("config/text_summary")
     assert text.tensor_proto.string_val[0].decode() == "```yaml\nseed: 0\n```"
-
-
-def test_jobs_of_a_sweep_that_differ_in_seed_are_one_row_with_their_mean(tmp_path: Path) -> None:
-    for seed, name in ((1, "a"), (2, "b")):
-        facts = {**run_info(tmp_path).facts, "overrides": ["optimizer.lr=0.1", f"seed={seed}"]}
-        more = {"facts": facts, "hyperparameters": {"optimizer.lr": 0.1, "seed": seed}, "sweep": "s"}
-        log_run(tmp_path / name, [seed], **more)
-    ((name, row),) = Backend(tmp_path).rows().items()
-    assert name == "optimizer.lr=0.1 in s"
-    assert (row.hyperparameters, row.metrics["val/loss"]) == ({"optimizer.lr": 0.1}, 1.5)
 
 
 def test_an_image_is_shown_at_its_step(tmp_path: Path) -> None:
@@ -216,7 +206,7 @@ def test_keys_and_options_are_columns_and_places_and_nulls_are_not() -> None:
     dropped |= {"trainer.pause_after": 3, "backend.timeout": 300, "tags": ["a"], "notes": "b"}
     options = {"model": "mlp", "launch": "fork", "backend": "gloo", "experiment": None, "hydra/output": "default"}
     found = hyperparameters(record(kept | dropped, options), 4)
-    assert found == kept | {"dataset.mean": "[0.5,1]", "model": "mlp", "world_size": 4}
+    assert found == kept | {"trainer.compile": "false", "dataset.mean": "[0.5,1]", "model": "mlp", "world_size": 4}
 
 
 # The console.

@@ -24,16 +24,16 @@ log = logging.getLogger(__name__)
 DRAWING_SHARE = 0.01  # of the time: images of an evaluation are drawn after training for 100 times as long
 FIRST_DRAWING = 0.1  # seconds
 
-Hyperparameter = bool | int | float | str
+Hyperparameter = int | float | str
 NOT_HYPERPARAMETERS: tuple[str, ...] = ("run_dir", "data_dir", "resume", "mode", "backend", "launch", "logger", "hydra")
 NOT_HYPERPARAMETERS += ("sync_bn.mode", "trainer.pause_after", "tags", "notes")
 
 
 def hyperparameters(record: ConfigRecord, world_size: int) -> dict[str, Hyperparameter]:
-    """{key: value} by which runs are compared. Numbers stay numbers, lists become text; null is left out, since
-    TensorBoard would show all values of the key as text."""
+    """{key: value} by which runs are compared. Numbers stay numbers, truth values and lists become text; null is left
+    out, since TensorBoard would show all values of the key as text."""
     return {
-        key: value if isinstance(value, Hyperparameter) else show(value)
+        key: value if type(value) in (int, float, str) else show(value)
         for key, value in {**record.options, **record.shown, "world_size": world_size}.items()
         if value is not None and not sets(key, NOT_HYPERPARAMETERS) and not key.endswith(("._target_", "._partial_"))
     }

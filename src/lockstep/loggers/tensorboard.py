@@ -1,21 +1,15 @@
 """TensorBoard events in the run folder. A step on the x-axis is the number of optimizer steps done."""
 
-import shlex
-import time
-from collections.abc import Mapping
 from pathlib import Path
 
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-from tensorboard.plugins.hparams.metadata import PLUGIN_DATA_VERSION, PLUGIN_NAME, SESSION_START_INFO_TAG
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from lockstep.config.schema import Whole
-from lockstep.loggers.base import Hyperparameter, Logger, RunInfo
+from lockstep.loggers.base import Logger, RunInfo
 from lockstep.runs.record import FINISHED
-from lockstep.runs.table import is_repeat, setting_of
 
 
 class TensorBoardLogger(Logger):
@@ -33,7 +27,8 @@ class TensorBoardLogger(Logger):
         if is_new:  # TensorBoard keeps the first hyperparameters that it reads of a run
             self.writer.add_text("config", f"```yaml\n{run.config_yaml}```", 0)
             self.writer.add_custom_scalars(layout(run))
-            self._add(hyperparameters(run.hyperparameters, session_group(run)), 0)
+            _, row, _ = hparams(dict(run.hyperparameters), {})  # of the first TensorBoard takes the columns of all runs
+            self._add(row, 0)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """All tags share one event. An event for each tag takes several times as long."""
@@ -45,8 +40,7 @@ class TensorBoardLogger(Logger):
 
     def end(self, run: RunInfo, state: str) -> None:
         if state == FINISHED:
-            _, _, row = hparams({}, {})  # marks the run as finished in the HParams table
-            self._add(row, run.steps)
+            self._add(hparams({}, {})[2], run.steps)  # marks the run as finished in the HParams table
 
     def close(self) -> None:
         self.writer.close()
@@ -55,32 +49,6 @@ class TensorBoardLogger(Logger):
         assert self.writer.file_writer is not None
         self.writer.file_writer.add_summary(summary, step)
         self.writer.flush()
-
-
-def session_group(run: RunInfo) -> str:
-    """The name of the row of the HParams table that a run shares with others, whose metrics TensorBoard then averages:
-    jobs of one sweep that differ only in seed or fold. Empty for a run that has a row of its own."""
-    words = run.facts.get("overrides", [])
-    is_shared = run.sweep is not None and any(map(is_repeat, words))
-    return f"{shlex.join(setting_of(words))} in {run.sweep}" if is_shared else ""
-
-
-def hyperparameters(values: Mapping[str, Hyperparameter], group: str = "") -> Summary:
-    """A row of the HParams table. torch's `hparams` would make numbers of truth values, and an experiment, of which
-    TensorBoard then takes the columns for all runs. group: of `session_group`; what differs in one is left out."""
-    start = SessionStartInfo(start_time_secs=time.time(), group_name=group)
-    for key, value in values.items():
-        if group and is_repeat(key):
-            continue
-        if isinstance(value, bool):
-            start.hparams[key].bool_value = value
-        elif isinstance(value, int | float):
-            start.hparams[key].number_value = value
-        else:
-            start.hparams[key].string_value = value
-    content = HParamsPluginData(session_start_info=start, version=PLUGIN_DATA_VERSION).SerializeToString()
-    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=PLUGIN_NAME, content=content))
-    return Summary(value=[Summary.Value(tag=SESSION_START_INFO_TAG, metadata=metadata)])
 
 
 def layout(run: RunInfo) -> dict[str, dict[str, tuple[str, list[str]]]]:
