@@ -117,7 +117,6 @@ def run_info(record: ConfigRecord, snapshots: SnapshotManager) -> RunInfo:
         samples_done=run.progress.samples,
         objective=run.objective,
         is_final=config.trainer.final is not None,
-        is_over=run.finished,
         sweep=facts["sweep"],
         facts=facts,
         evaluate=shlex.join(["python", script, "mode=evaluate", resume, *record.flags]),

@@ -72,7 +72,6 @@ def test_a_run_of_two_starts(tmp_path: Path) -> None:
     assert after["data"] == before["data"]
     assert states(tmp_path) == ["finished"]
 
-    Command(longer, tmp_path).finish()  # nothing to train
     Command([*PYTHON_TRAIN, *first[3:], "seed=1"], tmp_path).finish(2)  # refused: another seed
     assert record(tmp_path / "run") == after
     assert "kqzv" not in (tmp_path / "run" / "run.json").read_text()

@@ -46,8 +46,8 @@ class RunInfo:
     config_yaml: the composed config. hyperparameters: {key: value} by which runs are compared. metrics: the names that
     an evaluation measures. batch_size: samples of a global batch, cut into `data_parallel_size` shares.
     val_samples: 0 without a validation set. start_step: optimizer steps already done, of them `samples_done` samples in
-    an epoch that is not over. objective: such as "val/accuracy"; None: nothing is chosen. is_over: nothing is left to
-    train. sweep: the folder of its sweep. facts: keys of run.json. evaluate: a command that evaluates it.
+    an epoch that is not over. objective: such as "val/accuracy"; None: nothing is chosen. sweep: the folder of its
+    sweep. facts: keys of run.json. evaluate: a command that evaluates it.
     At the end also: steps: done in all. best, best_step: the best evaluation of the objective. last: {metric:
     value} of the last one. test: None, or {"step": of its weights, "metrics": {name: value}, "samples": how many,
     "errors": {name: standard error over the samples}}.
@@ -68,7 +68,6 @@ class RunInfo:
     samples_done: int = 0
     objective: str | None = None
     is_final: bool = False
-    is_over: bool = False
     sweep: str | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     evaluate: str = ""
@@ -171,7 +170,7 @@ class Loggers(Logger):
 
     def start(self, run: RunInfo) -> None:
         self.info = run
-        self._call(self.record, "start", run.facts, run.start_step, (run.best, run.best_step), run.is_over)
+        self._call(self.record, "start", run.facts, run.start_step, (run.best, run.best_step))
         self.members = [member for member in self.members if self._call(member, "start", run)]
 
     def log(self, metrics: dict[str, float], step: int) -> None:
