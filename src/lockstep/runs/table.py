@@ -119,48 +119,43 @@ def settings(runs: "pd.DataFrame") -> "pd.DataFrame":
 
     if runs.empty:
         return runs
-    parents = runs["folder"].map(os.path.dirname)
-    places = runs.reindex(columns=REPEATS).map(str).agg(" ".join, axis=1)
-    keys = [parents, runs["source"], runs["setting"], runs["metric"]]
-    copies = runs.groupby([*keys, places], dropna=False).cumcount()
-    together = runs.groupby([*keys, copies], dropna=False, sort=False)
-    is_alone = together["folder"].transform("size") == 1
-    has_ended = (runs["state"] == FINISHED) & runs["objective"].notna()
-    single = runs.assign(runs=1, count=has_ended.astype(int), low=math.nan, high=math.nan, std=math.nan)[is_alone]
-    rows = {group.index[0]: _together(group) for _, group in together if len(group) > 1}
-    table = pd.concat([single, pd.DataFrame.from_dict(rows, orient="index")] if rows else [single]).sort_index()
-    table = table.astype(dict.fromkeys((*NUMBERS, "low", "high", "std"), float))
-    if runs["metric"].nunique() > 1:
-        return table.reset_index(drop=True)
-    sign = -1 if runs["direction"].iloc[0] == "max" else 1
-    order = {"none": table["count"] == 0, "missing": table["count"] < table["runs"], "value": sign * table["objective"]}
-    return table.loc[pd.DataFrame(order).sort_values([*order], kind="stable").index].reset_index(drop=True)
+    groups, seen = dict[tuple[Any, ...], list[dict[str, Any]]](), Counter[tuple[Any, ...]]()
+    for run in runs.to_dict("records"):
+        setting = os.path.dirname(run["folder"]), run["source"], run["setting"], run["metric"]
+        repeat = (*setting, *(str(run.get(key)) for key in REPEATS))
+        seen[repeat] += 1
+        groups.setdefault((*setting, seen[repeat]), []).append(run)
+    rows = [_together(group) for group in groups.values()]
+    if runs["metric"].nunique() == 1:
+        sign = -1 if runs["direction"].iloc[0] == "max" else 1
+        rows.sort(key=lambda row: (not row["count"], row["count"] < row["runs"], sign * row["objective"]))
+    return pd.DataFrame(rows).astype(dict.fromkeys((*NUMBERS, "low", "high", "std"), float))
 
 
-def _together(group: "pd.DataFrame") -> dict[str, Any]:
-    """A row of `settings`, of several runs."""
-    row: dict[str, Any] = {}
-    for name, values in group.items():
-        words = list(dict.fromkeys(map(as_word, values)))
-        row[str(name)] = values.iloc[0] if len(words) == 1 else ",".join(words)
-    finished = group[(group["state"] == FINISHED) & group["objective"].notna()]
-    states, parent = Counter(group["state"]), os.path.dirname(group["folder"].iloc[0])
-    row |= dict.fromkeys(("objective", "low", "high", "std", "test", "test_low", "test_high"))
-    row |= {
-        "runs": len(group),
-        "count": len(finished),
-        "date": group["date"].min(),
-        "seconds": round(group["seconds"].sum(), 2),
-    }
+def _together(group: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A row of `settings`."""
+    import pandas as pd
+
+    finished = [run for run in group if run["state"] == FINISHED and _is_there(run["objective"])]
+    row = group[0] | {"runs": len(group), "count": len(finished)} | dict.fromkeys(("low", "high", "std"), math.nan)
+    if len(group) == 1:
+        return row
+    for name in group[0]:
+        words = dict.fromkeys(as_word(run[name]) for run in group)
+        row[name] = group[0][name] if len(words) == 1 else ",".join(words)
+    states, parent = Counter(run["state"] for run in group), os.path.dirname(group[0]["folder"])
     row |= {"run": f"{os.path.relpath(parent)} ({len(group)} runs)", "changed": row["setting"]}
+    row |= {"date": min(run["date"] for run in group), "seconds": round(sum(run["seconds"] for run in group), 2)}
     row["state"] = ", ".join(name if len(states) == 1 else f"{count} {name}" for name, count in states.items())
-    row |= {name: finished[name].mean() for name in ("speed", "best_step", "steps")}
-    rho = rho_of(finished)
+    table = pd.DataFrame(finished, columns=[*group[0]])
+    row |= {name: table[name].mean() for name in ("speed", "best_step", "steps")}
+    rho = rho_of(table)
     for name, low, high in (("objective", "low", "high"), ("test", "test_low", "test_high")):
-        if len(finished) and finished[name].notna().all():
-            found = estimate(finished[name].tolist(), rho)
-            row |= {name: found.mean} | dict(zip((low, high), found.interval or (None, None), strict=True))
-            row |= {"std": found.std or None} if name == "objective" else {}
+        row |= dict.fromkeys((name, low, high), math.nan)
+        if finished and table[name].notna().all():
+            found = estimate(table[name].tolist(), rho)
+            row |= {name: found.mean} | dict(zip((low, high), found.interval or (math.nan, math.nan), strict=True))
+            row["std"] = (found.std or math.nan) if name == "objective" else row["std"]
     return row
 
 
@@ -168,10 +163,8 @@ def check_names(table: "pd.DataFrame", names: Iterable[str], option: str) -> Non
     """Raise ConfigError for a name that is no column, no config key of any run, and no config group."""
     for name in names:
         if name not in table.columns:
-            of_class = [key for key in table.columns if key == f"{name}._target_"]  # --filter model=mlp
-            of_section = [key for key in table.columns if key.rpartition(".")[2] == name]  # --filter lr=0.1
-            one = of_class or (of_section if len(of_section) == 1 else [])
-            close = one or difflib.get_close_matches(name, table.columns, 1, 0.8) or ["state"]
+            longer = [key for key in table.columns if key == f"{name}._target_" or key.endswith(f".{name}")]
+            close = longer or difflib.get_close_matches(name, table.columns, 1, 0.8) or ["state"]
             known = ", ".join(sorted((*COLUMNS, *OTHERS)))
             value = "=<value>" if option == "--filter" else ""
             what = f"{option} {name}: no run has this key, and the columns are {known}"
@@ -191,8 +184,6 @@ def filtered(runs: "pd.DataFrame", filters: Sequence[str]) -> "pd.DataFrame":
 
 def _is_value(key: str, value: Any, typed: str) -> bool:
     """Whether it is the value, or is shown so. Of a date and a commit the beginning is enough."""
-    if key == "run":
-        return bool(os.path.relpath(typed) == value)
     if key == "tags":
         return bool(typed in value)
     if key in ("date", "commit"):
