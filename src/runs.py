@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("folders", nargs="+", metavar="FOLDER", help="one for each side, or those with --a and --b")
     compare.add_argument("--a", metavar="OVERRIDES", help="such as 'optimizer.lr=0.1 model=mlp'")
     compare.add_argument("--b", metavar="OVERRIDES")
-    compare.add_argument("--pair", metavar="KEYS", help="pair runs by these; sample; none; default: seed and fold")
+    compare.add_argument("--pair", choices=["sample", "none"], help="default: pairs of one seed and fold")
     compare.add_argument("--metric", metavar="NAME", help="such as test/accuracy; default: the objective")
     for verb in (table, compare):
         verb.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")

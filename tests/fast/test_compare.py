@@ -75,8 +75,7 @@ def test_the_detectable_difference_is_seen_with_a_power_of_80_percent(count: int
     assert found.detectable is not None
     shift, critical = found.detectable / found.error, stats.t.ppf(0.975, count - 1)
     assert stats.nct.sf(critical, count - 1, shift) == pytest.approx(0.8, abs=2e-6)
-    assert pairs_for(found.detectable * (1 + 1e-9), found.std) == count
-    assert pairs_for(found.detectable * 0.98, found.std) != count
+    assert pairs_for(found.detectable, found.std) == pytest.approx(count, abs=1)
     assert pairs_for(1e-6, 1.0) is None
     assert pairs_for(0.5, 1.0, rho=0.25) is None  # more folds do not make the samples more
 
@@ -171,7 +170,7 @@ def test_two_rows_of_a_sweep_are_paired_by_seed(tmp_path: Path) -> None:
     low, high = stats.ttest_rel(B, A).confidence_interval(0.95)
     assert lines[3:] == ["paired by seed", f"B is better by 2.0 points ({100 * low:.1f} to {100 * high:.1f})"]
     assert compare([f"{tmp_path}/s/0.1-*", f"{tmp_path}/s/0.2-*"])[3:] == lines[3:]  # patterns, one for each side
-    assert compare([words[0][0]], words[2], words[1], "seed")[-1] == lines[-1].replace("B", "A")
+    assert compare([words[0][0]], words[2], words[1])[-1] == lines[-1].replace("B", "A")
     alone = compare(*words, "none")
     assert alone[3] == "not paired"
     assert re.fullmatch(
@@ -212,9 +211,9 @@ def test_a_lower_loss_is_better_and_a_metric_of_the_test_can_be_asked_for(tmp_pa
         compare(*words, "train/loss")
 
 
-def test_what_follows_the_seed_and_what_changes_no_number_is_one_configuration(tmp_path: Path) -> None:
+def test_what_changes_no_number_makes_no_other_configuration(tmp_path: Path) -> None:
     for seed, value in enumerate(A):
-        follows = {"dataset__train__seed": seed, "logging__level": str(seed), "run_dir": str(seed)}
+        follows = {"logging__level": str(seed), "run_dir": str(seed)}
         make_run(tmp_path / "a" / str(seed), value, seed=seed, tags=[f"{seed}"], **follows)
         make_run(tmp_path / "b" / str(seed), value + 0.01 + seed / 1e4, seed=seed, **follows)
     assert compare([str(tmp_path / "a"), str(tmp_path / "b")])[-1].startswith("B is better by 1.0")
@@ -232,20 +231,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two settings": (
         {"folders": ["s", "t"]},
-        "s is more than one configuration: its runs differ in optimizer.lr; "
-        "type python src/runs.py compare s --a optimizer.lr=0.1 --b optimizer.lr=0.2",
+        "s is more than one configuration: optimizer.lr=0.1 optimizer.lr=0.2; "
+        "type python src/runs.py compare s --a <overrides> --b <overrides>",
     ),
     "nothing": ({"folders": ["s"], "a": "optimizer.lr=0.1", "b": "optimizer.lr=3"}, "no run for optimizer.lr=3; type "),
     "typo": ({"folders": ["s"], "a": "seed=1", "b": "optimizer.l=3"}, "type --filter optimizer.lr=<value>"),
     "twice": (
-        {"folders": ["t", "t"], "pair": "trainer.epochs"},
-        "t has two runs with trainer.epochs=5, and one counts once",
+        {"folders": ["u", "t"]},
+        "u has two runs with seed=1, and one counts once",
     ),
     "filtered": ({"folders": ["t", "s"], "filters": ["seed=1", "optimizer.lr=0.3"]}, "no run for s; type "),
-    "no partner": (
-        {"folders": ["t/0.3-1", "t/0.3-2"], "pair": "seed"},
-        "--pair seed: no run of A has a partner in B; type ",
-    ),
     "failed": (
         {"folders": ["f", "t"]},
         "no run of f has finished with a number; type python src/runs.py table to see why",
@@ -263,6 +258,8 @@ def test_what_is_no_comparison_is_one_sentence(tmp_path: Path, monkeypatch: pyte
     make_sweep(Path("s"), 0.1, B[:2])
     make_sweep(Path("s"), 0.2, B[:2])
     make_sweep(Path("t"), 0.3, B[:2])
+    make_sweep(Path("u") / "1", 0.3, B[:2])
+    make_sweep(Path("u") / "2", 0.3, B[:2])
     make_sweep(Path("f"), 0.3, [float("nan")])
     options, sentence = REFUSED[name]
     with pytest.raises(ConfigError) as refused:

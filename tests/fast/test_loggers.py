@@ -203,7 +203,7 @@ def record(shown: dict[str, Any], options: dict[str, str | None] | None = None) 
 def test_keys_and_options_are_columns_and_places_and_nulls_are_not() -> None:
     kept = {"optimizer.lr": 0.1, "trainer.compile": False, "dataset.mean": [0.5, 1], "my_own.key": "text"}
     dropped = {"run_dir": "a", "data_dir": "b", "logger.csv.run_dir": "a", "model._target_": "x.y", "trainer.ema": None}
-    dropped |= {"trainer.pause_after": 3, "backend.timeout": 300, "tags": ["a"], "notes": "b"}
+    dropped |= {"snapshot.every": "1epochs", "backend.timeout": 300, "tags": ["a"], "notes": "b"}
     options = {"model": "mlp", "launch": "fork", "backend": "gloo", "experiment": None, "hydra/output": "default"}
     found = hyperparameters(record(kept | dropped, options), 4)
     assert found == kept | {"trainer.compile": "false", "dataset.mean": "[0.5,1]", "model": "mlp", "world_size": 4}

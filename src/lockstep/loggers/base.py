@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.config.record import ConfigRecord, sets
 from lockstep.errors import EXIT_FINISHED, StoppedEarly, TrainingDiverged, exit_code_of
-from lockstep.runs.record import FAILED, RunRecord
+from lockstep.runs.record import FAILED, NO_NUMBER, RunRecord
 from lockstep.text import show
 
 log = logging.getLogger(__name__)
@@ -25,8 +25,6 @@ DRAWING_SHARE = 0.01  # of the time: images of an evaluation are drawn after tra
 FIRST_DRAWING = 0.1  # seconds
 
 Hyperparameter = int | float | str
-NOT_HYPERPARAMETERS: tuple[str, ...] = ("run_dir", "data_dir", "resume", "mode", "backend", "launch", "logger", "hydra")
-NOT_HYPERPARAMETERS += ("sync_bn.mode", "trainer.pause_after", "tags", "notes")
 
 
 def hyperparameters(record: ConfigRecord, world_size: int) -> dict[str, Hyperparameter]:
@@ -35,7 +33,7 @@ def hyperparameters(record: ConfigRecord, world_size: int) -> dict[str, Hyperpar
     return {
         key: value if type(value) in (int, float, str) else show(value)
         for key, value in {**record.options, **record.shown, "world_size": world_size}.items()
-        if value is not None and not sets(key, NOT_HYPERPARAMETERS) and not key.endswith(("._target_", "._partial_"))
+        if value is not None and not sets(key, NO_NUMBER) and not key.endswith(("._target_", "._partial_"))
     }
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.record import sets
 from lockstep.errors import ConfigError
-from lockstep.runs.record import FINISHED, Run, best_of, find_runs, on_test, read_run, seconds_of, state_of
+from lockstep.runs.record import FINISHED, NO_NUMBER, Run, best_of, find_runs, on_test, read_run, seconds_of, state_of
 from lockstep.runs.stats import estimate, is_share, over_samples, wilson
 from lockstep.text import aligned
 from lockstep.text import show as as_word
@@ -32,7 +32,6 @@ OTHERS = ("ranks", "starts", "seconds", "metric", "notes", "commit", "source", "
 HEADERS = {"best_step": "at step", "speed": "samples/s"}
 NUMBERS = ("objective", "test", "test_low", "test_high", "best_step", "speed")  # which a run may lack
 REPEATS = ("seed", "loader.fold", "loader.split_seed")  # keys in which runs of one configuration differ
-NOT_CHANGED = ("launch", "hydra", "backend", "logger", "tags", "notes")  # keys that say where a run computes and writes
 
 
 def is_repeat(word: str) -> bool:
@@ -42,7 +41,7 @@ def is_repeat(word: str) -> bool:
 
 def setting_of(overrides: Iterable[str]) -> list[str]:
     """The overrides that say of which configuration a run is: runs for which they are equal repeat each other."""
-    return [word for word in overrides if not is_repeat(word) and not sets(word, NOT_CHANGED)]
+    return [word for word in overrides if not is_repeat(word) and not sets(word, NO_NUMBER)]
 
 
 def frame(folders: Sequence[str | Path] = ("outputs",)) -> "pd.DataFrame":
@@ -73,7 +72,7 @@ def _row(run: Run) -> dict[str, Any]:
     name, value, held_out = objective["name"].partition("/")[2], on_test(run), data.get("validation_samples")
     samples, error = test.get("samples", data.get("test_samples")), test.get("errors", {}).get(name)
     low, high = (value is not None and over_samples(name, value, error, samples)) or (None, None)
-    words = [word for word in run["overrides"] if not sets(word, NOT_CHANGED)]
+    words = [word for word in run["overrides"] if not sets(word, NO_NUMBER)]
     row = {**run["options"], **run["config"], **{f"test/{key}": one for key, one in test.get("metrics", {}).items()}}
     row |= {"date": datetime.fromtimestamp(starts[0]["started"]), "run": os.path.relpath(run["folder"])}
     row |= {"state": state_of(run), "metric": objective["name"], "direction": objective["mode"]}

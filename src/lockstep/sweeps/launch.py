@@ -32,7 +32,7 @@ from lockstep.distributed.run_folder import HeldFolder, require_same_run
 from lockstep.errors import EXIT_CONFIG, EXIT_FINISHED, ConfigError, StoppedEarly, path_value
 from lockstep.files import short_hash
 from lockstep.launchers.base import print_line
-from lockstep.runs.record import FINISHED, PAUSED, best_of, find_runs, read_run, state_of
+from lockstep.runs.record import FINISHED, NO_NUMBER, PAUSED, best_of, find_runs, read_run, state_of
 from lockstep.runs.table import choosing, frame, is_repeat, settings, show
 from lockstep.source_code import hash_of_source
 from lockstep.sweeps.jobs import Job, Jobs, Outcome, begin_process, divide_machine, run_jobs, server
@@ -40,8 +40,6 @@ from lockstep.sweeps.jobs import Job, Jobs, Outcome, begin_process, divide_machi
 HYDRAS = "multirun.yaml"  # Hydra's sweeper writes it into the folder of a sweep before anything is checked
 LONGEST_NAME = 120  # characters of a job's folder
 SHOWN = 40  # rows on the console
-# Of a job that has finished these may be others now: its numbers do not depend on them.
-NOT_COMPARED = ("run_dir", "data_dir", "resume", "launch", "backend", "logger", "hydra", "tags", "notes")
 
 
 @dataclass(frozen=True)
@@ -316,5 +314,5 @@ def folder_name(changes: Sequence[str]) -> str:
 
 def same_values(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
     """Whether two runs compute the same. mine: flat values, of which null may wait for the data."""
-    keys = [key for key in mine.keys() | theirs.keys() if not sets(key, NOT_COMPARED)]
+    keys = [key for key in mine.keys() | theirs.keys() if not sets(key, NO_NUMBER)]
     return all(mine.get(key, ...) in (theirs.get(key, ...), None, "balanced") for key in keys)
