@@ -14,9 +14,9 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from lockstep.config.record import ConfigRecord, sets
+from lockstep.config.record import ConfigRecord
 from lockstep.errors import EXIT_FINISHED, StoppedEarly, TrainingDiverged, exit_code_of
-from lockstep.runs.record import FAILED, NO_NUMBER, RunRecord
+from lockstep.runs.record import FAILED, RunRecord, changes_no_number
 from lockstep.text import show
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def hyperparameters(record: ConfigRecord, world_size: int) -> dict[str, Hyperpar
     return {
         key: value if type(value) in (int, float, str) else show(value)
         for key, value in {**record.options, **record.shown, "world_size": world_size}.items()
-        if value is not None and not sets(key, NO_NUMBER) and not key.endswith(("._target_", "._partial_"))
+        if value is not None and not changes_no_number(key) and not key.endswith(("._target_", "._partial_"))
     }
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import time
@@ -25,9 +26,8 @@ RUNNING, FINISHED, PAUSED, FAILED, KILLED = "running", "finished", "paused", "fa
 UNKNOWN = "unknown"  # began on another machine, and writes nothing any more
 SILENT_SECONDS = 3600.0  # without a write of run.json by a run on another machine
 STATES = {"killed": KILLED, "hang": "hang"}  # by the kind of a failure report
-# Keys that say where a run computes, what it shows and what it keeps: its numbers do not depend on them.
-NO_NUMBER: tuple[str, ...] = ("run_dir", "data_dir", "resume", "mode", "launch", "backend", "logger", "logging")
-NO_NUMBER += ("snapshot", "hydra", "tags", "notes")
+NO_NUMBER = {"run_dir", "data_dir", "resume", "mode", "launch", "backend", "logger", "logging", "snapshot", "hydra"}
+NO_NUMBER |= {"tags", "notes"}
 PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "tensorboard", "tqdm", "scikit-learn")
 DIFF, LARGEST_DIFF = "uncommitted.diff", 2**18  # bytes; of a longer one only its hash is kept
 WRITE_SECONDS = 10.0  # between two writes while steps are logged
@@ -67,6 +67,11 @@ def find_runs(folders: Sequence[str | Path]) -> Iterator[Path]:
             seen.add(real)
             if is_run:
                 yield Path(folder)
+
+
+def changes_no_number(word: str) -> bool:
+    """Whether an override, or a key, says only where a run computes, what it shows and what it keeps."""
+    return re.split(r"[=./@]", word.lstrip("+~"))[0] in NO_NUMBER
 
 
 def best_of(run: Run) -> Best:

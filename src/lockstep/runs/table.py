@@ -15,9 +15,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.record import sets
 from lockstep.errors import ConfigError
-from lockstep.runs.record import FINISHED, NO_NUMBER, Run, best_of, find_runs, on_test, read_run, seconds_of, state_of
+from lockstep.runs.record import (
+    FINISHED,
+    Run,
+    best_of,
+    changes_no_number,
+    find_runs,
+    on_test,
+    read_run,
+    seconds_of,
+    state_of,
+)
 from lockstep.runs.stats import estimate, is_share, over_samples, wilson
 from lockstep.text import aligned
 from lockstep.text import show as as_word
@@ -41,7 +50,7 @@ def is_repeat(word: str) -> bool:
 
 def setting_of(overrides: Iterable[str]) -> list[str]:
     """The overrides that say of which configuration a run is: runs for which they are equal repeat each other."""
-    return [word for word in overrides if not is_repeat(word) and not sets(word, NO_NUMBER)]
+    return [word for word in overrides if not is_repeat(word) and not changes_no_number(word)]
 
 
 def frame(folders: Sequence[str | Path] = ("outputs",)) -> "pd.DataFrame":
@@ -72,7 +81,7 @@ def _row(run: Run) -> dict[str, Any]:
     name, value, held_out = objective["name"].partition("/")[2], on_test(run), data.get("validation_samples")
     samples, error = test.get("samples", data.get("test_samples")), test.get("errors", {}).get(name)
     low, high = (value is not None and over_samples(name, value, error, samples)) or (None, None)
-    words = [word for word in run["overrides"] if not sets(word, NO_NUMBER)]
+    words = [word for word in run["overrides"] if not changes_no_number(word)]
     row = {**run["options"], **run["config"], **{f"test/{key}": one for key, one in test.get("metrics", {}).items()}}
     row |= {"date": datetime.fromtimestamp(starts[0]["started"]), "run": os.path.relpath(run["folder"])}
     row |= {"state": state_of(run), "metric": objective["name"], "direction": objective["mode"]}
