@@ -17,7 +17,6 @@ from lockstep.runs.record import read_run
 from lockstep.runs.samples import of_differences, samples_table
 from lockstep.runs.stats import (
     Estimate,
-    decimals_for,
     estimate,
     is_share,
     over_samples,
@@ -59,7 +58,6 @@ def test_intervals_are_those_of_the_t_tests() -> None:
         assert over_samples("accuracy", hits / count, None, count) == wilson(hits / count, count)
     assert over_samples("loss", 1.0, 0.1, 5) == pytest.approx((1 - 0.1959964, 1 + 0.1959964))
     assert over_samples("f1", 0.5, None, 5) is None
-    assert [decimals_for([estimate(values)]) for values in (A, [100.0, 300.0], [1e-5, 2e-5], [0.5])] == [3, 0, 7, 4]
     assert [is_share(name) for name in ("accuracy", "top5", "f1", "topology", "loss")] == [
         True,
         True,
@@ -164,8 +162,8 @@ def test_two_rows_of_a_sweep_are_paired_by_seed(tmp_path: Path) -> None:
     lines = compare(*words)
     assert [re.split("  +", line.strip()) for line in lines[:3]] == [
         ["runs", "val/accuracy", "95 %", "deviation"],
-        ["A", "5", "0.922", "0.898 to 0.946", "0.019", "optimizer.lr=0.1"],
-        ["B", "5", "0.942", "0.926 to 0.958", "0.013", "optimizer.lr=0.2"],
+        ["A", "5", "0.922", "0.8981 to 0.9459", "0.019", "optimizer.lr=0.1"],
+        ["B", "5", "0.942", "0.9258 to 0.9582", "0.013", "optimizer.lr=0.2"],
     ]
     low, high = stats.ttest_rel(B, A).confidence_interval(0.95)
     assert lines[3:] == ["paired by seed", f"B is better by 2.0 points ({100 * low:.1f} to {100 * high:.1f})"]
@@ -289,7 +287,6 @@ VERDICTS: dict[str, tuple[Estimate, str]] = {
         "cannot be told apart: 0.25 in all 2 pairs is no spread, which a metric of few samples gives by chance; "
         "train both with more seeds",
     ),
-    "six": (estimate([0.25] * 6), "B is better by 0.25 in each of 6 pairs"),
 }
 
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 from lockstep.errors import ConfigError
 from lockstep.runs.record import FINISHED, read_run
 from lockstep.runs.samples import NAME, paired_by_sample
-from lockstep.runs.stats import MOST, Estimate, decimals_for, estimate, is_share, paired, pairs_for, welch
+from lockstep.runs.stats import MOST, Estimate, estimate, is_share, paired, pairs_for, welch
 from lockstep.runs.table import REPEATS, filtered, frame, rho_of
 from lockstep.text import aligned, differing, show
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SIGN_TEST = 6  # pairs that all differ in one direction show a difference at 5 %, whatever their spread
 UNPAIRED, BY_SAMPLE = "none", "sample"
 OF_SAMPLES = (
     "paired by sample of the test set: about these two nets, not about other seeds; who chooses by it uses it up"
@@ -58,12 +57,11 @@ def compare(
     else:
         sides = [estimate(side["value"].tolist(), rho_of(side)) for side in (one, other)]
         difference, counted, how = _difference(one, other, names, pair)
-    decimals = decimals_for(sides)
     rows = [["", "runs", metric, "95 %", "deviation", ""]]
     for letter, side, found, typed in zip("AB", (one, other), sides, names, strict=True):
-        interval = "-" if found.interval is None else "{:.{d}f} to {:.{d}f}".format(*found.interval, d=decimals)
-        deviation = f"{found.std:.{decimals}f}" if found.df else "-"
-        rows.append([letter, str(len(side)), f"{found.mean:.{decimals}f}", interval, deviation, typed])
+        interval = "-" if found.interval is None else "{:.4g} to {:.4g}".format(*found.interval)
+        deviation = f"{found.std:.2g}" if found.df else "-"
+        rows.append([letter, str(len(side)), f"{found.mean:.4g}", interval, deviation, typed])
     scale, unit = (100, " points") if is_share(name) else (1, "")
     return [*aligned(rows), *notes, how, verdict(difference, counted, direction, scale, unit)]
 
@@ -146,8 +144,6 @@ def verdict(difference: Estimate, counted: str, direction: str, scale: float, un
             return "cannot be told apart: one run tells nothing about the spread; train both with seed=1,2,3,4,5"
         if size == 0:
             return f"the same: the numbers of all {count} are equal"
-        if counted == "pairs" and difference.count >= SIGN_TEST:
-            return f"{better} is better by {size:.2g}{unit} in each of {count}"
         why = "which a metric of few samples gives by chance; train both with more seeds"
         return f"cannot be told apart: {size:.2g}{unit} in all {count} is no spread, {why}"
     ends = sorted(abs(end) * scale for end in interval)

@@ -101,9 +101,3 @@ def over_samples(metric: str, mean: float, error: float | None, samples: int | N
 def is_share(metric: str) -> bool:
     """Whether a metric is a mean, over samples, of numbers from 0 to 1: then its interval follows from their number."""
     return metric == "accuracy" or metric.removeprefix("top").isdecimal()
-
-
-def decimals_for(estimates: Sequence[Estimate]) -> int:
-    """With which the smallest spread is seen: two digits of it. 4 where none is known."""
-    spreads = [one.std for one in estimates if one.std > 0]
-    return min(max(1 - math.floor(math.log10(min(spreads))), 0), 8) if spreads else 4
