@@ -90,7 +90,7 @@ def loggers(run: Run, restore: Callable[[], None]) -> Loggers:
 def run_info(record: ConfigRecord, snapshots: SnapshotManager) -> RunInfo:
     """What loggers receive at the start. A collective."""
     run, world = snapshots.run, snapshots.world
-    config, loaders = run.config, run.loaders
+    loaders = run.loaders
     names = {"training_samples": "training samples", "training_data": "training data"}
     data = {name: snapshots.fingerprint[key] for name, key in names.items()}
     if loaders.val is not None:
@@ -101,28 +101,8 @@ def run_info(record: ConfigRecord, snapshots: SnapshotManager) -> RunInfo:
     listed = class_names(loaders.train.reader.dataset)
     facts = run_facts(world, record) | {"data": data, "classes": listed if len(listed) <= WRITTEN_NUMBERS else []}
     script, resume = shlex.split(record.command)[1], f"resume={path_value(snapshots.run_dir)}"
-    return RunInfo(
-        run_dir=snapshots.run_dir,
-        config_yaml=record.files["config.yaml"],
-        hyperparameters=hyperparameters(record, world.size),
-        metrics=[*run.task.better, *config.evaluation.metrics],
-        world_size=world.size,
-        data_parallel_size=run.strategy.data_share_of(world.size),
-        train_samples=len(loaders.train),
-        val_samples=0 if loaders.val is None else len(loaders.val.reader),
-        test_samples=len(loaders.test.reader),
-        batch_size=run.batch_size,
-        epochs=config.trainer.epochs,
-        start_step=run.progress.step,
-        samples_done=run.progress.samples,
-        objective=run.objective,
-        is_final=config.trainer.final is not None,
-        sweep=facts["sweep"],
-        facts=facts,
-        evaluate=shlex.join(["python", script, "mode=evaluate", resume, *record.flags]),
-        best=run.progress.best,
-        best_step=run.progress.best_step,
-    )
+    evaluate = shlex.join(["python", script, "mode=evaluate", resume, *record.flags])
+    return RunInfo(run, facts, record.files["config.yaml"], hyperparameters(record, world.size), evaluate)
 
 
 def run_facts(world: World, record: ConfigRecord) -> dict[str, Any]:
@@ -154,14 +134,14 @@ def run_facts(world: World, record: ConfigRecord) -> dict[str, Any]:
     }
 
 
-def earlier_test(run: RunInfo, world: World) -> Any:
+def earlier_test(info: RunInfo) -> Any:
     """The test that run.json has of an earlier start of this run, as `RunInfo.test`. None if there is none, if the run
     goes on from a step before it, or if the test data is other data now. A collective."""
-    found = None
-    if world.is_rank_zero and run.start_step > 0:
+    found, run = None, info.run
+    if run.world.is_rank_zero and run.progress.step > 0:
         with suppress(ConfigError):
-            before = read_run(run.run_dir)
+            before = read_run(Path(run.config.run_dir))
             test, data = before["test"], before["data"].get("test_data")
-            if test and test["step"] <= run.start_step and data == run.facts["data"]["test_data"]:
+            if test and test["step"] <= run.progress.step and data == info.facts["data"]["test_data"]:
                 found = test
-    return world.broadcast_json(found)
+    return run.world.broadcast_json(found)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,7 +99,7 @@ def test_images_are_drawn_once_for_all_loggers_at_the_step_of_their_weights(
 def test_run_json_has_how_the_run_ended(tmp_path: Path) -> None:
     for error, state, code in ((KeyboardInterrupt(), "stopped", 130), (ValueError("x"), "failed", 1)):
         with suppress(type(error)), Loggers([], RunRecord(tmp_path, ("val/accuracy", "max"))) as loggers:
-            loggers.start(replace(run_info(tmp_path), facts={**run_info(tmp_path).facts, "environment": {}}))
+            loggers.start(run_info(tmp_path))
             loggers.log({"train/lr": 0.1}, 7)
             raise error
         last = read_run(tmp_path)["starts"][-1]
@@ -113,13 +114,13 @@ def rows(folder: Path) -> list[tuple[int, str, float]]:
         return [(int(row["step"]), row["tag"], float(row["value"])) for row in csv.DictReader(file)]
 
 
-def log_run(folder: Path, epochs: Sequence[int], start_step: int = 0, state: str = "finished", **changes: Any) -> None:
+def log_run(folder: Path, epochs: Sequence[int], step: int = 0, state: str = "finished", **changes: Any) -> None:
     """What a run of `epochs` of two steps sends to TensorBoard and CSV. state: killed: it does not end."""
     folder.mkdir(exist_ok=True, parents=True)
     if any(folder.iterdir()):
         time.sleep(1)  # TensorBoard reads files in the order of their names, which have the second
-    loggers, info = Loggers([TensorBoardLogger(folder, images=1), CSVLogger(folder)]), run_info(folder, start_step)
-    loggers.start(replace(info, **changes))
+    loggers, info = Loggers([TensorBoardLogger(folder, images=1), CSVLogger(folder)]), run_info(folder, step, **changes)
+    loggers.start(info)
     for number in epochs:
         loggers.log({"train/running_loss": 3 / number, "train/lr": 0.1 * number}, 2 * number - 1)
         best = {"best": {"accuracy": 0.75}, "best_step": 2}
@@ -151,7 +152,7 @@ def test_a_resumed_run_drops_the_points_after_its_snapshot(tmp_path: Path) -> No
     log_run(tmp_path, [1, 2, 3], state="killed")  # with a snapshot of epoch 1
     with (tmp_path / "metrics.csv").open("ab") as file:  # bytes that a crash of the machine leaves
         file.write(b"2,\xff\xfe\x00,x\n" + bytes(100) + b"\n2,test/long," + b"9" * 200_000 + b"\n2,test/acc")
-    log_run(tmp_path, [2, 3], start_step=2, hyperparameters={"trainer.epochs": 3})
+    log_run(tmp_path, [2, 3], step=2, hyperparameters={"trainer.epochs": 3})
     found = scalars(tmp_path)
     for tag, expected in {"train/running_loss": [1, 3, 5], "val/loss": [2, 4, 6]}.items():
         assert [step for step, _ in found[tag]] == expected
@@ -220,8 +221,9 @@ def test_the_console_shows_one_line_an_epoch_and_three_at_the_end(
     console.start(info)
     console.epoch(epoch(1))
     console.epoch(replace(epoch(2), best={"accuracy": 0.875}, best_step=2))
+    info.run.progress = SimpleNamespace(step=4, best=0.875, best_step=2)
     test = {"step": 2, "metrics": {"loss": 0.5, "accuracy": 0.75}, "samples": 100, "errors": {"loss": 0.01}}
-    ended = replace(info, steps=4, best=0.875, best_step=2, last={"loss": 0.25, "accuracy": 0.96875}, test=test)
+    ended = replace(info, last={"loss": 0.25, "accuracy": 0.96875}, test=test)
     console.end(ended, "finished")
     said = caplog.messages[:]
     assert said == [
@@ -238,7 +240,7 @@ def test_the_console_shows_one_line_an_epoch_and_three_at_the_end(
     ]
     assert shlex.split(said[-1].partition(":")[2]) == ["tensorboard", "--logdir", str(tmp_path / "it's a run")]
     caplog.clear()
-    console.end(replace(ended, sweep="s"), "finished")
+    console.end(replace(ended, facts={"sweep": "s"}), "finished")
     assert [line.partition(":")[0] for line in caplog.messages] == ["finished", "best", "test"]
 
 
@@ -270,9 +272,11 @@ def test_the_progress_bar_on_a_terminal_counts_samples_and_a_log_line_takes_its_
     with os.fdopen(reading, "rb", buffering=0) as screen, os.fdopen(writing, "w") as terminal:
         monkeypatch.setattr("sys.stderr", terminal)
         monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(terminal)])
-        info = run_info(tmp_path, start_step=25, batch_size=5)
+        info = run_info(tmp_path, batch_size=5)
+        info.run.loaders.train, info.run.config.trainer.epochs = range(100), 5
+        info.run.progress = SimpleNamespace(step=25, epoch=1, samples=25)  # resumed in mid-epoch
         bar = ProgressBarLogger()
-        bar.start(replace(info, train_samples=100, samples_done=25, epochs=5))  # resumed in mid-epoch
+        bar.start(info)
         bar.log({"train/running_loss": 0.125}, 26)
         bar.bar.refresh()
         shown = read_until(screen, "loss=0.1250")  # a terminal may hand over the first part of a line alone

@@ -1,6 +1,7 @@
 """TensorBoard events in the run folder. A step on the x-axis is the number of optimizer steps done."""
 
 from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
@@ -20,15 +21,15 @@ class TensorBoardLogger(Logger):
 
     def __init__(self, run_dir: str | Path, images: Whole) -> None:
         self.run_dir, self.images = str(run_dir), images
+        self.writer: Any = None  # a SummaryWriter, from the start on
 
-    def start(self, run: RunInfo) -> None:
+    def start(self, info: RunInfo) -> None:
         is_new = not any(Path(self.run_dir).glob("events.out.tfevents.*"))
-        self.writer = SummaryWriter(self.run_dir, purge_step=None if is_new else run.start_step + 1)
+        self.writer = SummaryWriter(self.run_dir, purge_step=None if is_new else info.run.progress.step + 1)
         if is_new:  # TensorBoard keeps the first hyperparameters that it reads of a run
-            self.writer.add_text("config", f"```yaml\n{run.config_yaml}```", 0)
-            self.writer.add_custom_scalars(layout(run))
-            _, row, _ = hparams(dict(run.hyperparameters), {})  # of the first TensorBoard takes the columns of all runs
-            self._add(row, 0)
+            self.writer.add_text("config", f"```yaml\n{info.config_yaml}```", 0)
+            self.writer.add_custom_scalars(layout(info))
+            self._add(hparams(dict(info.hyperparameters), {})[1], 0)  # [0] would be the columns of all runs
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """All tags share one event. An event for each tag takes several times as long."""
@@ -38,27 +39,28 @@ class TensorBoardLogger(Logger):
         self.writer.add_image(tag, image, step)
         self.writer.flush()
 
-    def end(self, run: RunInfo, state: str) -> None:
+    def end(self, info: RunInfo, state: str) -> None:
         if state == FINISHED:
-            self._add(hparams({}, {})[2], run.steps)  # marks the run as finished in the HParams table
+            self._add(hparams({}, {})[2], info.run.progress.step)  # marks the run as finished in the HParams table
 
     def close(self) -> None:
-        self.writer.close()
+        if self.writer is not None:
+            self.writer.close()
 
     def _add(self, summary: Summary, step: int) -> None:
-        assert self.writer.file_writer is not None
         self.writer.file_writer.add_summary(summary, step)
         self.writer.flush()
 
 
-def layout(run: RunInfo) -> dict[str, dict[str, tuple[str, list[str]]]]:
+def layout(info: RunInfo) -> dict[str, dict[str, tuple[str, list[str]]]]:
     """{category: {chart: ("Multiline", [regular expressions of tags])}} for the tab Custom Scalars."""
+    metrics = [*info.run.task.better, *info.run.config.evaluation.metrics]
     tags = {
-        "results": {name: f"(train|val|test)/{name}" for name in run.metrics} | {"best so far": "best/.*"},
+        "results": {name: f"(train|val|test)/{name}" for name in metrics} | {"best so far": "best/.*"},
         "training": {
             "loss of the last steps": "train/running_loss",
             "learning rate": "train/lr",
-            **({"gradient norm": "train/grad_norm"} if "trainer.max_grad_norm" in run.hyperparameters else {}),
+            **({"gradient norm": "train/grad_norm"} if "trainer.max_grad_norm" in info.hyperparameters else {}),
         },
         "speed": {"samples per second": "speed/(samples|tokens)_per_s", "step time (ms)": "speed/step_ms"},
     }
