@@ -48,7 +48,6 @@ def parser() -> argparse.ArgumentParser:
     )
     samples.add_argument("--worst", type=int, default=20, metavar="N", help="how many; default: 20")
     samples.add_argument("--by", metavar="COLUMN", help="instead, means over those with one value in this column")
-    samples.add_argument("--join", metavar="CSV", help="more columns, from a table with the column file or number")
     return top
 
 
@@ -62,7 +61,7 @@ def answer(options: argparse.Namespace) -> Iterable[str]:
     if options.verb == "diff":
         return compare.diff(*options.folders)
     if options.verb == "samples":
-        return samples.samples_table(options.place, options.worst, options.by, options.join)
+        return samples.samples_table(options.place, options.worst, options.by)
     runs = table.frame(options.folders)
     if runs.empty:
         raise ConfigError(f"no run below {' '.join(options.folders)}; type python src/runs.py table <another folder>")

@@ -143,7 +143,7 @@ def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
     assert states(tmp_path) == ["diverged"]
 
 
-def test_a_resumed_run_keeps_how_its_first_life_ended_and_what_was_changed(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_how_its_first_start_ended(tmp_path: Path) -> None:
     """Another rank was killed: rank 0 saw an error of gloo, and the report knows better."""
     words = [*SMALL, "model._target_=support.faults.FaultyModel", "launch=fork", "hydra.run.dir=run"]
     words += ["trainer.max_steps=30", "snapshot.every=5steps"]
