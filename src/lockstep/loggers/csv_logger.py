@@ -26,8 +26,7 @@ class CSVLogger(Logger):
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            header = "" if file.tell() else HEADER  # the folder was deleted, and made again
-            file.write(header + to_text((step, tag, float(value)) for tag, value in metrics.items()))
+            file.write(to_text((step, tag, float(value)) for tag, value in metrics.items()))
 
 
 def read_rows(path: Path) -> list[Row]:
