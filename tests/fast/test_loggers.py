@@ -274,7 +274,7 @@ def test_the_progress_bar_on_a_terminal_counts_samples_and_a_log_line_takes_its_
         monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(terminal)])
         info = run_info(tmp_path, batch_size=5)
         info.run.loaders.train, info.run.config.trainer.epochs = range(100), 5
-        info.run.progress = SimpleNamespace(step=25, epoch=1, samples=25)  # resumed in mid-epoch
+        info.run.progress = SimpleNamespace(epoch=1, samples=30)  # resumed in mid-epoch
         bar = ProgressBarLogger()
         bar.start(info)
         bar.log({"train/running_loss": 0.125}, 26)
@@ -282,6 +282,7 @@ def test_the_progress_bar_on_a_terminal_counts_samples_and_a_log_line_takes_its_
         shown = read_until(screen, "loss=0.1250")  # a terminal may hand over the first part of a line alone
         logging.getLogger("lockstep").warning("rank 1 is slow")
         line = read_until(screen, "rank 1 is slow")
+        info.run.progress.samples = 100
         bar.log({"train/running_loss": 0.5}, 40)
         bar.epoch(epoch(2))
         read_until(screen, " " * 20)

@@ -77,9 +77,7 @@ class ProgressBarLogger(Logger):
         self.stack = ExitStack()
 
     def start(self, info: RunInfo) -> None:
-        self.run, progress = info.run, info.run.progress
-        self.epochs_done, self.samples = progress.epoch, len(info.run.loaders.train)
-        self.began = progress.step, progress.samples  # where the bar's epoch begins, and what is done of it then
+        self.run = info.run
         if sys.stderr.isatty():
             from tqdm import tqdm
             from tqdm.contrib.logging import logging_redirect_tqdm
@@ -92,24 +90,23 @@ class ProgressBarLogger(Logger):
         loss = metrics.get("train/running_loss")
         if loss is None or not sys.stderr.isatty():
             return
+        progress = self.run.progress
         if self.bar is None:
             from tqdm import tqdm
 
             self.bar = tqdm(
-                total=self.samples,
-                desc=f"epoch {self.epochs_done + 1}/{self.run.config.trainer.epochs}",
+                total=len(self.run.loaders.train),
+                desc=f"epoch {progress.epoch + 1}/{self.run.config.trainer.epochs}",
                 unit=" samples",
                 leave=False,
-                initial=self.began[1],
+                initial=progress.samples,
                 # The loss is to be seen on 50 columns, too.
                 bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}, {rate_fmt}]",
             )
         self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-        done = self.began[1] + (step - self.began[0]) * self.run.batch_size
-        self.bar.update(min(done, self.samples) - self.bar.n)
+        self.bar.update(progress.samples - self.bar.n)
 
     def epoch(self, summary: EpochSummary) -> None:
-        self.epochs_done, self.began = summary.epoch, (summary.step, 0)
         if self.bar is not None:
             self.bar.close()
             self.bar = None
