@@ -3,7 +3,6 @@
 
 import os
 import platform
-import shlex
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +16,8 @@ from lockstep.config.record import ConfigRecord
 from lockstep.data.source import class_names
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.world import World, require_same_data
-from lockstep.errors import ConfigError, path_value
-from lockstep.loggers.base import Logger, Loggers, RunInfo, hyperparameters
+from lockstep.errors import ConfigError
+from lockstep.loggers.base import Logger, Loggers, RunInfo
 from lockstep.runs.record import SWEEP, RunRecord, read_run
 from lockstep.runs.samples import NAME as SAMPLES
 from lockstep.snapshots.data_fingerprint import data_fingerprint
@@ -99,9 +98,7 @@ def run_info(record: ConfigRecord, snapshots: SnapshotManager) -> RunInfo:
     data |= {"test_samples": len(loaders.test.reader), "test_data": data_fingerprint(loaders.test.reader.dataset)}
     listed = class_names(loaders.train.reader.dataset)
     facts = run_facts(world, record) | {"data": data, "classes": listed if len(listed) <= WRITTEN_NUMBERS else []}
-    script, resume = shlex.split(record.command)[1], f"resume={path_value(snapshots.run_dir)}"
-    evaluate = shlex.join(["python", script, "mode=evaluate", resume, *record.flags])
-    return RunInfo(run, facts, record.files["config.yaml"], hyperparameters(record, world.size), evaluate)
+    return RunInfo(run, facts)
 
 
 def run_facts(world: World, record: ConfigRecord) -> dict[str, Any]:

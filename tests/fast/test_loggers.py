@@ -18,13 +18,14 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lockstep.cli import with_overrides_of_run
-from lockstep.config.record import RECORD, ConfigRecord
+from lockstep.config.record import RECORD
+from lockstep.errors import path_value
 from lockstep.loggers import base
-from lockstep.loggers.base import EpochSummary, Logger, Loggers, hyperparameters
+from lockstep.loggers.base import EpochSummary, Logger, Loggers
 from lockstep.loggers.console import ConsoleLogger, ProgressBarLogger
 from lockstep.loggers.csv_logger import CSVLogger
 from lockstep.loggers.rank_logs import RankLogs
-from lockstep.loggers.tensorboard import TensorBoardLogger
+from lockstep.loggers.tensorboard import TensorBoardLogger, hyperparameters
 from lockstep.runs.record import RunRecord, read_run
 from support.event_files import Backend, images, read, scalars
 from support.logged import epoch, run_info
@@ -152,7 +153,7 @@ def test_a_resumed_run_drops_the_points_after_its_snapshot(tmp_path: Path) -> No
     log_run(tmp_path, [1, 2, 3], state="killed")  # with a snapshot of epoch 1
     with (tmp_path / "metrics.csv").open("ab") as file:  # bytes that a crash of the machine leaves
         file.write(b"2,\xff\xfe\x00,x\n" + bytes(100) + b"\n2,test/long," + b"9" * 200_000 + b"\n2,test/acc")
-    log_run(tmp_path, [2, 3], step=2, hyperparameters={"trainer.epochs": 3})
+    log_run(tmp_path, [2, 3], step=2, config={"trainer.epochs": 3})
     found = scalars(tmp_path)
     for tag, expected in {"train/running_loss": [1, 3, 5], "val/loss": [2, 4, 6]}.items():
         assert [step for step, _ in found[tag]] == expected
@@ -163,8 +164,8 @@ def test_a_resumed_run_drops_the_points_after_its_snapshot(tmp_path: Path) -> No
 
 
 def test_the_hparams_table_has_the_keys_of_all_runs_and_numbers_are_numbers(tmp_path: Path) -> None:
-    log_run(tmp_path / "a", [1, 2], hyperparameters={"optimizer.lr": 0.1, "trainer.compile": "false", "model": "mlp"})
-    log_run(tmp_path / "sweep" / "b", [1], state="stopped", hyperparameters={"optimizer.lr": 1, "model.width": 8})
+    log_run(tmp_path / "a", [1, 2], config={"optimizer.lr": 0.1, "trainer.compile": False}, options={"model": "mlp"})
+    log_run(tmp_path / "sweep" / "b", [1], state="stopped", config={"optimizer.lr": 1, "model.width": 8})
     backend = Backend(tmp_path)
     columns = {one["name"]: (one["type"].removeprefix("DATA_TYPE_"), one["differs"]) for one in backend.columns()}
     assert columns == {
@@ -172,9 +173,11 @@ def test_the_hparams_table_has_the_keys_of_all_runs_and_numbers_are_numbers(tmp_
         "trainer.compile": ("STRING", False),
         "model": ("STRING", False),
         "model.width": ("FLOAT64", False),
+        "world_size": ("FLOAT64", False),
     }
     found = backend.rows()
-    assert found["a"].hyperparameters == {"optimizer.lr": 0.1, "trainer.compile": "false", "model": "mlp"}
+    values = {"optimizer.lr": 0.1, "trainer.compile": "false", "model": "mlp", "world_size": 1}
+    assert found["a"].hyperparameters == values
     assert (found["a"].metrics["val/accuracy"], found["a"].metrics["best/accuracy"]) == (0.25, 0.75)
     assert (found["a"].status, found["sweep/b"].status) == ("STATUS_SUCCESS", "STATUS_UNKNOWN")
     assert backend.runs() == ["a", "sweep/b"]
@@ -183,7 +186,7 @@ def test_the_hparams_table_has_the_keys_of_all_runs_and_numbers_are_numbers(tmp_
     charts = {chart["title"]: chart["multiline"]["tag"] for category in shown for chart in category["chart"]}
     assert charts["loss"] == ["^(train|val|test)/loss$"]
     (text,) = read(tmp_path / "a").Tensors("config/text_summary")
-    assert text.tensor_proto.string_val[0].decode() == "```yaml\nseed: 0\n```"
+    assert text.tensor_proto.string_val[0].decode() == "```yaml\noptimizer.lr: 0.1\ntrainer.compile: false\n```"
 
 
 def test_an_image_is_shown_at_its_step(tmp_path: Path) -> None:
@@ -197,16 +200,12 @@ def test_an_image_is_shown_at_its_step(tmp_path: Path) -> None:
     assert not images(tmp_path / "none")
 
 
-def record(shown: dict[str, Any], options: dict[str, str | None] | None = None) -> ConfigRecord:
-    return ConfigRecord(shown, shown, options or {}, [], "", [], {})
-
-
 def test_keys_and_options_are_columns_and_places_and_nulls_are_not() -> None:
     kept = {"optimizer.lr": 0.1, "trainer.compile": False, "dataset.mean": [0.5, 1], "my_own.key": "text"}
     dropped = {"run_dir": "a", "data_dir": "b", "logger.csv.run_dir": "a", "model._target_": "x.y", "trainer.ema": None}
     dropped |= {"snapshot.every": "1epochs", "backend.timeout": 300, "tags": ["a"], "notes": "b"}
-    options = {"model": "mlp", "launch": "fork", "backend": "gloo", "experiment": None, "hydra/output": "default"}
-    found = hyperparameters(record(kept | dropped, options), 4)
+    options = {"model": "mlp", "launch": "fork", "backend": "gloo", "experiment": None}
+    found = hyperparameters({"config": kept | dropped, "options": options, "start": {"world_size": 4}})
     assert found == kept | {"trainer.compile": "false", "dataset.mean": "[0.5,1]", "model": "mlp", "world_size": 4}
 
 
@@ -235,12 +234,13 @@ def test_the_console_shows_one_line_an_epoch_and_three_at_the_end(
         "test:       loss 0.5000 (0.4804 to 0.5196), accuracy 0.7500 (0.6570 to 0.8245), with the weights of step 2, "
         "chosen on val",
         f"run folder: {tmp_path}/it's a run",
-        f"evaluate:   python src/train.py mode=evaluate resume={tmp_path}/it's a run",
-        said[-1],
+        *said[-2:],
     ]
+    evaluate = ["python", "src/train.py", "mode=evaluate", f"resume={path_value(info.run.config.run_dir)}"]
+    assert shlex.split(said[-2].partition(":")[2]) == evaluate
     assert shlex.split(said[-1].partition(":")[2]) == ["tensorboard", "--logdir", str(tmp_path / "it's a run")]
     caplog.clear()
-    console.end(replace(ended, facts={"sweep": "s"}), "finished")
+    console.end(replace(ended, facts=ended.facts | {"sweep": "s"}), "finished")
     assert [line.partition(":")[0] for line in caplog.messages] == ["finished", "best", "test"]
 
 
@@ -303,8 +303,6 @@ def read_until(screen: Any, text: str) -> str:
 @pytest.mark.parametrize("folder", ["1_optimizer.lr=0.01", "it's", 'a "b" c', "a\\b", "plain/1.5"])
 def test_the_evaluation_that_is_advised_can_be_typed(tmp_path: Path, folder: str) -> None:
     """A sweep's folders have = in their names."""
-    from lockstep.errors import path_value
-
     (tmp_path / folder / RECORD).mkdir(parents=True)
     (tmp_path / folder / RECORD / "overrides.yaml").write_text("[]")
     line = shlex.join(["mode=evaluate", f"resume={path_value(tmp_path / folder)}"])

@@ -6,11 +6,11 @@ from lockstep.loggers.base import EpochSummary, RunInfo
 
 
 def run_info(folder, step=0, world_size=1, batch_size=64, **changes):
-    """changes: other fields of RunInfo."""
+    """changes: other facts."""
     run = SimpleNamespace(
         config=SimpleNamespace(
             run_dir=str(folder),
-            trainer=SimpleNamespace(epochs=2, final=None),
+            trainer=SimpleNamespace(epochs=2, final=None, max_grad_norm=None),
             evaluation=SimpleNamespace(metrics={}),
         ),
         world=SimpleNamespace(size=world_size),
@@ -23,15 +23,9 @@ def run_info(folder, step=0, world_size=1, batch_size=64, **changes):
         objective="val/accuracy",
         progress=SimpleNamespace(step=step, epoch=0, samples=0, best=None, best_step=None),
     )
-    facts = {"overrides": [], "config": {}, "tags": [], "notes": None, "start": {}, "data": {}, "environment": {}}
-    fields = {
-        "run": run,
-        "facts": facts | {"sweep": None},
-        "config_yaml": "seed: 0\n",
-        "hyperparameters": {"optimizer.lr": 0.1, "model": "mlp", "trainer.ema": "true"},
-        "evaluate": f"python src/train.py mode=evaluate resume={folder}",
-    }
-    return RunInfo(**(fields | changes))
+    facts = {"overrides": [], "tags": [], "notes": None, "data": {}, "environment": {}, "sweep": None, "flags": []}
+    facts |= {"options": {}, "config": {"seed": 0}, "start": {"world_size": world_size}}
+    return RunInfo(run, facts | {"command": "python src/train.py"} | changes)
 
 
 def epoch(number):

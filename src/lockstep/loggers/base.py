@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from lockstep.config.record import ConfigRecord
 from lockstep.errors import EXIT_FINISHED, StoppedEarly, TrainingDiverged, exit_code_of
-from lockstep.runs.record import FAILED, RunRecord, changes_no_number
-from lockstep.text import show
+from lockstep.runs.record import FAILED, RunRecord
 
 if TYPE_CHECKING:
     from lockstep.training.run import Run
@@ -26,35 +24,19 @@ log = logging.getLogger(__name__)
 DRAWING_SHARE = 0.01  # of the time: images of an evaluation are drawn after training for 100 times as long
 FIRST_DRAWING = 0.1  # seconds
 
-Hyperparameter = int | float | str
-
-
-def hyperparameters(record: ConfigRecord, world_size: int) -> dict[str, Hyperparameter]:
-    """{key: value} by which runs are compared. Numbers stay numbers, truth values and lists become text; null is left
-    out, since TensorBoard would show all values of the key as text."""
-    return {
-        key: value if type(value) in (int, float, str) else show(value)
-        for key, value in {**record.options, **record.shown, "world_size": world_size}.items()
-        if value is not None and not changes_no_number(key) and not key.endswith(("._target_", "._partial_"))
-    }
-
 
 @dataclass(frozen=True)
 class RunInfo:
     """What loggers receive.
 
     run: its parts, and its `progress`: where it starts, or what it has reached at the end. facts: keys of run.json,
-    "config" and "sweep" among them. config_yaml: the composed config. hyperparameters: {key: value} by which runs are
-    compared. evaluate: a command that evaluates it.
+    "config" and "sweep" among them.
     At the end also: last: {metric: value} of the last evaluation. test: None, or {"step": of its weights, "metrics":
     {name: value}, "samples": how many, "errors": {name: standard error over the samples}}.
     """
 
     run: "Run"
     facts: Mapping[str, Any]
-    config_yaml: str
-    hyperparameters: Mapping[str, Hyperparameter]
-    evaluate: str
     last: Mapping[str, float] = field(default_factory=dict)
     test: Mapping[str, Any] | None = None
 

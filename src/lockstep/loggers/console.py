@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from lockstep.errors import path_value
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
 from lockstep.runs.record import FINISHED, PAUSED
 from lockstep.runs.stats import over_samples
@@ -55,7 +56,9 @@ class ConsoleLogger(Logger):
             log.info("test:       %s, with the weights of step %d%s", of_test(info.test), info.test["step"], chosen)
         if info.facts["sweep"] is None:
             log.info("run folder: %s", folder)
-            log.info("evaluate:   %s", info.evaluate)
+            script = shlex.split(info.facts["command"])[1]
+            evaluate = ["python", script, "mode=evaluate", f"resume={path_value(folder)}", *info.facts["flags"]]
+            log.info("evaluate:   %s", shlex.join(evaluate))
             log.info("curves:     tensorboard --logdir %s", shlex.quote(folder))
 
 

@@ -1,5 +1,6 @@
 """TensorBoard events in the run folder. A step on the x-axis is the number of optimizer steps done."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch.utils.tensorboard.summary import hparams
 
 from lockstep.config.schema import Whole
 from lockstep.loggers.base import Logger, RunInfo
-from lockstep.runs.record import FINISHED
+from lockstep.runs.record import FINISHED, changes_no_number
+from lockstep.text import show
 
 
 class TensorBoardLogger(Logger):
@@ -27,9 +29,10 @@ class TensorBoardLogger(Logger):
         is_new = not any(Path(self.run_dir).glob("events.out.tfevents.*"))
         self.writer = SummaryWriter(self.run_dir, purge_step=None if is_new else info.run.progress.step + 1)
         if is_new:  # TensorBoard keeps the first hyperparameters that it reads of a run
-            self.writer.add_text("config", f"```yaml\n{info.config_yaml}```", 0)
+            config = "\n".join(f"{key}: {show(value)}" for key, value in info.facts["config"].items())
+            self.writer.add_text("config", f"```yaml\n{config}\n```", 0)
             self.writer.add_custom_scalars(layout(info))
-            self._add(hparams(dict(info.hyperparameters), {})[1], 0)  # [0] would be the columns of all runs
+            self._add(hparams(hyperparameters(info.facts), {})[1], 0)  # [0] would be the columns of all runs
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """All tags share one event. An event for each tag takes several times as long."""
@@ -52,6 +55,16 @@ class TensorBoardLogger(Logger):
         self.writer.flush()
 
 
+def hyperparameters(facts: Mapping[str, Any]) -> dict[str, int | float | str]:
+    """{key: value} by which runs are compared. Numbers stay numbers, truth values and lists become text; null is left
+    out, since TensorBoard would show all values of the key as text."""
+    return {
+        key: value if type(value) in (int, float, str) else show(value)
+        for key, value in {**facts["options"], **facts["config"], "world_size": facts["start"]["world_size"]}.items()
+        if value is not None and not changes_no_number(key) and not key.endswith(("._target_", "._partial_"))
+    }
+
+
 def layout(info: RunInfo) -> dict[str, dict[str, tuple[str, list[str]]]]:
     """{category: {chart: ("Multiline", [regular expressions of tags])}} for the tab Custom Scalars."""
     metrics = [*info.run.task.better, *info.run.config.evaluation.metrics]
@@ -60,7 +73,7 @@ def layout(info: RunInfo) -> dict[str, dict[str, tuple[str, list[str]]]]:
         "training": {
             "loss of the last steps": "train/running_loss",
             "learning rate": "train/lr",
-            **({"gradient norm": "train/grad_norm"} if "trainer.max_grad_norm" in info.hyperparameters else {}),
+            **({} if info.run.config.trainer.max_grad_norm is None else {"gradient norm": "train/grad_norm"}),
         },
         "speed": {"samples per second": "speed/(samples|tokens)_per_s", "step time (ms)": "speed/step_ms"},
     }
