@@ -1,6 +1,5 @@
 """`run.json` in a run folder: what was run, with which code and packages, on what, and how it ended. No torch here."""
 
-import hashlib
 import json
 import os
 import platform
@@ -17,7 +16,7 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.files import write_whole
-from lockstep.source_code import DIGITS, PARTS, ROOT, hash_of_source, module_hashes
+from lockstep.source_code import PARTS, ROOT, hash_of_source, module_hashes
 
 NAME, FORMAT = "run.json", 2
 SWEEP = "LOCKSTEP_SWEEP"  # the environment variable that tells a job of a sweep the sweep's folder
@@ -28,7 +27,7 @@ STATES = {"killed": KILLED, "hang": "hang"}  # by the kind of a failure report
 NO_NUMBER = {"run_dir", "data_dir", "resume", "mode", "launch", "backend", "logger", "logging", "snapshot", "hydra"}
 NO_NUMBER |= {"tags", "notes"}
 PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "tensorboard", "tqdm", "scikit-learn")
-DIFF, LARGEST_DIFF = "uncommitted.diff", 2**18  # bytes; of a longer one only its hash is kept
+DIFF, LARGEST_DIFF = "uncommitted.diff", 2**18  # bytes; a longer one is not kept
 WRITE_SECONDS = 10.0  # between two writes while steps are logged
 MANY, SHORT_SECONDS = 100, 1.0  # epochs, and of more the time between two writes after them
 MOST_ROWS = 1000  # of the history; of more, every second one is dropped
@@ -250,7 +249,7 @@ def versions() -> dict[str, str]:
 def code_facts(root: Path = ROOT) -> tuple[dict[str, Any], bytes]:
     """(facts, the uncommitted diff of src/ and conf/ or nothing), as they are when a process asks first. Some 30 ms.
 
-    The facts are "source", a hash of src/ and conf/, and where git knows these folders "commit" and "diff_sha256".
+    The facts are "source", a hash of src/ and conf/, and where git knows these folders "commit".
     """
     facts: dict[str, Any] = {"source": hash_of_source(root)}
     commit = _git(root, "rev-parse", "HEAD", "HEAD:./src")
@@ -258,8 +257,6 @@ def code_facts(root: Path = ROOT) -> tuple[dict[str, Any], bytes]:
         return facts, b""
     facts["commit"] = commit.decode().split()[0]
     diff = _git(root, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", *PARTS) or b""
-    if diff:
-        facts["diff_sha256"] = hashlib.sha256(diff).hexdigest()[:DIGITS]
     return facts, diff if len(diff) <= LARGEST_DIFF else b""
 
 
