@@ -200,8 +200,8 @@ def test_columns_orders_and_filters(tmp_path: Path, runs: Any, cells: Any, caplo
 def test_runs_of_different_metrics_are_not_sorted_into_one_another(tmp_path: Path, cells: Any) -> None:
     for name, best, metric in (("a", 0.1, "accuracy"), ("b", 0.9, "accuracy"), ("c", 0.5, "loss")):
         make_run(tmp_path / name, best, metric=(f"val/{metric}", "max" if metric == "accuracy" else "min"), x=name)
-    found = cells("run,objective", "--sort", "objective")
-    assert found == [["b", "val/accuracy 0.9000"], ["a", "val/accuracy 0.1000"], ["c", "val/loss 0.5000"]]
+    found = cells("run,metric,objective", "--sort", "objective")
+    assert found == [["b", "val/accuracy", "0.9000"], ["a", "val/accuracy", "0.1000"], ["c", "val/loss", "0.5000"]]
     assert choosing(settings(frame([tmp_path]))) == ""
 
 

@@ -80,13 +80,6 @@ def best_of(run: Run) -> Best:
     return objective["best"], objective["step"]
 
 
-def on_test(run: Run, metric: str | None = None) -> float | None:
-    """A metric of the test set, such as accuracy; None: that of the objective. None if it has not been tested."""
-    metrics = (run["test"] or {}).get("metrics", {})
-    value: float | None = metrics.get(metric or run["objective"]["name"].partition("/")[2])
-    return value
-
-
 def state_of(run: Run) -> str:
     """How a run ended, in one word: finished, paused (by trainer.pause_after), stopped, diverged, failed, hang, killed,
     running if it goes on, or unknown if it began on another machine and has written nothing for an hour.

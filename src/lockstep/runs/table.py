@@ -16,17 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
-from lockstep.runs.record import (
-    FINISHED,
-    Run,
-    best_of,
-    changes_no_number,
-    find_runs,
-    on_test,
-    read_run,
-    seconds_of,
-    state_of,
-)
+from lockstep.runs.record import FINISHED, Run, best_of, changes_no_number, find_runs, read_run, seconds_of, state_of
 from lockstep.runs.stats import estimate, is_share, over_samples, wilson
 from lockstep.text import aligned
 from lockstep.text import show as as_word
@@ -36,8 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-COLUMNS = ("date", "run", "state", "objective", "test", "best_step", "steps", "speed", "tags", "changed")
-OTHERS = ("ranks", "starts", "seconds", "metric", "notes", "commit", "source", "command", "folder", "sweep")
+COLUMNS = ("date", "run", "state", "metric", "objective", "test", "best_step", "steps", "speed", "tags", "changed")
+OTHERS = ("ranks", "starts", "seconds", "notes", "commit", "source", "command", "folder", "sweep")
 HEADERS = {"best_step": "at step", "speed": "samples/s"}
 NUMBERS = ("objective", "test", "test_low", "test_high", "best_step", "speed")  # which a run may lack
 REPEATS = ("seed", "loader.fold", "loader.split_seed")  # keys in which runs of one configuration differ
@@ -78,11 +68,12 @@ def rows_of_runs(runs: Sequence[Run]) -> "pd.DataFrame":
 
 def _row(run: Run) -> dict[str, Any]:
     data, test, objective, starts = run["data"], run["test"] or {}, run["objective"], run["starts"]
-    name, value, held_out = objective["name"].partition("/")[2], on_test(run), data.get("validation_samples")
+    name, measured = objective["name"].partition("/")[2], test.get("metrics", {})
+    value, held_out = measured.get(name), data.get("validation_samples")
     samples, error = test.get("samples", data.get("test_samples")), test.get("errors", {}).get(name)
     low, high = (value is not None and over_samples(name, value, error, samples)) or (None, None)
     words = [word for word in run["overrides"] if not changes_no_number(word)]
-    row = {**run["options"], **run["config"], **{f"test/{key}": one for key, one in test.get("metrics", {}).items()}}
+    row = {**run["options"], **run["config"], **{f"test/{key}": one for key, one in measured.items()}}
     row |= {"date": datetime.fromtimestamp(starts[0]["started"]), "run": os.path.relpath(run["folder"])}
     row |= {"state": state_of(run), "metric": objective["name"], "direction": objective["mode"]}
     row |= zip(("objective", "best_step"), best_of(run), strict=True)
@@ -225,28 +216,28 @@ def show(table: "pd.DataFrame", columns: Sequence[str] | None = None, width: int
 
     An interval is shown as its half: of several runs over the runs, of one over the samples of the test set.
     """
-    if columns is None:
-        columns = [name for name in COLUMNS if name not in ("test", "tags") or table[name].map(_is_there).any()]
-    check_names(table, columns, "--columns")
     metrics = table["metric"].unique()
+    if columns is None:
+        optional = {name: table[name].map(_is_there).any() for name in ("test", "tags")} | {"metric": len(metrics) > 1}
+        columns = [name for name in COLUMNS if optional.get(name, True)]
+    check_names(table, columns, "--columns")
     titles = dict(HEADERS)
     if len(metrics) == 1:
         titles |= {"objective": f"best {metrics[0]}", "test": f"test/{metrics[0].partition('/')[2]}"}
-    rows = [[_text(row, name, len(metrics) == 1) for name in columns] for row in table.to_dict("records")]
+    rows = [[_text(row, name) for name in columns] for row in table.to_dict("records")]
     numbers = [place for place, name in enumerate(columns) if all(isinstance(one, int | float) for one in table[name])]
     lines = aligned([[titles.get(name, name) for name in columns], *rows], right=numbers)
     return [line if width is None or len(line) <= width else f"{line[: width - 1]}…" for line in lines]
 
 
-def _text(row: Mapping[str, Any], name: str, is_one_metric: bool) -> str:
+def _text(row: Mapping[str, Any], name: str) -> str:
     """A cell, with what stands in other columns."""
     text = _cell(name, row[name])
     low, high = {"objective": ("low", "high"), "test": ("test_low", "test_high")}.get(name, ("", ""))
     if text != "-" and _is_there(row.get(low)):
         text += f" ± {(row[high] - row[low]) / 2:.2g}"
-    if name == "objective" and text != "-":
-        text = text if is_one_metric else f"{row['metric']} {text}"
-        text += f" of {row['count']}" if row.get("runs", 1) > 1 and row["count"] < row["runs"] else ""
+    if name == "objective" and text != "-" and 0 < row.get("count", 0) < row["runs"]:
+        text += f" of {row['count']}"
     return text
 
 

@@ -190,11 +190,12 @@ class Sweep(Jobs):
         if not table.empty:
             keys = [key for key in (key.lstrip("+") for key in self.varied) if key in table.columns]
             optional = {"test": table["test"].notna().any(), "source": table["source"].nunique() > 1}
-            columns = ["state", "objective", "test", "best_step", "seconds", *keys, "source", "run"]
+            optional["metric"] = table["metric"].nunique() > 1
+            columns = ["state", "metric", "objective", "test", "best_step", "seconds", *keys, "source", "run"]
             columns = [name for name in columns if optional.get(name, True)]
             lines += show(table, columns)
             best, values = table.iloc[0], [f"{key}={table[key].iloc[0]}" for key in keys if not is_repeat(key)]
-            if best["count"] and table["metric"].nunique() == 1:
+            if best["count"] and not optional["metric"]:
                 mean = f"{', '.join(values) or 'the one setting'}, by the mean of {best['count']} runs"
                 lines.append(f"best:       {best['run'] if best['runs'] == 1 else mean}")
             lines += [f"choosing:   {text}" for text in [choosing(table)] if text]
