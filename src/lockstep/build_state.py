@@ -4,6 +4,7 @@
 import os
 import platform
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -75,14 +76,14 @@ def evaluations(run: Run, loggers: Loggers) -> Evaluations:
     return Evaluations(each, None if config.evaluation.test == "never" else test)
 
 
-def loggers(run: Run) -> Loggers:
-    """The loggers on rank 0, none on other ranks."""
+def loggers(run: Run, restore: Callable[[], None]) -> Loggers:
+    """The loggers on rank 0, none on other ranks. restore: see Loggers."""
     if not run.world.is_rank_zero:
         return Loggers([])
     members = [instantiate_as(Logger, node, f"logger.{name}") for name, node in run.config.logger.items()]
     name = run.objective or f"test/{run.task.monitor}"
     direction = run.direction if run.objective else run.task.mode(name)
-    return Loggers(members, RunRecord(Path(run.config.run_dir), (name, direction)))
+    return Loggers(members, RunRecord(Path(run.config.run_dir), (name, direction)), restore)
 
 
 def run_info(record: ConfigRecord, snapshots: SnapshotManager) -> RunInfo:

@@ -4,6 +4,7 @@ No torch here.
 """
 
 import errno
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from lockstep.text import differing, show
 if TYPE_CHECKING:
     from lockstep.distributed.world import World
 
+log = logging.getLogger(__name__)
 
 LIMITS = ("trainer.epochs", "trainer.max_steps", "trainer.max_time", "trainer.pause_after", "evaluation.patience")
 LEAST_BYTES = 2**16  # free on the disk of a run folder at the start: for the first lines of its logs
@@ -132,9 +134,35 @@ class HeldFolder:
                 self.file.close()
             self.file = None
 
+    def restore(self) -> None:
+        """Make the folder again, and lock it, if it was deleted or moved away. Only for the rank that holds the lock.
+
+        Raises CannotStartNow if it cannot be made, or if another run holds a new one by now.
+        """
+        if self.file is None or self._is_there(self.file):
+            return
+        self.release()
+        problem = self.lock()
+        if problem is not None:
+            raise CannotStartNow(f"the run folder was deleted, and nothing can be saved any more: {problem}")
+        with suppress(OSError):  # then the log lines are lost, and the training is not
+            (self.folder / "logs").mkdir(exist_ok=True)
+        log.warning(
+            "the run folder %s was deleted or moved away. It is made again, without what it held; training goes on",
+            self.folder,
+        )
+
+    def _is_there(self, file: IO[str]) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.folder / ".lock"), os.fstat(file.fileno()))
+        except FileNotFoundError:
+            return False
+        except OSError:  # a network file system that does not answer now
+            return True
+
 
 @contextmanager
-def hold_run_folder(folder: str | Path, world: "World") -> Iterator[None]:
+def hold_run_folder(folder: str | Path, world: "World") -> Iterator[HeldFolder]:
     """Rank 0 holds a lock on `folder` while the block runs. Every rank calls this.
 
     Raises CannotStartNow on every rank if another run holds the folder, or if it cannot be written to.
@@ -145,6 +173,6 @@ def hold_run_folder(folder: str | Path, world: "World") -> Iterator[None]:
         problem = world.broadcast_json(problem)
         if problem is not None:
             raise CannotStartNow(problem)
-        yield
+        yield held
     finally:
         held.release()

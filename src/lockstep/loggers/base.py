@@ -107,9 +107,11 @@ class Loggers(Logger):
     The first exception of a logger is a warning with its traceback; one that cannot start gets no further call.
     """
 
-    def __init__(self, members: Sequence[Logger], record: RunRecord | None = None) -> None:
-        """record: of rank 0."""
-        self.members, self.record = list(members), record
+    def __init__(
+        self, members: Sequence[Logger], record: RunRecord | None = None, restore: Callable[[], None] = lambda: None
+    ) -> None:
+        """record: of rank 0. restore: called before loggers write; it makes a deleted run folder again."""
+        self.members, self.record, self.restore = list(members), record, restore
         self.info: RunInfo | None = None
         self.warned = set[int]()  # ids of those that have failed
         self.waiting = dict[str, tuple[Callable[[], Mapping[str, Tensor]], int]]()  # {split: (draws it, step)}
@@ -135,15 +137,18 @@ class Loggers(Logger):
         self.members = [member for member in self.members if self._call(member, "start", info)]
 
     def log(self, metrics: dict[str, float], step: int) -> None:
+        self.restore()
         self._call(self.record, "logged", step)
         self._call_each("log", metrics, step)
 
     def epoch(self, summary: EpochSummary) -> None:
+        self.restore()
         best = (next(iter(summary.best.values()), None), summary.best_step)
         self._call(self.record, "epoch", summary.epoch, summary.step, summary.flat(), best)
         self._call_each("epoch", summary)
 
     def image(self, tag: str, image: Tensor, step: int) -> None:
+        self.restore()
         self._call_each("image", tag, image, step)
 
     def draw(self, split: str, figures: Callable[[], Mapping[str, Tensor]], step: int) -> None:

@@ -26,7 +26,8 @@ class CSVLogger(Logger):
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(to_text((step, tag, float(value)) for tag, value in metrics.items()))
+            header = "" if file.tell() else HEADER  # the folder was deleted, and made again
+            file.write(header + to_text((step, tag, float(value)) for tag, value in metrics.items()))
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from logging.handlers import MemoryHandler
+from logging.handlers import MemoryHandler, WatchedFileHandler
 from pathlib import Path
 
 from lockstep.distributed.environment import read_rank_info
@@ -17,6 +17,14 @@ log = logging.getLogger(__name__)
 
 FILE_FORMAT = logging.Formatter("[%(asctime)s][%(name)s][%(levelname)s] - %(message)s")
 KEPT = 10_000  # lines before the files are open
+
+
+class LogFile(WatchedFileHandler):
+    """It makes its file again if that was deleted. What cannot be written, to a folder that is gone, is lost."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            super().emit(record)
 
 
 class RankLogs:
@@ -38,8 +46,8 @@ class RankLogs:
         folder, names = Path(folder), [f"logs/rank{self.rank}.log", *["train.log"] * (self.rank == 0)]
         try:
             (folder / "logs").mkdir(parents=True, exist_ok=True)
-            paths = [folder / name for name in names]  # a traceback may hold any characters
-            self.files = [logging.FileHandler(path, encoding="utf-8", errors="backslashreplace") for path in paths]
+            # A traceback may hold any characters.
+            self.files = [LogFile(folder / name, encoding="utf-8", errors="backslashreplace") for name in names]
         except OSError as error:
             raise CannotStartNow(unwritable(folder, error)) from error
         for file in self.files:

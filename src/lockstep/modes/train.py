@@ -24,12 +24,12 @@ class Train(Mode):
         from lockstep.snapshots.resume import write_hydra_files
         from lockstep.training.loop import fit
 
-        with join(config, parts) as (world, logs), hold_run_folder(config.run_dir, world):
+        with join(config, parts) as (world, logs), hold_run_folder(config.run_dir, world) as held:
             begin(config, record, world, logs)
             run = build.build_run(config, world, parts)
             record = record.completed(run.config)
             with (
-                build_state.loggers(run) as loggers,
+                build_state.loggers(run, held.restore) as loggers,
                 build_state.snapshots(record, run) as snapshots,
                 reporter.failures(),  # of the training, before the files are closed, which takes time
             ):
