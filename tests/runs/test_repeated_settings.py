@@ -9,7 +9,6 @@ import pytest
 from scipy import stats
 
 from support.commands import PYTHON_TRAIN, ROOT, Command, wait_for
-from support.event_files import Backend, scalars
 from support.sweep_tables import objectives, states
 
 SWEEP = ["-m", "model=mlp", "trainer.epochs=1", "optimizer.lr=0.1,0.02", "seed=1,2,3", "hydra.sweep.dir=s"]
@@ -55,15 +54,6 @@ def test_a_killed_sweep_that_goes_on_has_the_same_end(sweep: Command, tmp_path: 
     resumed = Command([*PYTHON_TRAIN, *SWEEP], tmp_path).finish()
     assert end_of(resumed.output) == end_of(sweep.output)
     assert objectives(tmp_path / "s") == objectives(sweep.cwd / "s")
-
-
-def test_tensorboard_shows_the_jobs_of_a_setting_as_one_row_with_their_mean(sweep: Command) -> None:
-    rows = {row.hyperparameters["optimizer.lr"]: row for row in Backend(sweep.cwd).rows().values()}
-    assert rows.keys() == {0.1, 0.02}
-    for rate, row in rows.items():
-        last = [scalars(path)["val/accuracy"][-1][1] for path in (sweep.cwd / "s").glob(f"*lr={rate},*")]
-        assert row.metrics["val/accuracy"] == pytest.approx(sum(last) / 3)
-    assert "seed" not in rows[0.1].hyperparameters
 
 
 def test_the_rows_can_be_compared_and_listed(sweep: Command) -> None:

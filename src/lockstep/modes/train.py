@@ -37,7 +37,7 @@ class Train(Mode):
                 if not run.finished:
                     write_hydra_files(world, config.run_dir, record.files)
                 info = build_state.run_info(record, snapshots)
-                tested = build_state.earlier_test(info, world)
+                tested = build_state.earlier_test(info)
                 loggers.start(info)
                 with signals.stop_after_saving():
                     return fit(run, build_state.evaluations(run, loggers), snapshots, loggers, info, tested)

@@ -1,4 +1,4 @@
-"""hydra/sweeper=optuna: an Optuna study as a source of jobs, and its pruners. No torch here."""
+"""hydra/sweeper=optuna: an Optuna study as a source of jobs, and its pruners."""
 
 import math
 import sys

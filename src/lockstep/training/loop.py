@@ -56,9 +56,7 @@ def fit(
     for callback in run.callbacks:
         callback.on_fit_end(run)
     last = {} if run.objective is None else evaluated["val"]
-    step, best, best_step = run.progress.step, run.progress.best, run.progress.best_step
-    ended = replace(info, steps=step, best=best, best_step=best_step, last=last, test=result)
-    loggers.end(ended, PAUSED if is_paused else FINISHED)
+    loggers.end(replace(info, last=last, test=result), PAUSED if is_paused else FINISHED)
     if run.objective is None:
         return None
     return run.progress.best if run.progress.best is not None else value_of(run.objective, evaluated)
