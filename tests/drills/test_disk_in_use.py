@@ -78,4 +78,4 @@ def test_a_full_disk_costs_the_rest_of_a_curve_and_not_the_training(start_faulty
     steps = [step for step, _ in scalars(run_dir)["train/running_loss"]]
     assert steps == sorted(set(steps))
     assert steps[0] == 1
-    assert steps[-1] < stopped_at(run_dir)
+    assert steps[-1] < position(run_dir)[0]
