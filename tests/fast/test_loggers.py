@@ -3,6 +3,7 @@
 import csv
 import logging
 import os
+import resource
 import shlex
 import termios
 import time
@@ -20,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lockstep.cli import with_overrides_of_run
 from lockstep.config.record import RECORD
 from lockstep.errors import path_value
-from lockstep.loggers import base
+from lockstep.loggers import base, tensorboard
 from lockstep.loggers.base import EpochSummary, Logger, Loggers
 from lockstep.loggers.console import ConsoleLogger, ProgressBarLogger
 from lockstep.loggers.csv_logger import CSVLogger
@@ -198,6 +199,25 @@ def test_an_image_is_shown_at_its_step(tmp_path: Path) -> None:
     step, picture = images(tmp_path)["test/worst_first"]
     assert (step, picture.size, picture.getpixel((0, 0))) == (42, (7, 5), (255, 255, 255))
     assert not images(tmp_path / "none")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_goes_on_when_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorboard, "RETRY_SECONDS", 0.0)
+    logger = TensorBoardLogger(tmp_path, images=0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    lost = []
+    for step, room in enumerate((before[0], 20, before[0], before[0]), start=1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))  # bytes of a file, as on a disk without more
+        try:
+            logger.log({"train/lr": 0.1, "x" * 100: 1.0}, step)
+        except OSError:
+            lost.append(step)
+            time.sleep(1)  # as above
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert lost == [2]
+    assert [step for step, _ in scalars(tmp_path)["train/lr"]] == [1, 3, 4]
 
 
 def test_keys_and_options_are_columns_and_places_and_nulls_are_not() -> None:

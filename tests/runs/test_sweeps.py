@@ -106,6 +106,12 @@ def test_a_key_that_gets_a_list_later_does_not_run_its_first_value_again(start):
     assert re.search("^state .* source +run$", again.output, re.MULTILINE)
 
 
+def test_the_best_value_at_the_edge_of_its_list_is_said(start):
+    words = ["model=mlp", "trainer.epochs=1", "-m", "optimizer.lr=0.0001,0.0002,0.1", "hydra.sweep.dir=s"]
+    run = start(*PYTHON_TRAIN, *words).finish()
+    assert "best:       s/optimizer.lr=0.1; optimizer.lr=0.1 is at the edge of its list\n" in run.output
+
+
 def test_folders_that_no_sweep_can_use_are_refused(start, tmp_path):
     (tmp_path / "run" / "snapshots").mkdir(parents=True)
     run = start(*PYTHON_TRAIN, *SHORT, "-m", "hydra.sweep.dir=run", "seed=1,2").finish(2)

@@ -1,6 +1,7 @@
 """TensorBoard events in the run folder. A step on the x-axis is the number of optimizer steps done."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from lockstep.loggers.base import Logger, RunInfo
 from lockstep.runs.record import FINISHED, changes_no_number
 from lockstep.text import show
 
+RETRY_SECONDS = 10.0  # after an error, before a new file is begun
+
 
 class TensorBoardLogger(Logger):
     """Writes event files to `run_dir`. A resumed run begins a file, which hides what came after its snapshot.
@@ -24,35 +27,48 @@ class TensorBoardLogger(Logger):
     def __init__(self, run_dir: str | Path, images: Whole) -> None:
         self.run_dir, self.images = str(run_dir), images
         self.writer: Any = None  # a SummaryWriter, from the start on
+        self.failed_at = -RETRY_SECONDS
 
     def start(self, info: RunInfo) -> None:
         is_new = not any(Path(self.run_dir).glob("events.out.tfevents.*"))
         self.writer = SummaryWriter(self.run_dir, purge_step=None if is_new else info.run.progress.step + 1)
         if is_new:  # TensorBoard keeps the first hyperparameters that it reads of a run
             config = "\n".join(f"{key}: {show(value)}" for key, value in info.facts["config"].items())
-            self.writer.add_text("config", f"```yaml\n{config}\n```", 0)
-            self.writer.add_custom_scalars(layout(info))
-            self._add(hparams(hyperparameters(info.facts), {})[1], 0)  # [0] would be the columns of all runs
+            self._write(lambda writer: writer.add_text("config", f"```yaml\n{config}\n```", 0))
+            self._write(lambda writer: writer.add_custom_scalars(layout(info)))
+            row = hparams(hyperparameters(info.facts), {})[1]  # [0] would be the columns of all runs
+            self._write(lambda writer: writer.file_writer.add_summary(row, 0))
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """All tags share one event. An event for each tag takes several times as long."""
-        self._add(Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]), step)
+        values = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()])
+        self._write(lambda writer: writer.file_writer.add_summary(values, step))
 
     def image(self, tag: str, image: Tensor, step: int) -> None:
-        self.writer.add_image(tag, image, step)
-        self.writer.flush()
+        self._write(lambda writer: writer.add_image(tag, image, step))
 
     def end(self, info: RunInfo, state: str) -> None:
         if state == FINISHED:
-            self._add(hparams({}, {})[2], info.run.progress.step)  # marks the run as finished in the HParams table
+            row, step = hparams({}, {})[2], info.run.progress.step  # marks the run as finished in the HParams table
+            self._write(lambda writer: writer.file_writer.add_summary(row, step))
 
     def close(self) -> None:
         if self.writer is not None:
             self.writer.close()
 
-    def _add(self, summary: Summary, step: int) -> None:
-        self.writer.file_writer.add_summary(summary, step)
-        self.writer.flush()
+    def _write(self, write: Callable[[SummaryWriter], object]) -> None:
+        """A writer that has failed, on a full disk, stays so: after some seconds a new file goes on."""
+        if self.writer is None:
+            if time.monotonic() - self.failed_at < RETRY_SECONDS:
+                return
+            self.failed_at = time.monotonic()
+            self.writer = SummaryWriter(self.run_dir)
+        try:
+            write(self.writer)
+            self.writer.flush()
+        except Exception:
+            self.writer, self.failed_at = None, time.monotonic()
+            raise
 
 
 def hyperparameters(facts: Mapping[str, Any]) -> dict[str, int | float | str]:

@@ -200,7 +200,8 @@ class Sweep(Jobs):
             best, values = table.iloc[0], [f"{key}={table[key].iloc[0]}" for key in keys if not is_repeat(key)]
             if best["count"] and not optional["metric"]:
                 mean = f"{', '.join(values) or 'the one setting'}, by the mean of {best['count']} runs"
-                lines.append(f"best:       {best['run'] if best['runs'] == 1 else mean}")
+                edges = [f"{key}={best[key]} is at the edge of its list" for key in keys if self._at_edge(table[key])]
+                lines.append("; ".join([f"best:       {best['run'] if best['runs'] == 1 else mean}", *edges]))
             lines += [f"choosing:   {text}" for text in [choosing(table)] if text]
         bad = [(folder.name, outcome) for folder, outcome in self.results.items() if outcome.is_bad]
         lines += [f"{outcome.state + ':':12}{name}: {outcome.cause}" for name, outcome in bad]
@@ -212,6 +213,11 @@ class Sweep(Jobs):
         for line in lines:
             print_line(line, sys.stdout)
         return self.code
+
+    def _at_edge(self, column: Any) -> bool:
+        """Whether the best value, the first, is the least or greatest of a list: a better one may lie beyond it."""
+        numbers = {one for one in column if isinstance(one, int | float) and not isinstance(one, bool)}
+        return self.lists and len(numbers) > 2 and column.iloc[0] in (min(numbers), max(numbers))
 
 
 _sweeps: list[Sweep] = []  # that of this command: Hydra hands nothing back from a launcher
