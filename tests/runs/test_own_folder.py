@@ -1,6 +1,5 @@
 """Somebody's own work: its files change after a run, its task fails, its model and its data are slow."""
 
-import hashlib
 import json
 import re
 import signal
@@ -123,17 +122,11 @@ def test_a_config_folder_alone_makes_what_is_beside_it_importable(
         assert "or --config-dir=<the folder that holds dataset/own.yaml>" in refused
 
 
-def test_each_evaluation_has_a_file_that_says_what_was_evaluated_and_a_resumed_run_a_hash(
-    start: Start, tmp_path: Path
-) -> None:
+def test_each_evaluation_has_a_file_that_says_what_was_evaluated(start: Start, tmp_path: Path) -> None:
     start(*OWN, *NET, "hydra.run.dir=run").finish()
     evaluate = [*OWN[:3], "mode=evaluate", "resume=run"]
     for words in ([], ["dataset.test.scale=2.0"], ["mode.split=train"], []):
         start(*evaluate, *words).finish()
-    start(*OWN, *NET, "resume=run", "trainer.epochs=2", "hydra.run.dir=more").finish()
-    (snapshot,) = (tmp_path / "run" / "snapshots").glob("step_*[0-9]")
-    began_with = json.loads((tmp_path / "more" / "run.json").read_text())["data"]["resume"]
-    assert began_with == hashlib.sha256((snapshot / "manifest.json").read_bytes()).hexdigest()[:16]
     files = sorted(path.name for path in (tmp_path / "run").glob("evaluation*.json"))
     assert files == ["evaluation.json", "evaluation_2.json", "evaluation_3.json"]
     found = [json.loads((tmp_path / "run" / name).read_text()) for name in files]

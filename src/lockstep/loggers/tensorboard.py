@@ -37,12 +37,12 @@ class TensorBoardLogger(Logger):
             self._write(lambda writer: writer.add_text("config", f"```yaml\n{config}\n```", 0))
             self._write(lambda writer: writer.add_custom_scalars(layout(info)))
             row = hparams(hyperparameters(info.facts), {})[1]  # [0] would be the columns of all runs
-            self._write(lambda writer: writer.file_writer.add_summary(row, 0))
+            self._write(lambda writer: _add(writer, row, 0))
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """All tags share one event. An event for each tag takes several times as long."""
         values = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()])
-        self._write(lambda writer: writer.file_writer.add_summary(values, step))
+        self._write(lambda writer: _add(writer, values, step))
 
     def image(self, tag: str, image: Tensor, step: int) -> None:
         self._write(lambda writer: writer.add_image(tag, image, step))
@@ -50,7 +50,7 @@ class TensorBoardLogger(Logger):
     def end(self, info: RunInfo, state: str) -> None:
         if state == FINISHED:
             row, step = hparams({}, {})[2], info.run.progress.step  # marks the run as finished in the HParams table
-            self._write(lambda writer: writer.file_writer.add_summary(row, step))
+            self._write(lambda writer: _add(writer, row, step))
 
     def close(self) -> None:
         if self.writer is not None:
@@ -69,6 +69,11 @@ class TensorBoardLogger(Logger):
         except Exception:
             self.writer, self.failed_at = None, time.monotonic()
             raise
+
+
+def _add(writer: SummaryWriter, summary: Summary, step: int) -> None:
+    assert writer.file_writer is not None
+    writer.file_writer.add_summary(summary, step)
 
 
 def hyperparameters(facts: Mapping[str, Any]) -> dict[str, int | float | str]:
