@@ -44,7 +44,7 @@ def snapshots(record: ConfigRecord, run: Run, loggers: LoggerList) -> Checkpoint
     if loaders.split is not None:
         identity["validation data"] = loaders.split
     mirror = instantiate(config.snapshot.mirror) if run.world.is_rank_zero else None
-    return Checkpointer(run, identity, agreed_on(record.shown), loggers, mirror)
+    return Checkpointer(run, identity, agreed_on(record.shown), loggers.flush, mirror)
 
 
 def model_config(record: ConfigRecord) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import re
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +32,6 @@ from lockstep.errors import (
 )
 from lockstep.failures import reporter
 from lockstep.files import explain_disk_error, is_url, write_whole
-from lockstep.loggers.base import Logger
 from lockstep.snapshots.files import (
     STATE,
     Files,
@@ -112,13 +111,13 @@ class Checkpointer:
         run: Run,
         identity: dict[str, Any],
         config: dict[str, Any],
-        loggers: Logger,
+        before_save: Callable[[], None],
         mirror: "Mirror | None" = None,
     ) -> None:
         """
         identity: flat dict of plain values, what a snapshot must have in common with the run that resumes from it.
         config: flat dict of plain values, stored in the snapshot; a resumed run logs what differs.
-        loggers: they write on rank 0 what must not be older than a snapshot. mirror: on rank 0, gets what is written.
+        before_save: writes, on rank 0, what must not be older than a snapshot. mirror: on rank 0, gets what is written.
         """
         held = run.model.state_dict()
         require_plain(held)
@@ -127,7 +126,7 @@ class Checkpointer:
         self.run, self.world, self.run_dir = run, run.world, Path(run.config.run_dir)
         self.folder, self.identity, self.config = self.run_dir / "snapshots", identity, config
         self.interval, self.keep_last = Interval(run.config.snapshot.every), run.config.snapshot.keep_last
-        self.loggers, self.mirror = loggers, mirror
+        self.before_save, self.mirror = before_save, mirror
         self.thread, self.pending = ThreadPoolExecutor(1, "snapshots"), deque[Future[None]]()
         self.threads_world: World | None = None  # of the writing threads, while the others use their own groups
         self.resumed_from: Path | None = None
@@ -300,7 +299,7 @@ class Checkpointer:
         if kind == "step":
             self.is_due, self.saved_at = False, time.monotonic()
         if state is not None:
-            self.loggers.flush()  # the curves of a killed run reach as far as its snapshots
+            self.before_save()  # the curves of a killed run reach as far as its snapshots
             state |= {"identity": self.identity, "config": self.config, "world_size": self.world.size}
         if state is not None or shards is not None:
             self.pending.append(self.thread.submit(self._write, self._name(kind), state, shards))
