@@ -127,6 +127,7 @@ class Checkpointer:
         self.interval, self.keep_last = Interval(run.config.snapshot.every), run.config.snapshot.keep_last
         self.mirror = mirror
         self.thread, self.pending = ThreadPoolExecutor(1, "snapshots"), deque[Future[None]]()
+        self.memory = dict[str, Tensor]()  # of this rank's shards
         self.threads_world: World | None = None  # of the writing threads, while the others use their own groups
         self.resumed_from: Path | None = None
         self.start_step, self.saved_at, self.is_due = 0, time.monotonic(), False
@@ -291,7 +292,7 @@ class Checkpointer:
         require_same_weights(run)
         with disk_access(self.world):  # of shards a rank has memory for one copy
             self._await(MAX_PENDING - 1 if self.threads_world is None else 0)
-        state, shards = collect(run, totals)
+        state, shards = collect(run, totals, self.memory)
         if shards is not None and self.threads_world is None:
             own_group: Any = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
             self.threads_world = replace(self.world, control=own_group)

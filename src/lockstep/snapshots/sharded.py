@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from lockstep.snapshots.files import require_safetensors
 
-FILE_BYTES = 2**28  # of a file: it is put together in memory
+FILE_BYTES = 2**25  # of a file, at least: it is put together in memory
+FILES = 16  # of a rank, about
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,11 @@ def save_shards(shards: Mapping[str, Shard], folder: Path, rank: int) -> list[st
     """
     items, files, size = [], dict[str, int](), 0
     kept = {name: shard.stored for name, shard in shards.items()}
+    of_file = max(FILE_BYTES, sum(shard.values.nbytes for shard in kept.values()) // FILES)
     for name, shard in kept.items():
         data = TensorWriteData(shard.chunk, TensorProperties(shard.values.dtype), torch.Size(shard.shape))
         items.append(WriteItem(MetadataIndex(name, shard.chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-        files[name], size = 1 + size // FILE_BYTES, size + shard.values.nbytes
+        files[name], size = 1 + size // of_file, size + shard.values.nbytes
     if not items:
         return []
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
