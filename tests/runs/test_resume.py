@@ -1,6 +1,5 @@
 """Resuming: what the snapshot decides, what the typed config decides, and what is refused."""
 
-import hashlib
 import os
 import time
 from pathlib import Path
@@ -34,10 +33,6 @@ def test_a_resumed_run_ends_with_the_same_bits_as_an_unbroken_one(tmp_path):
     parts = [runs(resumed, *adamw, f"resume={start}", "trainer.pause_after=2"), runs(resumed, *adamw)]
     in_world(1, train_all, [runs(whole, *adamw), *parts])
     assert same_bits(whole, resumed)
-    assert (
-        read_run(resumed)["data"]["resume"] == hashlib.sha256((start / "manifest.json").read_bytes()).hexdigest()[:16]
-    )
-    assert "resume" not in read_run(whole)["data"]
     assert "resumed from" in read_log(resumed)
     assert "in the snapshot" not in read_log(resumed)  # nothing has changed
 

@@ -121,8 +121,8 @@ def _split(
             mine[place] = list(offsets) if torch.Size(lengths).numel() else []
     savers = dict[tuple[Any, ...], int]()
     for rank, held in enumerate(world.all_gather_json(mine)):
-        for place, offsets in held.items():
-            savers.setdefault((place, *offsets), rank)
+        for place, where in held.items():
+            savers.setdefault((place, *where), rank)
     shards = dict[str, Shard]()
     for place, offsets in mine.items():
         if offsets and savers[place, *offsets] == world.rank:
