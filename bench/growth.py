@@ -97,8 +97,7 @@ def tags(count: int, quick: bool, folder: Path) -> Costs:
     calls = max(1, (2_000 if quick else 20_000) // count)
     began = time.perf_counter()
     for step in range(calls):
-        logger.log_metrics(values, step)
-    logger.flush()
+        logger.log(values, step)
     seconds = time.perf_counter() - began
     logger.close()
     (events,) = place.iterdir()

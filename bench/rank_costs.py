@@ -58,24 +58,22 @@ def built(config: Any) -> Iterator[tuple[Any, Any]]:
     """(run, snapshots) of a training without loggers."""
     from lockstep import build, build_state
     from lockstep.distributed.world import join_world
-    from lockstep.loggers.base import LoggerList
     from support.configs import parts_of, record_of
 
     parts, record = parts_of(config), record_of(config)
     with join_world(**vars(config.backend)) as world:
         run = build.build_run(config, world, parts)
-        with build_state.snapshots(record, run, LoggerList([])) as snapshots:
+        with build_state.snapshots(record, run) as snapshots:
             yield run, snapshots
 
 
 def train_an_epoch(run: Any, snapshots: Any) -> None:
-    from lockstep.loggers.base import LoggerList
+    from lockstep.loggers.base import Loggers
     from lockstep.training.exchange import Exchange
     from lockstep.training.loop import train_epoch
 
-    loggers = LoggerList([])
-    exchange = Exchange(run, loggers, snapshots, delayed=False)
-    train_epoch(run, run.loaders.train.batches(run.progress), exchange, loggers)
+    exchange = Exchange(run, Loggers([]), snapshots, delayed=False)
+    train_epoch(run, run.loaders.train.batches(run.progress), exchange)
 
 
 def snapshot_costs(config: Any) -> dict[str, float]:

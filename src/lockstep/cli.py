@@ -78,12 +78,13 @@ def _run(main: Callable[[], Any]) -> int:
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
     code = 0
-    if MULTIRUN_FLAGS & set(words):
-        from lockstep.sweeps.runner import run_command
+    if MULTIRUN_FLAGS & set(words) and not asks_for_text(words):
+        from lockstep.sweeps.launch import run_command
 
         if info.world_size > 1:
-            advice = "type python src/train.py -m launch=torchrun and the same overrides"
-            raise ConfigError(f"a sweep inside {info.started_by} would run in every rank; {advice}")
+            raise ConfigError(
+                f"a sweep starts the ranks of each job itself; leave {info.started_by} out, and type launch=torchrun"
+            )
         gc.enable()
         code = run_command(main)
     else:
@@ -96,16 +97,21 @@ def _run(main: Callable[[], Any]) -> int:
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """In the block an error is told and becomes SystemExit with its exit code, which passes Hydra: it would print all
-    overrides before another one. The error of a job of a sweep is for the sweep to tell."""
+    overrides before another one."""
     try:
         yield
     except Exception as error:
-        in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-        if in_sweep and not any(frame.f_code is _run.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
-            raise
         raise SystemExit(tell(error)) from error
     except (errors.StoppedEarly, KeyboardInterrupt) as stopped:
         raise SystemExit(errors.exit_code_of(stopped)) from stopped
+
+
+def refuse_other_launchers() -> None:
+    """Raise ConfigError in a job of a sweep that another launcher of Hydra's calls: ours starts a command for each."""
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        name = HydraConfig.get().runtime.choices["hydra/launcher"]
+        advice = "leave it out, and type hydra.launcher.n_jobs=2 for two at once"
+        raise ConfigError(f"hydra/launcher={name} cannot run these jobs; {advice}")
 
 
 def tell(error: Exception) -> int:

@@ -20,7 +20,7 @@ EXIT_STOPPED_WITHOUT_SNAPSHOT = 76  # stopped early, and the last step is in no 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, before training
 EXIT_CODES: tuple[int, ...] = (0, 1, 2, 4, 75, 76, 130)  # of a command
 # Told inside, until issue 46: a command that they end ends with EXIT_FAILED.
-EXIT_DIVERGED, EXIT_KILLED, EXIT_JOBS_FAILED, EXIT_PROMISES = 3, 5, 6, 7
+EXIT_DIVERGED, EXIT_KILLED, EXIT_PROMISES = 3, 5, 7
 
 
 class ConfigError(Exception):

@@ -78,7 +78,6 @@ loader.validation=null monitor=val/loss -> loader.validation=0.1
 monitor=val/loss trainer.final=train+val -> trainer.final=null
 loader.validation=null evaluation.patience=3 -> evaluation.patience=null
 monitor=null scheduler=plateau -> scheduler=cosine
-loader.validation=null sweep.search=tpe -> sweep.search=list
 """
 
 

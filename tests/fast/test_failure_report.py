@@ -333,9 +333,8 @@ def test_the_command_that_resumes_names_the_folder():
     folder = Path("/runs/a")
     plain = ["python", "src/train.py", "optimizer.lr=0.1", "hydra.run.dir=b"]
     assert resume_command(plain, folder) == "python src/train.py optimizer.lr=0.1 hydra.run.dir=/runs/a"
-    sweep = ["python", "-m", "torch.distributed.run", "src/train.py", "-m", "optimizer.lr=0.1,1"]
-    assert resume_command(sweep, Path("/runs/a/0")).endswith("0.1,1 hydra.sweep.dir=/runs/a sweep.retry=failed")
-    assert resume_command(sweep[:4], folder).endswith("src/train.py hydra.run.dir=/runs/a")
+    torchrun = ["python", "-m", "torch.distributed.run", "src/train.py"]
+    assert resume_command(torchrun, folder).endswith("src/train.py hydra.run.dir=/runs/a")
     typed = shlex.split(resume_command(plain, Path("/runs/prüf/k=v")))[-1]
     assert OverridesParser.create().parse_override(typed).value() == "/runs/prüf/k=v"
 

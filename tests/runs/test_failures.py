@@ -97,7 +97,7 @@ def test_torchrun_started_once_per_task_is_refused(start):
     ("name", "said"),
     [
         ("joblib", "is no option"),  # it is not installed
-        ("basic", "cannot run these jobs; leave it out, and type sweep.slots=2 for two at once"),
+        ("basic", "cannot run these jobs; leave it out, and type hydra.launcher.n_jobs=2 for two at once"),
     ],
 )
 def test_another_launcher_of_hydra_is_refused(train, name, said):

@@ -26,9 +26,9 @@ def test_three_loggers_each_do_their_work(train, tmp_path):
     assert lines[:2] == [START, "1293 training, 144 validation and 360 test samples; batches of 64 samples"]
     assert [line.split("   ")[:2] for line in command.epochs] == [["epoch 1/2", "step 21"], ["epoch 2/2", "step 42"]]
     folder = tmp_path / "run"
-    assert f"run folder: {folder}" in lines
-    assert lines[-2:] == [
-        f"train on:   the same command with resume={folder} trainer.epochs=4",
+    assert lines[-3:] == [
+        f"run folder: {folder}",
+        f"evaluate:   python {TRAIN} mode=evaluate resume={folder}",
         f"curves:     tensorboard --logdir {folder}",
     ]
     found = scalars(tmp_path / "run")

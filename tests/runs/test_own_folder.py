@@ -134,7 +134,7 @@ def test_each_evaluation_has_a_file_that_says_what_was_evaluated_and_a_resumed_r
     (snapshot,) = (tmp_path / "run" / "snapshots").glob("step_*[0-9]")
     began_with = json.loads((tmp_path / "more" / "run.json").read_text())["data"]["resume"]
     assert began_with == hashlib.sha256((snapshot / "manifest.json").read_bytes()).hexdigest()[:16]
-    files = sorted(path.name for path in (tmp_path / "run").glob("evaluation*"))
+    files = sorted(path.name for path in (tmp_path / "run").glob("evaluation*.json"))
     assert files == ["evaluation.json", "evaluation_2.json", "evaluation_3.json"]
     found = [json.loads((tmp_path / "run" / name).read_text()) for name in files]
     kinds = [(one["split"], one["config"]["dataset.test.scale"]) for one in found]

@@ -1,4 +1,4 @@
-"""`run.json`: what a run was, over its lives, and how it ended."""
+"""`run.json`: what a run was, over its starts, and how it ended."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lockstep.loggers.csv_logger import read_rows
-from lockstep.runs.record import code_facts, read_run, run_exit_code, versions
+from lockstep.runs.record import code_facts, exit_code_of, read_run, versions
 from support.commands import PYTHON_TRAIN, ROOT, Command, ema, wait_for
 from support.digits import FEW
 from support.event_files import Backend
@@ -35,7 +35,7 @@ def states(folder: Path) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[1:]
 
 
-def test_a_run_of_two_lives(tmp_path: Path) -> None:
+def test_a_run_of_two_starts(tmp_path: Path) -> None:
     first = [
         *PYTHON_TRAIN,
         "launch=fork",
@@ -63,7 +63,7 @@ def test_a_run_of_two_lives(tmp_path: Path) -> None:
     Command(longer, tmp_path).finish()
     after = record(tmp_path / "run")
     keys = ("from_step", "to_step", "world_size", "launcher", "state", "exit_code")
-    assert [[life[key] for key in keys] for life in after["lives"]] == [
+    assert [[life[key] for key in keys] for life in after["starts"]] == [
         [0, 20, 2, "fork", "paused", 0],
         [20, 40, 1, "python", "finished", 0],
     ]
@@ -129,7 +129,7 @@ def test_how_an_interrupted_run_ended(start: Callable[..., Command], number: int
     os.kill(run.process.pid, number)
     run.finish(None)
     wait_for(lambda: states(run.cwd) == [state], f"state {state}")  # the monitor's report comes after the kill
-    assert run_exit_code(read_run(folder)) == code
+    assert exit_code_of(read_run(folder)) == code
     fewer = start(*PYTHON_TRAIN, *words, ema(0.5)).finish(2)  # the default would replace the learning rate
     told = "holds a run with optimizer.lr=0.1, and here it is 0.05; type optimizer.lr=0.1 to go on with it"
     assert told in fewer.sentence
@@ -138,7 +138,7 @@ def test_how_an_interrupted_run_ended(start: Callable[..., Command], number: int
 def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
     diverging = [*PYTHON_TRAIN, *SMALL, "optimizer.lr=1e30", "hydra.run.dir=run"]
     Command(diverging, tmp_path).finish(1)
-    life = record(tmp_path / "run")["lives"][-1]
+    life = record(tmp_path / "run")["starts"][-1]
     assert (life["state"], life["exit_code"]) == ("diverged", 3)
     assert states(tmp_path) == ["diverged"]
 
@@ -151,7 +151,7 @@ def test_a_resumed_run_keeps_how_its_first_life_ended_and_what_was_changed(tmp_p
     Command([*PYTHON_TRAIN, *words], tmp_path, **faulty).finish(1)
     assert states(tmp_path) == ["killed"]
     Command([*PYTHON_TRAIN, *words, "trainer.max_steps=40"], tmp_path, **faulty | {"FAULT": "none/none:0:0"}).finish()
-    first, second = record(tmp_path / "run")["lives"]
+    first, second = record(tmp_path / "run")["starts"]
     assert (first["state"], first["exit_code"], first["config"]) == ("killed", 5, {"trainer.max_steps": 30})
     assert (second["state"], second["exit_code"]) == ("finished", 0)
 

@@ -12,12 +12,14 @@ def run_info(folder, start_step=0, world_size=1, batch_size=64):
         world_size=world_size,
         data_parallel_size=world_size,
         train_samples=1293,
-        eval_samples=360,
+        test_samples=360,
         batch_size=batch_size,
         epochs=2,
         start_step=start_step,
         objective="val/accuracy",
         val_samples=144,
+        facts={"overrides": [], "config": {}, "tags": [], "notes": None, "start": {}, "data": {}},
+        evaluate=f"python src/train.py mode=evaluate resume={folder}",
     )
 
 

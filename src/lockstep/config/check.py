@@ -122,7 +122,7 @@ def check_values(section: str, values: Node, kind: Any, target: object = None) -
 
 
 @cache
-def _adapter(kind: Any) -> Any:
+def adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
@@ -134,7 +134,7 @@ def _validate(values: Node, kind: Any) -> tuple[Any, list[Any]]:
     from pydantic import ValidationError
 
     try:
-        return _adapter(kind).validate_json(json.dumps(values, default=str), strict=True), []
+        return adapter(kind).validate_json(json.dumps(values, default=str), strict=True), []
     except ValidationError as error:
         return None, list(error.errors(include_url=False))
 

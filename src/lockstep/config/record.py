@@ -16,8 +16,8 @@ from lockstep.source_code import ROOT
 
 RECORD = ".hydra"
 # Where and how a run computes, and what it writes: the numbers do not depend on it.
-NOT_COMPUTED: tuple[str, ...] = ("resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir", "backend")
-NOT_COMPUTED += ("strategy", "gradient_sync", "sync_bn", "snapshot", "watch", "logging")
+NOT_COMPUTED: tuple[str, ...] = ("resume", "mode", "launch", "logger", "hydra", "run_dir", "backend")
+NOT_COMPUTED += ("strategy", "gradient_sync", "sync_bn", "snapshot", "watch", "logging", "tags", "notes")
 
 
 @dataclass(frozen=True)

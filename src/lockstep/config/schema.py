@@ -122,18 +122,6 @@ class Watch(Section):
     on_hang: Literal["stop", "report"]
 
 
-# until issue 45
-@dataclass(frozen=True)
-class Sweep(Section):
-    retry: Literal["failed"] | None
-    changes: Literal["refuse", "accept"]
-    max_failures: Count | None
-    slots: Count | Literal["auto"]
-    search: Literal["list", "random", "tpe"]
-    trials: Count | None
-    seed: Seed
-
-
 @dataclass(frozen=True)
 class Backend(Section):
     name: Literal["auto", "gloo", "nccl", "mpi"]
@@ -175,6 +163,8 @@ class RunConfig(Section):
     run_dir: str
     resume: str | None
     monitor: str | None
+    tags: list[str]
+    notes: str | None
     vars: dict[str, Any]
     trainer: Trainer
     parameters: Parameters
@@ -182,7 +172,6 @@ class RunConfig(Section):
     snapshot: Snapshot
     logging: Logging
     watch: Watch
-    sweep: Sweep
     backend: Backend
     sync_bn: SyncBN
     loader: Loader
@@ -222,7 +211,7 @@ class RunConfig(Section):
 
     def refuse_contradictions(self) -> None:
         """Raise ConfigError for values that would together do something else than what they say."""
-        data, monitor, final, search = self.loader, self.monitor or "", self.trainer.final, self.sweep.search
+        data, monitor, final = self.loader, self.monitor or "", self.trainer.final
         fold, folds, chooses, metric = data.fold, data.folds, self.chooses, monitor.partition("/")[2]
         plateau = self.scheduler.get("_target_") == "lockstep.training.schedules.Plateau"
         all_folds = f"loader.fold=0, or -m 'loader.fold=range(0,{folds})'"
@@ -240,7 +229,6 @@ class RunConfig(Section):
             (metric and not self.holds_out, f"monitor={monitor} needs a validation set", hold_out),
             (self.evaluation.patience and not chooses, f"evaluation.patience {compares}", "evaluation.patience=null"),
             (plateau and not chooses, f"scheduler=plateau {compares}", "scheduler=cosine"),
-            (search == "tpe" and not chooses, f"sweep.search {compares}", "sweep.search=list"),
         ]
         for wrong, what, advice in rules:
             if wrong:

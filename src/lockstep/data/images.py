@@ -204,7 +204,7 @@ class CsvImages(ImageSource):
     def listed(self) -> dict[str, dict[str, Any]]:
         if not find_spec("pandas"):
             raise ConfigError("dataset=image_csv needs pandas; type pip install pandas")
-        import pandas as pd  # type: ignore[import-untyped]
+        import pandas as pd
 
         def require(holds: Any, what: str) -> None:
             if not holds.all():

@@ -1,5 +1,6 @@
 """The loader that gives one rank its parts of every global batch, on its device, as model and task take them."""
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -313,3 +314,15 @@ class Loader:
 
     def _to_device(self, value: Any) -> Any:
         return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), value)
+
+
+def files_of(loader: Loader) -> Sequence[str]:
+    """The names of the files of images in their folder, in their order; empty for other data."""
+    whole, _ = unwrapped(loader.reader.dataset)
+    files = getattr(whole, "files", None)
+    if files is None:  # the folders of torchvision
+        samples, root = getattr(whole, "samples", ()), getattr(whole, "root", None)
+        are_files = root is not None and all(isinstance(sample, tuple) for sample in samples[:1])
+        files = [os.path.relpath(path, root) for path, _ in samples] if are_files else []
+    names = [os.fsdecode(name) for name in files]
+    return names if loader.indices is None or not names else [names[number] for number in loader.indices.tolist()]

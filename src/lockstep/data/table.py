@@ -59,7 +59,7 @@ class Table(DataSource):
             raise ConfigError(f"{what}; type dataset.path=<a CSV or parquet file>, or other columns") from error
 
     def _splits(self) -> Splits:
-        import pandas as pd  # type: ignore[import-untyped]
+        import pandas as pd
 
         is_csv, is_class = not self.path.endswith(".parquet"), self.labels == "classes"
         frame = pd.read_csv(self.path, sep=self.separator, low_memory=False) if is_csv else pd.read_parquet(self.path)

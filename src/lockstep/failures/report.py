@@ -169,19 +169,27 @@ def newest_snapshot(run_dir: Path) -> Path | None:
 
 
 def resume_command(words: list[str], folder: Path | None) -> str:
-    """The command that goes on in the same run folder, or in the same folder of a sweep."""
+    """The command that goes on in the same run folder."""
     if not words or folder is None:
         return ""
-    script = next((index for index, word in enumerate(words) if word.endswith("train.py")), 0)
-    if {"-m", "--multirun"} & set(words[script:]):
-        added = [f"hydra.sweep.dir={path_value(folder.parent)}", "sweep.retry=failed"]
-    else:
-        added = [f"hydra.run.dir={path_value(folder)}"]
-    keys = tuple(f"{word.partition('=')[0]}=" for word in added)
-    return shlex.join([*(word for word in words if not word.startswith(keys)), *added])
+    kept = [word for word in words if not word.startswith("hydra.run.dir=")]
+    return shlex.join([*kept, f"hydra.run.dir={path_value(folder)}"])
 
 
 # The screen.
+
+
+def in_one_line(report: Report) -> str:
+    """For example: rank 1 of 2: RuntimeError: mat1 and mat2 shapes cannot be multiplied."""
+    first = report["first"]
+    if first["kind"] in RAISED_BY_ALL:
+        return str(first["message"])
+    what = f"hangs: {first['verdict']}" if "verdict" in first else str(first.get("signal") or first["kind"])
+    if first["kind"] == "killed":
+        what = f"{what}: {first['meaning']}"
+    if "type" in first:
+        what = f"{first['type']}: {next(iter(first['message'].splitlines()), '')}"
+    return f"rank {first['rank']} of {report['world_size']}: {what}"
 
 
 def screen(report: Report) -> str:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FOLDERS_OF_A_RUN = ("snapshots", ".hydra")
-FILES_OF_A_RUN = frozenset({NAME, "model.pt", "model_best.pt", "metrics.csv", "train.log"})
+FILES_OF_A_RUN = frozenset({NAME, "model.pt", "model_best.pt", "metrics.csv", "train.log", "test_samples.csv"})
 FILES_OF_A_RUN |= {"failure.json", "failure.txt", "hang.txt", "uncommitted.diff"}
 
 

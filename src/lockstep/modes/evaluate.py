@@ -22,6 +22,7 @@ class Evaluate(Mode):
 
     split: the data to evaluate; training data is not augmented.
     file: where the numbers go; null: evaluation.json in the run folder, or evaluation_2.json beside one of other data.
+    Beside it evaluation_samples.csv has the results of each sample.
     """
 
     name = "evaluate"
@@ -39,17 +40,18 @@ class Evaluate(Mode):
         Raises TrainingDiverged if the loss is NaN or infinite.
         """
         from lockstep.snapshots.find import compared
-        from lockstep.training.evaluate import SampleCount, evaluate
+        from lockstep.training.evaluate import SampleResults, evaluate, write_samples
 
-        loader, count = trained.loader(self.split), SampleCount()
-        metrics = evaluate(trained.run, loader, report=count, metrics=trained.metrics(loader))
+        loader = trained.loader(self.split)
+        results = SampleResults(trained.run.task, None if loader.is_stream else len(loader.reader))
+        metrics = evaluate(trained.run, loader, reports=[results], metrics=trained.metrics(loader))
         if not math.isfinite(metrics["loss"]):
             raise self._diverged(trained, metrics["loss"])
-        count.reduce(trained.world)
+        results.reduce(trained.world)
         facts: dict[str, Any] = {
             "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
             "split": self.split,
-            "samples": count.samples,
+            "samples": results.samples,
             "snapshot": str(trained.snapshot),
             "step": trained.step,
             "ranks": trained.world.size,
@@ -57,8 +59,10 @@ class Evaluate(Mode):
         }
         path = Path(self.file) if self.file is not None else _own_file(trained.folder, facts)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        log.info("evaluated: %s %s, over %d samples at step %d", self.split, shown, count.samples, trained.step)
+        log.info("evaluated: %s %s, over %d samples at step %d", self.split, shown, results.samples, trained.step)
         write_output(trained.world, path, [json.dumps(facts, indent=1), "\n"])
+        if trained.world.is_rank_zero and not loader.is_stream:
+            write_samples(path.with_name(f"{path.stem}_samples.csv"), results, loader)
         return metrics
 
     def _diverged(self, trained: TrainedRun, loss: float) -> TrainingDiverged:

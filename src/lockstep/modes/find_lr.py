@@ -137,7 +137,7 @@ def write_curves(config: RunConfig, rates: Sequence[float], losses: Sequence[flo
             if get_object(node["_target_"]).__name__ == "TensorBoardLogger":
                 logger = instantiate(node)
                 for step, (rate, loss) in enumerate(zip(rates, losses, strict=True), start=1):
-                    logger.log_metrics({"find_lr/loss": loss, "find_lr/lr": rate}, step)
+                    logger.log({"find_lr/loss": loss, "find_lr/lr": rate}, step)
     except OSError as error:
         log.warning("the curve cannot be written (%s); free some space in %s", error, config.run_dir)
 

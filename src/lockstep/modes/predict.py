@@ -4,7 +4,6 @@ import csv
 import io
 import itertools
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +14,6 @@ from lockstep.modes.base import Mode, TrainedRun, require_place, write_output
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.data.loader import Loader
     from lockstep.strategies.base import JobSpec
 
 log = logging.getLogger(__name__)
@@ -47,6 +45,7 @@ class Predict(Mode):
 
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError, on all ranks, if the file cannot be written."""
+        from lockstep.data.loader import files_of
         from lockstep.distributed.old_world import gather_state
 
         loader, world = trained.loader(self.split), trained.world
@@ -145,20 +144,6 @@ def in_order(shares: Sequence[Columns], samples: int) -> Columns:
                 whole[name] = values.new_empty((samples, *values.shape[1:]))
             whole[name][share[NUMBERS]] = values
     return whole
-
-
-def files_of(loader: "Loader") -> Sequence[str]:
-    """The names of the files of images in their folder, in their order; empty for other data."""
-    from lockstep.data.source import unwrapped
-
-    whole, _ = unwrapped(loader.reader.dataset)
-    files = getattr(whole, "files", None)
-    if files is None:  # the folders of torchvision
-        samples, root = getattr(whole, "samples", ()), getattr(whole, "root", None)
-        are_files = root is not None and all(isinstance(sample, tuple) for sample in samples[:1])
-        files = [os.path.relpath(path, root) for path, _ in samples] if are_files else []
-    names = [os.fsdecode(name) for name in files]
-    return names if loader.indices is None or not names else [names[number] for number in loader.indices.tolist()]
 
 
 def table(

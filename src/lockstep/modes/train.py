@@ -30,7 +30,7 @@ class Train(Mode):
             record = record.completed(run.config)
             with (
                 build_state.loggers(run, held.restore) as loggers,
-                build_state.snapshots(record, run, loggers) as snapshots,
+                build_state.snapshots(record, run) as snapshots,
                 reporter.failures(),  # of the training, before the files are closed, which takes time
             ):
                 snapshots.resume(config.resume)
@@ -38,6 +38,6 @@ class Train(Mode):
                     write_hydra_files(world, config.run_dir, record.files)
                 info = build_state.run_info(record, snapshots)
                 tested = build_state.earlier_test(info, world)
-                loggers.on_fit_start(info)
+                loggers.start(info)
                 with signals.stop_after_saving():
-                    return fit(run, build_state.evaluations(run, loggers), snapshots, loggers, tested)
+                    return fit(run, build_state.evaluations(run, loggers), snapshots, loggers, info, tested)

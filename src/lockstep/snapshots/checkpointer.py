@@ -6,7 +6,7 @@ import re
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -111,13 +111,12 @@ class Checkpointer:
         run: Run,
         identity: dict[str, Any],
         config: dict[str, Any],
-        before_save: Callable[[], None],
         mirror: "Mirror | None" = None,
     ) -> None:
         """
         identity: flat dict of plain values, what a snapshot must have in common with the run that resumes from it.
         config: flat dict of plain values, stored in the snapshot; a resumed run logs what differs.
-        before_save: writes, on rank 0, what must not be older than a snapshot. mirror: on rank 0, gets what is written.
+        mirror: on rank 0, gets what is written.
         """
         held = run.model.state_dict()
         require_plain(held)
@@ -126,7 +125,7 @@ class Checkpointer:
         self.run, self.world, self.run_dir = run, run.world, Path(run.config.run_dir)
         self.folder, self.identity, self.config = self.run_dir / "snapshots", identity, config
         self.interval, self.keep_last = Interval(run.config.snapshot.every), run.config.snapshot.keep_last
-        self.before_save, self.mirror = before_save, mirror
+        self.mirror = mirror
         self.thread, self.pending = ThreadPoolExecutor(1, "snapshots"), deque[Future[None]]()
         self.memory = dict[str, Tensor]()  # of this rank's shards
         self.threads_world: World | None = None  # of the writing threads, while the others use their own groups
@@ -300,7 +299,6 @@ class Checkpointer:
         if kind == "step":
             self.is_due, self.saved_at = False, time.monotonic()
         if state is not None:
-            self.before_save()  # the curves of a killed run reach as far as its snapshots
             state |= {"identity": self.identity, "config": self.config, "world_size": self.world.size}
         if state is not None or shards is not None:
             self.pending.append(self.thread.submit(self._write, self._name(kind), state, shards))

@@ -23,7 +23,7 @@ Found = tuple[dict[str, Any], Path]
 """What `state.pt` of a snapshot holds, and the snapshot's path."""
 
 DISK_TIMEOUT = timedelta(hours=1)  # for a slow disk
-NOT_COMPARED = ("launch.", "hydra.", "sweep.", "mode.")  # parts of the config that say where a run computes, not what
+NOT_COMPARED = ("launch.", "hydra.", "mode.")  # parts of the config that say where a run computes, not what
 NOT_COMPARED_KEYS = ("run_dir", "resume", "trainer.pause_after")
 FOLDER = ".run_dir"  # of a logger
 MODE, PYTHON = ("resume", "mode.snapshot"), ("run", "which")  # by what a run and one of its snapshots are typed

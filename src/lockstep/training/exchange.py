@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.distributed import signals
 from lockstep.errors import ConfigError
-from lockstep.loggers.base import Logger
+from lockstep.loggers.base import Loggers
 from lockstep.training.nonfinite import diverged
 from lockstep.training.replicas import require_same_weights
 from lockstep.training.run import Run
@@ -38,7 +38,7 @@ class Exchange:
     due: an attribute, the step after which the next exchange is: the same on all ranks.
     """
 
-    def __init__(self, run: Run, loggers: Logger, snapshots: "Checkpointer", delayed: bool) -> None:
+    def __init__(self, run: Run, loggers: Loggers, snapshots: "Checkpointer", delayed: bool) -> None:
         self.run, self.loggers, self.snapshots, self.delayed = run, loggers, snapshots, delayed
         self.world, self.every = run.world, run.config.logging.every
         self.weights_every = run.config.watch.weights_every
@@ -52,8 +52,7 @@ class Exchange:
         """Before the first step of an epoch, or of the rest of one. What came before, such as an evaluation, is no part
         of a step."""
         step = self.run.progress.step
-        self.told_samples = self.run.progress.samples
-        self.speed_from = self.told_samples, time.perf_counter()
+        self.speed_from = self.run.progress.samples, time.perf_counter()
         self.interval, self.last = (step, time.perf_counter()), (step, time.monotonic())
         if self.run.progress.samples == 0:
             self.reported.zero_()
@@ -76,8 +75,6 @@ class Exchange:
         if not self.delayed or self.last_seconds > LONG:
             self._read()
         progress = self.run.progress
-        self.loggers.on_step(progress.step, progress.samples - self.told_samples)
-        self.told_samples = progress.samples
         if self.is_first:  # the first step of a process fills caches
             self.is_first, self.speed_from = False, (progress.samples, time.perf_counter())
         if self.weights_every and progress.step % self.weights_every == 0:
@@ -159,7 +156,7 @@ class Exchange:
         self.interval = then.step, then.seconds
         if self.run.step.skip is not None:
             metrics["watch/skipped_steps"] = self.run.step.skip.skipped
-        self.loggers.log_metrics(metrics, then.step)
+        self.loggers.log(metrics, then.step)
 
     def _flags(self) -> int:
         """A checksum of which weights are trained."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.data.loader import Batch
 from lockstep.failures import reporter
-from lockstep.loggers.base import EpochSummary, Logger
+from lockstep.loggers.base import EpochSummary, Loggers, RunInfo
+from lockstep.runs.record import FINISHED, PAUSED
 from lockstep.training.evaluate import Evaluations
 from lockstep.training.exchange import Exchange
 from lockstep.training.nonfinite import diverged
@@ -22,13 +23,14 @@ def fit(
     run: Run,
     evaluations: Evaluations,
     snapshots: "Checkpointer",
-    loggers: Logger,
+    loggers: Loggers,
+    info: RunInfo,
     tested: Mapping[str, Any] | None = None,
 ) -> float | None:
     """Train epoch by epoch, evaluate, save; test once, with the weights that were chosen. Returns the monitored value
     of these weights, None if nothing chooses.
 
-    tested: {"step": of the weights, "metrics"} of the test, if an earlier start of this run has read the test set.
+    info: what the loggers have got. tested: the test of an earlier start, as `RunInfo.test`, if there was one.
     """
     exchange = Exchange(run, loggers, snapshots, delayed=run.world.device.type == "cuda")
     batches, evaluated = run.loaders.train.batches(run.progress), dict[str, dict[str, float]]()
@@ -37,7 +39,7 @@ def fit(
         callback.on_fit_start(run, loggers)
     with snapshots.explaining_errors():
         while not run.finished:
-            summary = train_epoch(run, batches, exchange, loggers)
+            summary = train_epoch(run, batches, exchange)
             if run.evaluation_due:
                 evaluated = {name: evaluate(snapshots.stop_before_evaluation) for name, evaluate in evaluations.each()}
                 summary.metrics.update(evaluated)
@@ -48,20 +50,23 @@ def fit(
             evaluated = {name: evaluate.means(snapshots.stop) for name, evaluate in evaluations.each()}
         reporter.enter("export")
         snapshots.export()
-        if evaluations.test is not None and run.reached_limit != "trainer.pause_after":
-            test(run, evaluations, evaluated, snapshots, loggers, tested)
+        is_paused, result = run.reached_limit == "trainer.pause_after", None
+        if evaluations.test is not None and not is_paused:
+            result = test(run, evaluations, evaluated, snapshots, loggers, tested)
     for callback in run.callbacks:
         callback.on_fit_end(run)
     last = {} if run.objective is None else evaluated["val"]
-    loggers.on_fit_end(snapshots.run_dir, last)
+    step, best, best_step = run.progress.step, run.progress.best, run.progress.best_step
+    ended = replace(info, steps=step, best=best, best_step=best_step, last=last, test=result)
+    loggers.end(ended, PAUSED if is_paused else FINISHED)
     if run.objective is None:
         return None
     return run.progress.best if run.progress.best is not None else value_of(run.objective, evaluated)
 
 
-def train_epoch(run: Run, batches: Iterator[Batch], exchange: Exchange, loggers: Logger) -> EpochSummary:
+def train_epoch(run: Run, batches: Iterator[Batch], exchange: Exchange) -> EpochSummary:
     """The rest of one epoch: from `run.progress.samples` to its end, or to a limit."""
-    begin_epoch(run, exchange, loggers)
+    begin_epoch(run, exchange)
     for batch in islice(batches, run.steps_left):
         run.step(batch)
         run.progress.advance(batch)
@@ -72,7 +77,7 @@ def train_epoch(run: Run, batches: Iterator[Batch], exchange: Exchange, loggers:
     return end_epoch(run, exchange)
 
 
-def begin_epoch(run: Run, exchange: Exchange, loggers: Logger) -> None:
+def begin_epoch(run: Run, exchange: Exchange) -> None:
     """Before the first step of an epoch, or of the rest of one."""
     progress = run.progress
     reporter.enter("train")
@@ -84,7 +89,6 @@ def begin_epoch(run: Run, exchange: Exchange, loggers: Logger) -> None:
         run.step.draws.begin_epoch()
         run.meter.clear()
     exchange.begin_epoch()
-    loggers.on_epoch_start(progress.epoch + 1, run.config.trainer.epochs, run.epoch_samples, progress.samples)
 
 
 def end_epoch(run: Run, exchange: Exchange) -> EpochSummary:
@@ -110,12 +114,12 @@ def end_epoch(run: Run, exchange: Exchange) -> EpochSummary:
     )
 
 
-def finish_epoch(run: Run, summary: EpochSummary, loggers: Logger, snapshots: "Checkpointer") -> None:
+def finish_epoch(run: Run, summary: EpochSummary, loggers: Loggers, snapshots: "Checkpointer") -> None:
     """After an epoch and its evaluation."""
     if run.objective is not None and run.progress.best is not None:
         name = run.objective.partition("/")[2]
         summary = replace(summary, best={name: run.progress.best}, best_step=run.progress.best_step)
-    loggers.on_epoch_end(summary)
+    loggers.epoch(summary)
     snapshots.after_epoch()
     for callback in run.callbacks:
         callback.on_epoch_end(run)
@@ -126,21 +130,24 @@ def test(
     evaluations: Evaluations,
     evaluated: Mapping[str, dict[str, float]],
     snapshots: "Checkpointer",
-    loggers: Logger,
+    loggers: Loggers,
     tested: Mapping[str, Any] | None,
-) -> None:
-    """The number of the run: of the test set, with the weights that were chosen. It is read once."""
+) -> Mapping[str, Any]:
+    """The number of the run, as `RunInfo.test`: of the test set, with the weights that were chosen. It is read once."""
     assert evaluations.test is not None
     step = run.progress.step
     chosen = step if run.progress.best_step is None else run.progress.best_step
-    known = None if tested is None or tested["step"] != chosen else tested["metrics"]
-    if known is None and chosen == step:
-        known = evaluated.get("test")
-    if known is not None:
-        loggers.on_test(known, chosen, True)
-        return
-    chosen = snapshots.take_best()
-    loggers.on_test(evaluations.test(snapshots.stop_before_test), chosen, "test" in evaluated)
+    found = None if tested is None or tested["step"] != chosen else tested
+    is_logged = found is not None
+    if found is None and chosen == step and "test" in evaluated:
+        is_logged = True
+        found = {"step": step, "metrics": evaluated["test"], **evaluations.test.facts}
+    if found is None:
+        is_logged, chosen = "test" in evaluated, snapshots.take_best()
+        metrics = evaluations.test(snapshots.stop_before_test, chosen)
+        found = {"step": chosen, "metrics": metrics, **evaluations.test.facts}
+    loggers.test(found, is_logged)
+    return found
 
 
 def value_of(objective: str, evaluated: Mapping[str, Mapping[str, float]]) -> float:
