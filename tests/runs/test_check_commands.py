@@ -86,13 +86,13 @@ class Slow(Unused):
 
 class OtherData(Dataset):
     def __init__(self, train):
-        self.samples, self.classes = torch.zeros(100, 64), np.random.default_rng().integers(10, size=100)
+        self.samples, self.targets = torch.zeros(100, 64), np.random.default_rng().integers(10, size=100)
 
     def __len__(self):
         return 100
 
     def __getitem__(self, index):
-        return self.samples[index], int(self.classes[index])
+        return self.samples[index], int(self.targets[index])
 """
 
 

@@ -320,7 +320,7 @@ def test_a_model_is_built_in_ranks_alone_and_the_folder_of_the_command_may_hold_
         ".hydra/overrides.yaml": "[]",
         "snapshots/step_1/manifest.json": "",
     }.items():
-        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     (tmp_path / "conf" / "model").mkdir(parents=True)
     os.mkfifo(tmp_path / "conf" / "endless.yaml")

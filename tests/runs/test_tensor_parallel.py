@@ -40,7 +40,8 @@ def test_two_groups_of_two_ranks_have_one_processs_numbers(tmp_path: Path) -> No
     ways = ("replicate", "shard")  # the two groups hold the same, or fsdp cuts what they hold
     spread = {way: composed(*base, "strategy=tensor_parallel", f"strategy.{way}=2") for way in ways}
     in_world(1, train_all, [composed(*base, f"run_dir={tmp_path / 'alone'}")])
-    in_world(4, train_all, [with_values(cfg, f"run_dir={tmp_path / way}") for way, cfg in spread.items()])
+    for way, cfg in spread.items():  # torch keeps what it has made for the groups of a world
+        in_world(4, train_all, [with_values(cfg, f"run_dir={tmp_path / way}")])
     alone = newest_snapshot(tmp_path / "alone")
     assert len(grad_norms(tmp_path / "alone")) == 6
     for way in ways:

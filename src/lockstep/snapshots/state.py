@@ -117,8 +117,8 @@ def _split(
 
     for place, tensor in parts.items():
         if tensor.dim() and tensor.layout == torch.strided and tensor.numel():
-            lengths, offsets = _part(tensor)
-            mine[place] = list(offsets) if torch.Size(lengths).numel() else []
+            lengths, begin = _part(tensor)
+            mine[place] = list(begin) if torch.Size(lengths).numel() else []
     savers = dict[tuple[Any, ...], int]()
     for rank, held in enumerate(world.all_gather_json(mine)):
         for place, where in held.items():
