@@ -16,8 +16,9 @@ KILLS = int(os.environ.get("LOCKSTEP_KILLS", "6"))  # 20 by `make matrices`
 
 def newest(store):
     """The name of the newest numbered snapshot that the store lists, "" without one."""
-    paths = store.files.glob("bucket/run/step_*/manifest.json")
-    return max((path.split("/")[-2].partition("-")[0] for path in paths), default="")
+    paths = [path.split("/") for path in store.files.find("bucket/run")]  # a glob fails where a folder goes meanwhile
+    names = [folder for *_, folder, file in paths if file == "manifest.json" and folder.startswith("step_")]
+    return max((name.partition("-")[0] for name in names), default="")
 
 
 @pytest.mark.drill

@@ -187,7 +187,7 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "add up dense gradients": ({"EmbeddedSparse"}, {way for way in WAYS if WAYS[way].ranks > 1} | {"resume"}),
     "type optimizer=sgd, or make the embedding": ({"EmbeddedSparse"}, {"adamw"}),
     "has a hook for its gradient": ({"OwnFunction"}, {*FSDP, *TENSOR_PARALLEL}),
-    "passes one tensor from rank to rank": ({"dicts_of_two", "nested"}, {"pipeline"}),
+    "passes one tensor from rank to rank": ({"dicts", "dicts_of_two", "nested"}, {"pipeline"}),
     "the forward pass changes the weight": ({"Teacher", "EmbeddedMaxNorm"}, {*FSDP, *VIRTUAL}),
     "adds up the gradients of a block in one type": (
         {"Complex", "OddParameters"},
