@@ -98,8 +98,8 @@ class EpochRecorder(Logger):
     def __init__(self) -> None:
         self.evaluations: list[tuple[float, float]] = []  # (time.time(), accuracy)
 
-    def start(self, run: RunInfo) -> None:
-        self.samples = run.test_samples
+    def start(self, info: RunInfo) -> None:
+        self.samples = len(info.run.loaders.test.reader)
 
     def epoch(self, summary: EpochSummary) -> None:
         accuracy = summary.metrics.get("test", {}).get("accuracy")

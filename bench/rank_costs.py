@@ -88,8 +88,8 @@ def snapshot_costs(config: Any) -> dict[str, float]:
             began, busy = time.perf_counter(), time.thread_time()
             snapshots.save()
             copying.append(time.thread_time() - busy)
-            snapshots.saver.writer.drain()
+            snapshots.newest()  # waits
             writing.append(time.perf_counter() - began)
-    size = max(path.stat().st_size for path in Path(config.run_dir).glob("snapshots/*.pt"))
+    size = max(path.stat().st_size for path in Path(config.run_dir).glob("snapshots/*/state.pt"))
     # Not the first one: what new memory costs, which no process has used before, depends on the machine.
     return {"copying": min(copying[1:]), "writing": min(writing[1:]), "MB": size / 1e6}

@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("folders", nargs="+", metavar="FOLDER", help="one for each side, or those with --a and --b")
     compare.add_argument("--a", metavar="OVERRIDES", help="such as 'optimizer.lr=0.1 model=mlp'")
     compare.add_argument("--b", metavar="OVERRIDES")
-    compare.add_argument("--pair", metavar="KEYS", help="pair runs by these; sample; none; default: seed and fold")
+    compare.add_argument("--pair", choices=["sample", "none"], help="default: pairs of one seed and fold")
     compare.add_argument("--metric", metavar="NAME", help="such as test/accuracy; default: the objective")
     for verb in (table, compare):
         verb.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
@@ -48,7 +48,6 @@ def parser() -> argparse.ArgumentParser:
     )
     samples.add_argument("--worst", type=int, default=20, metavar="N", help="how many; default: 20")
     samples.add_argument("--by", metavar="COLUMN", help="instead, means over those with one value in this column")
-    samples.add_argument("--join", metavar="CSV", help="more columns, from a table with the column file or number")
     return top
 
 
@@ -62,7 +61,7 @@ def answer(options: argparse.Namespace) -> Iterable[str]:
     if options.verb == "diff":
         return compare.diff(*options.folders)
     if options.verb == "samples":
-        return samples.samples_table(options.place, options.worst, options.by, options.join)
+        return samples.samples_table(options.place, options.worst, options.by)
     runs = table.frame(options.folders)
     if runs.empty:
         raise ConfigError(f"no run below {' '.join(options.folders)}; type python src/runs.py table <another folder>")

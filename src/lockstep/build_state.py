@@ -1,11 +1,8 @@
 # until issue 45
 """Builds what trains, evaluates, saves and logs in a rank, as the packages that are not written anew yet take it."""
 
-import hashlib
-import json
 import os
 import platform
-import shlex
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,43 +17,33 @@ from lockstep.config.record import ConfigRecord
 from lockstep.data.source import class_names
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.world import World, require_same_data
-from lockstep.errors import ConfigError, path_value
-from lockstep.loggers.base import Logger, Loggers, RunInfo, hyperparameters
+from lockstep.errors import ConfigError
+from lockstep.loggers.base import Logger, Loggers, RunInfo
 from lockstep.runs.record import SWEEP, RunRecord, read_run
 from lockstep.runs.samples import NAME as SAMPLES
-from lockstep.snapshots.data_fingerprint import data_fingerprint
-from lockstep.snapshots.initial_weights import file_of_weights
-from lockstep.snapshots.manager import SnapshotManager
-from lockstep.snapshots.resume import compared
-from lockstep.training.evaluate import Evaluations, Evaluator, images_wanted
+from lockstep.snapshots.checkpointer import Checkpointer
+from lockstep.snapshots.fingerprint import data_fingerprint
+from lockstep.training.evaluate import Evaluations, Evaluator
 from lockstep.training.run import Run
 
 WRITTEN_NUMBERS = 2000  # of validation samples in run.json; of more, the recipe and the hash
 
 
-def snapshots(record: ConfigRecord, run: Run) -> SnapshotManager:
-    """The manager of this run's snapshots. Raises ConfigError, on all ranks, if their training data differs."""
+def snapshots(record: ConfigRecord, run: Run) -> Checkpointer:
+    """What saves this run and resumes it. Raises ConfigError, on all ranks, if their training data differs."""
     config, loaders = run.config, run.loaders
     count, data = len(loaders.train), data_fingerprint(loaders.train.reader.dataset)
     require_same_data(run.world, "training data", count, data)
-    fingerprint = model_config(record) | {
+    identity = model_config(record) | {
         "optimizer": config.optimizer["_target_"],
         "training samples": count,
         "training data": data,
         "seed": config.seed,
     }
     if loaders.split is not None:
-        fingerprint["validation data"] = loaders.split
-    return SnapshotManager(
-        run,
-        config.run_dir,
-        fingerprint,
-        agreed_on(record.shown),
-        every=config.snapshot.every,
-        keep_last=config.snapshot.keep_last,
-        form=config.snapshot.format,
-        mirror=config.snapshot.mirror,
-    )
+        identity["validation data"] = loaders.split
+    mirror = instantiate(config.snapshot.mirror) if run.world.is_rank_zero else None
+    return Checkpointer(run, identity, agreed_on(record.shown), mirror)
 
 
 def model_config(record: ConfigRecord) -> dict[str, Any]:
@@ -73,7 +60,7 @@ def torchmetrics_of(run: Run) -> dict[str, Any]:
 def evaluations(run: Run, loggers: Loggers) -> Evaluations:
     """All ranks prepare what the keys of rank 0's loggers ask for."""
     config, loaders = run.config, run.loaders
-    images = images_wanted(config.logger.values())
+    images = max((node.get("images") or 0 for node in config.logger.values()), default=0)
     metrics, file = torchmetrics_of(run), Path(config.run_dir) / SAMPLES
     test = Evaluator(run, loaders.test, loggers, images, "test", metrics, file)
     each = [Evaluator(run, loaders.val, loggers, images, "val", metrics)] if loaders.val is not None else []
@@ -91,54 +78,28 @@ def loggers(run: Run, restore: Callable[[], None]) -> Loggers:
     return Loggers(members, RunRecord(Path(run.config.run_dir), (name, direction)), restore)
 
 
-def run_info(record: ConfigRecord, snapshots: SnapshotManager) -> RunInfo:
+def run_info(record: ConfigRecord, snapshots: Checkpointer) -> RunInfo:
     """What loggers receive at the start. A collective."""
     run, world = snapshots.run, snapshots.world
-    config, loaders = run.config, run.loaders
+    loaders = run.loaders
     names = {"training_samples": "training samples", "training_data": "training data"}
-    data = {name: snapshots.fingerprint[key] for name, key in names.items()}
+    data = {name: snapshots.identity[key] for name, key in names.items()}
     if loaders.val is not None:
         data |= {"validation_samples": len(loaders.val.reader), "validation_data": loaders.split}
     if loaders.held_out is not None and len(loaders.held_out) <= WRITTEN_NUMBERS:
         data["validation_numbers"] = " ".join(map(str, loaders.held_out.tolist()))
     data |= {"test_samples": len(loaders.test.reader), "test_data": data_fingerprint(loaders.test.reader.dataset)}
-    data |= _beginning(config.parameters.init, snapshots) if world.is_rank_zero else {}
     listed = class_names(loaders.train.reader.dataset)
     facts = run_facts(world, record) | {"data": data, "classes": listed if len(listed) <= WRITTEN_NUMBERS else []}
-    script, resume = shlex.split(record.command)[1], f"resume={path_value(snapshots.run_dir)}"
-    return RunInfo(
-        run_dir=snapshots.run_dir,
-        config_yaml=record.files["config.yaml"],
-        hyperparameters=hyperparameters(record, world.size),
-        metrics=[*run.task.better, *config.evaluation.metrics],
-        world_size=world.size,
-        data_parallel_size=run.strategy.data_share_of(world.size),
-        train_samples=len(loaders.train),
-        val_samples=0 if loaders.val is None else len(loaders.val.reader),
-        test_samples=len(loaders.test.reader),
-        batch_size=run.batch_size,
-        epochs=config.trainer.epochs,
-        start_step=run.progress.step,
-        samples_done=run.progress.samples,
-        objective=run.objective,
-        is_final=config.trainer.final is not None,
-        is_over=run.finished,
-        sweep=facts["sweep"],
-        facts=facts,
-        evaluate=shlex.join(["python", script, "mode=evaluate", resume, *record.flags]),
-        best=run.progress.best,
-        best_step=run.progress.best_step,
-    )
+    return RunInfo(run, facts)
 
 
 def run_facts(world: World, record: ConfigRecord) -> dict[str, Any]:
     """Keys of run.json, before the first step; "start" has those of this start. A collective."""
     config, folder = dict(record.shown), str(record.shown["run_dir"])
-    for key, value in config.items():  # loggers name a place in the run folder; equal configs shall have the same hash
+    for key, value in config.items():  # loggers name a place in the run folder: in that two runs do not differ
         if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
             config[key] = value.replace(folder, "${run_dir}", 1)
-    computed = {key: config[key] for key in sorted(compared(record.shown)) if not key.startswith("logger.")}
-    config_hash = hashlib.sha256(json.dumps(computed, default=str).encode()).hexdigest()[:16]
     device, sweep = world.device, os.environ.get(SWEEP)
     hosts = list(dict.fromkeys(world.all_gather_json(socket.gethostname())))
     return {
@@ -152,10 +113,9 @@ def run_facts(world: World, record: ConfigRecord) -> dict[str, Any]:
         "seed": config["seed"],
         "options": {group: option for group, option in record.options.items() if not group.startswith("hydra/")},
         "config": config,
-        "config_hash": config_hash,
         "environment": {
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-            "cpu": f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
+            "cpu": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         },
@@ -163,35 +123,14 @@ def run_facts(world: World, record: ConfigRecord) -> dict[str, Any]:
     }
 
 
-def _cpu_name() -> str:
-    with suppress(OSError), Path("/proc/cpuinfo").open() as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def earlier_test(run: RunInfo, world: World) -> Any:
+def earlier_test(info: RunInfo) -> Any:
     """The test that run.json has of an earlier start of this run, as `RunInfo.test`. None if there is none, if the run
     goes on from a step before it, or if the test data is other data now. A collective."""
-    found = None
-    if world.is_rank_zero and run.start_step > 0:
+    found, run = None, info.run
+    if run.world.is_rank_zero and run.progress.step > 0:
         with suppress(ConfigError):
-            before = read_run(run.run_dir)
+            before = read_run(Path(run.config.run_dir))
             test, data = before["test"], before["data"].get("test_data")
-            if test and test["step"] <= run.start_step and data == run.facts["data"]["test_data"]:
+            if test and test["step"] <= run.progress.step and data == info.facts["data"]["test_data"]:
                 found = test
-    return world.broadcast_json(found)
-
-
-def _beginning(init: str | None, snapshots: SnapshotManager) -> dict[str, str]:
-    """Hashes of the files that the run began with: of `parameters.init=`, or of a snapshot in another folder."""
-    files = {} if init is None else {"init": file_of_weights(init)}
-    before = snapshots.resumed_from
-    if before is not None:
-        files = {} if before.parent.parent.samefile(snapshots.run_dir) else {"resume": before}
-    hashes = {}
-    for key, path in files.items():
-        with suppress(OSError), path.open("rb") as file:  # a run that still trains may have removed its snapshot
-            hashes[key] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    return hashes
+    return run.world.broadcast_json(found)

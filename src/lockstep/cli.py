@@ -223,7 +223,7 @@ def with_overrides_of_run(words: list[str]) -> list[str]:
         return words
     folder = folder_of_run(errors.without_quotes(str(resume)))
     recorded = [str(word) for word in _read(folder / RECORD / "overrides.yaml")]
-    kept = [word for word in recorded if not sets(word, NOT_TAKEN) and not _is_replaced(key_of(word), words)]
+    kept = [word for word in recorded if not sets(word, (*NOT_TAKEN, *map(key_of, words)))]
     if not any(word.startswith("hydra.run.dir=") for word in words):
         kept.append(f"hydra.run.dir={errors.path_value(folder / str(mode))}")
     return [*kept, *words]
@@ -237,11 +237,11 @@ def with_values_of_run(cfg: DictConfig) -> DictConfig:
 
     record = folder_of_run(str(cfg.resume)) / RECORD
     config, recorded = _read(record / "config.yaml"), _read(record / "overrides.yaml")
-    typed = [word for word in typed_overrides(HydraConfig.get()) if word not in recorded]
-    typed += [word.partition("._target_=")[0] for word in typed]  # the arguments of a typed class are its own
+    typed = [key_of(word) for word in typed_overrides(HydraConfig.get()) if word not in recorded]
+    typed += [key.removesuffix("._target_") for key in typed]  # the arguments of a typed class are its own
     for key, value in flatten({name: config.get(name) or {} for name in VALUES_OF_RUN}).items():
-        stays = key in INPUTS_OF_NET and key not in map(key_of, typed)
-        if not sets(key, NOT_TAKEN) and (stays or not _is_replaced(key, typed)):
+        stays = key in INPUTS_OF_NET and key not in typed
+        if not sets(key, NOT_TAKEN) and (stays or not sets(key, typed)):
             OmegaConf.update(cfg, key, value, merge=False, force_add=True)
     if cfg.dataset.get("classes", 0) is None:  # images without labels do not tell
         with suppress(ConfigError):
@@ -277,8 +277,3 @@ def _read(path: Path) -> Any:
             return yaml.safe_load(file) or {}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())}); type another one") from None
-
-
-def _is_replaced(key: str, typed: Sequence[str]) -> bool:
-    """Whether what is typed stands for `key`: the same one, what is above it, or another option of its group."""
-    return any(f"{key}.".startswith(f"{key_of(word)}.") for word in typed if not word.startswith("-"))

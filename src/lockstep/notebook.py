@@ -120,7 +120,7 @@ class Result:
         """The trained net, as `lockstep.load` gives it: the best weights, or the last ones if nothing has chosen."""
         from lockstep import load
 
-        has_best = (self.folder / "snapshots" / "best.pt").is_file()
+        has_best = any((self.folder / "snapshots").glob("best_*"))
         return load(self.folder, which or ("best" if has_best else "last"), **options)
 
 

@@ -41,7 +41,7 @@ def test_a_disk_slower_than_backend_timeout_is_waited_for(start, tmp_path):
     command = [*STARTERS["launch=fork"], *SLOW, "snapshot.every=10steps", "backend.timeout=6", "hydra.run.dir=run"]
     slow = ["+logger.slow._target_=support.slow_disk.SlowSaves", "+logger.slow.seconds=7"]
     run = start(*command, *slow, PYTHONPATH=TESTS)
-    wait_for(lambda: len(list((tmp_path / "run").glob("snapshots/step_*.pt"))) > 1, "the second snapshot")
+    wait_for(lambda: len(list((tmp_path / "run").glob("snapshots/step_*[0-9]"))) > 1, "the second snapshot")
     run.send(signal.SIGTERM)
     run.finish(75)
     assert newest_snapshot(tmp_path / "run")["progress"]["step"] == stopped_at(tmp_path / "run")

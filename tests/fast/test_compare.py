@@ -17,7 +17,6 @@ from lockstep.runs.record import read_run
 from lockstep.runs.samples import of_differences, samples_table
 from lockstep.runs.stats import (
     Estimate,
-    decimals_for,
     estimate,
     is_share,
     over_samples,
@@ -59,7 +58,6 @@ def test_intervals_are_those_of_the_t_tests() -> None:
         assert over_samples("accuracy", hits / count, None, count) == wilson(hits / count, count)
     assert over_samples("loss", 1.0, 0.1, 5) == pytest.approx((1 - 0.1959964, 1 + 0.1959964))
     assert over_samples("f1", 0.5, None, 5) is None
-    assert [decimals_for([estimate(values)]) for values in (A, [100.0, 300.0], [1e-5, 2e-5], [0.5])] == [3, 0, 7, 4]
     assert [is_share(name) for name in ("accuracy", "top5", "f1", "topology", "loss")] == [
         True,
         True,
@@ -75,8 +73,7 @@ def test_the_detectable_difference_is_seen_with_a_power_of_80_percent(count: int
     assert found.detectable is not None
     shift, critical = found.detectable / found.error, stats.t.ppf(0.975, count - 1)
     assert stats.nct.sf(critical, count - 1, shift) == pytest.approx(0.8, abs=2e-6)
-    assert pairs_for(found.detectable * (1 + 1e-9), found.std) == count
-    assert pairs_for(found.detectable * 0.98, found.std) != count
+    assert pairs_for(found.detectable, found.std) == pytest.approx(count, abs=1)
     assert pairs_for(1e-6, 1.0) is None
     assert pairs_for(0.5, 1.0, rho=0.25) is None  # more folds do not make the samples more
 
@@ -165,13 +162,13 @@ def test_two_rows_of_a_sweep_are_paired_by_seed(tmp_path: Path) -> None:
     lines = compare(*words)
     assert [re.split("  +", line.strip()) for line in lines[:3]] == [
         ["runs", "val/accuracy", "95 %", "deviation"],
-        ["A", "5", "0.922", "0.898 to 0.946", "0.019", "optimizer.lr=0.1"],
-        ["B", "5", "0.942", "0.926 to 0.958", "0.013", "optimizer.lr=0.2"],
+        ["A", "5", "0.922", "0.8981 to 0.9459", "0.019", "optimizer.lr=0.1"],
+        ["B", "5", "0.942", "0.9258 to 0.9582", "0.013", "optimizer.lr=0.2"],
     ]
     low, high = stats.ttest_rel(B, A).confidence_interval(0.95)
     assert lines[3:] == ["paired by seed", f"B is better by 2.0 points ({100 * low:.1f} to {100 * high:.1f})"]
     assert compare([f"{tmp_path}/s/0.1-*", f"{tmp_path}/s/0.2-*"])[3:] == lines[3:]  # patterns, one for each side
-    assert compare([words[0][0]], words[2], words[1], "seed")[-1] == lines[-1].replace("B", "A")
+    assert compare([words[0][0]], words[2], words[1])[-1] == lines[-1].replace("B", "A")
     alone = compare(*words, "none")
     assert alone[3] == "not paired"
     assert re.fullmatch(
@@ -212,9 +209,9 @@ def test_a_lower_loss_is_better_and_a_metric_of_the_test_can_be_asked_for(tmp_pa
         compare(*words, "train/loss")
 
 
-def test_what_follows_the_seed_and_what_changes_no_number_is_one_configuration(tmp_path: Path) -> None:
+def test_what_changes_no_number_makes_no_other_configuration(tmp_path: Path) -> None:
     for seed, value in enumerate(A):
-        follows = {"dataset__train__seed": seed, "logging__level": str(seed), "run_dir": str(seed)}
+        follows = {"logging__level": str(seed), "run_dir": str(seed)}
         make_run(tmp_path / "a" / str(seed), value, seed=seed, tags=[f"{seed}"], **follows)
         make_run(tmp_path / "b" / str(seed), value + 0.01 + seed / 1e4, seed=seed, **follows)
     assert compare([str(tmp_path / "a"), str(tmp_path / "b")])[-1].startswith("B is better by 1.0")
@@ -232,20 +229,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two settings": (
         {"folders": ["s", "t"]},
-        "s is more than one configuration: its runs differ in optimizer.lr; "
-        "type python src/runs.py compare s --a optimizer.lr=0.1 --b optimizer.lr=0.2",
+        "s is more than one configuration: optimizer.lr=0.1 optimizer.lr=0.2; "
+        "type python src/runs.py compare s --a <overrides> --b <overrides>",
     ),
     "nothing": ({"folders": ["s"], "a": "optimizer.lr=0.1", "b": "optimizer.lr=3"}, "no run for optimizer.lr=3; type "),
     "typo": ({"folders": ["s"], "a": "seed=1", "b": "optimizer.l=3"}, "type --filter optimizer.lr=<value>"),
     "twice": (
-        {"folders": ["t", "t"], "pair": "trainer.epochs"},
-        "t has two runs with trainer.epochs=5, and one counts once",
+        {"folders": ["u", "t"]},
+        "u has two runs with seed=1, and one counts once",
     ),
     "filtered": ({"folders": ["t", "s"], "filters": ["seed=1", "optimizer.lr=0.3"]}, "no run for s; type "),
-    "no partner": (
-        {"folders": ["t/0.3-1", "t/0.3-2"], "pair": "seed"},
-        "--pair seed: no run of A has a partner in B; type ",
-    ),
     "failed": (
         {"folders": ["f", "t"]},
         "no run of f has finished with a number; type python src/runs.py table to see why",
@@ -263,6 +256,8 @@ def test_what_is_no_comparison_is_one_sentence(tmp_path: Path, monkeypatch: pyte
     make_sweep(Path("s"), 0.1, B[:2])
     make_sweep(Path("s"), 0.2, B[:2])
     make_sweep(Path("t"), 0.3, B[:2])
+    make_sweep(Path("u") / "1", 0.3, B[:2])
+    make_sweep(Path("u") / "2", 0.3, B[:2])
     make_sweep(Path("f"), 0.3, [float("nan")])
     options, sentence = REFUSED[name]
     with pytest.raises(ConfigError) as refused:
@@ -292,7 +287,6 @@ VERDICTS: dict[str, tuple[Estimate, str]] = {
         "cannot be told apart: 0.25 in all 2 pairs is no spread, which a metric of few samples gives by chance; "
         "train both with more seeds",
     ),
-    "six": (estimate([0.25] * 6), "B is better by 0.25 in each of 6 pairs"),
 }
 
 
@@ -336,14 +330,10 @@ def test_two_single_runs_are_paired_by_the_samples_of_their_test(tmp_path: Path)
         ["number", "file", "loss", "right"],
         *([f"{n}", f"dog/{n}.png" if n % 2 == 0 else f"cat/{n}.png", "1.0", "0"] for n in (80, 81)),
     ]
-    (tmp_path / "kinds.csv").write_text(
-        "number,kind\n" + "".join(f"{n},{'old' if n < 50 else 'new'}\n" for n in range(100))
-    )
-    by = [line.split() for line in samples_table(a, 2, "kind", str(tmp_path / "kinds.csv"))]
-    assert [row[:4] for row in by] == [
-        ["kind", "samples", "loss", "right"],
-        ["new", "50", "0.7000", "0.6000"],
-        ["old", "50", "0.5000", "1.0"],
+    assert [line.split()[:4] for line in samples_table(a, 2, "right")] == [
+        ["right", "samples", "loss", "right"],
+        ["0", "20", "1.0000", "0.0"],
+        ["1", "80", "0.5000", "1.0"],
     ]
     with pytest.raises(ConfigError, match="the columns are number, file, loss, right; type --by right"):
         samples_table(a, 2, "nope")

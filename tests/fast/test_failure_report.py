@@ -192,21 +192,21 @@ def test_a_rank_that_failed_by_itself_is_first_even_if_its_end_took_too_long(mak
 def test_a_copy_of_a_snapshot_is_not_the_newest(make_rank, tmp_path):
     (tmp_path / "snapshots").mkdir()
     for name in ("step_00000010", "step_00000010_copy"):
-        (tmp_path / "snapshots" / f"{name}.pt").touch()
+        (tmp_path / "snapshots" / name).mkdir()
     run = report_of(make_rank(0, at=1.0, exit_code=-9), folder=tmp_path)["run"]
-    assert run["newest_snapshot"].endswith("step_00000010.pt")
+    assert run["newest_snapshot"].endswith("step_00000010")
     assert run["steps_lost"] == 7
 
 
 def test_a_snapshot_of_another_folder_counts_until_this_folder_has_one(make_rank, tmp_path):
     rank = make_rank(0, at=1.0, exit_code=-9)  # after step 17
-    rank.note({"resumed": ["/runs/first/snapshots/step_00000014.pt", 14]})
+    rank.note({"resumed": ["/runs/first/snapshots/step_00000014", 14]})
     run = report_of(rank, folder=tmp_path)["run"]
-    assert (run["newest_snapshot"], run["steps_lost"]) == ("/runs/first/snapshots/step_00000014.pt", 3)
+    assert (run["newest_snapshot"], run["steps_lost"]) == ("/runs/first/snapshots/step_00000014", 3)
     (tmp_path / "snapshots").mkdir()
-    (tmp_path / "snapshots/step_00000016.pt").touch()
+    (tmp_path / "snapshots/step_00000016").touch()
     run = report_of(rank, folder=tmp_path)["run"]
-    assert (Path(run["newest_snapshot"]).name, run["steps_lost"]) == ("step_00000016.pt", 1)
+    assert (Path(run["newest_snapshot"]).name, run["steps_lost"]) == ("step_00000016", 1)
 
 
 def test_a_report_about_a_lost_rank_gives_way_to_that_of_the_other_machine(make_rank, tmp_path):

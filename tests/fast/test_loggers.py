@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +19,14 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lockstep.cli import with_overrides_of_run
-from lockstep.config.record import RECORD, ConfigRecord
+from lockstep.config.record import RECORD
+from lockstep.errors import path_value
 from lockstep.loggers import base, tensorboard
-from lockstep.loggers.base import EpochSummary, Logger, Loggers, hyperparameters
+from lockstep.loggers.base import EpochSummary, Logger, Loggers
 from lockstep.loggers.console import ConsoleLogger, ProgressBarLogger
 from lockstep.loggers.csv_logger import CSVLogger
 from lockstep.loggers.rank_logs import RankLogs
-from lockstep.loggers.tensorboard import TensorBoardLogger
+from lockstep.loggers.tensorboard import TensorBoardLogger, hyperparameters
 from lockstep.runs.record import RunRecord, read_run
 from support.event_files import Backend, images, read, scalars
 from support.logged import epoch, run_info
@@ -99,7 +101,7 @@ def test_images_are_drawn_once_for_all_loggers_at_the_step_of_their_weights(
 def test_run_json_has_how_the_run_ended(tmp_path: Path) -> None:
     for error, state, code in ((KeyboardInterrupt(), "stopped", 130), (ValueError("x"), "failed", 1)):
         with suppress(type(error)), Loggers([], RunRecord(tmp_path, ("val/accuracy", "max"))) as loggers:
-            loggers.start(replace(run_info(tmp_path), facts={**run_info(tmp_path).facts, "environment": {}}))
+            loggers.start(run_info(tmp_path))
             loggers.log({"train/lr": 0.1}, 7)
             raise error
         last = read_run(tmp_path)["starts"][-1]
@@ -114,13 +116,13 @@ def rows(folder: Path) -> list[tuple[int, str, float]]:
         return [(int(row["step"]), row["tag"], float(row["value"])) for row in csv.DictReader(file)]
 
 
-def log_run(folder: Path, epochs: Sequence[int], start_step: int = 0, state: str = "finished", **changes: Any) -> None:
+def log_run(folder: Path, epochs: Sequence[int], step: int = 0, state: str = "finished", **changes: Any) -> None:
     """What a run of `epochs` of two steps sends to TensorBoard and CSV. state: killed: it does not end."""
     folder.mkdir(exist_ok=True, parents=True)
     if any(folder.iterdir()):
         time.sleep(1)  # TensorBoard reads files in the order of their names, which have the second
-    loggers, info = Loggers([TensorBoardLogger(folder, images=1), CSVLogger(folder)]), run_info(folder, start_step)
-    loggers.start(replace(info, **changes))
+    loggers, info = Loggers([TensorBoardLogger(folder, images=1), CSVLogger(folder)]), run_info(folder, step, **changes)
+    loggers.start(info)
     for number in epochs:
         loggers.log({"train/running_loss": 3 / number, "train/lr": 0.1 * number}, 2 * number - 1)
         best = {"best": {"accuracy": 0.75}, "best_step": 2}
@@ -152,7 +154,7 @@ def test_a_resumed_run_drops_the_points_after_its_snapshot(tmp_path: Path) -> No
     log_run(tmp_path, [1, 2, 3], state="killed")  # with a snapshot of epoch 1
     with (tmp_path / "metrics.csv").open("ab") as file:  # bytes that a crash of the machine leaves
         file.write(b"2,\xff\xfe\x00,x\n" + bytes(100) + b"\n2,test/long," + b"9" * 200_000 + b"\n2,test/acc")
-    log_run(tmp_path, [2, 3], start_step=2, hyperparameters={"trainer.epochs": 3})
+    log_run(tmp_path, [2, 3], step=2, config={"trainer.epochs": 3})
     found = scalars(tmp_path)
     for tag, expected in {"train/running_loss": [1, 3, 5], "val/loss": [2, 4, 6]}.items():
         assert [step for step, _ in found[tag]] == expected
@@ -163,18 +165,20 @@ def test_a_resumed_run_drops_the_points_after_its_snapshot(tmp_path: Path) -> No
 
 
 def test_the_hparams_table_has_the_keys_of_all_runs_and_numbers_are_numbers(tmp_path: Path) -> None:
-    log_run(tmp_path / "a", [1, 2], hyperparameters={"optimizer.lr": 0.1, "trainer.compile": False, "model": "mlp"})
-    log_run(tmp_path / "sweep" / "b", [1], state="stopped", hyperparameters={"optimizer.lr": 1, "model.width": 8})
+    log_run(tmp_path / "a", [1, 2], config={"optimizer.lr": 0.1, "trainer.compile": False}, options={"model": "mlp"})
+    log_run(tmp_path / "sweep" / "b", [1], state="stopped", config={"optimizer.lr": 1, "model.width": 8})
     backend = Backend(tmp_path)
     columns = {one["name"]: (one["type"].removeprefix("DATA_TYPE_"), one["differs"]) for one in backend.columns()}
     assert columns == {
         "optimizer.lr": ("FLOAT64", True),
-        "trainer.compile": ("BOOL", False),
+        "trainer.compile": ("STRING", False),
         "model": ("STRING", False),
         "model.width": ("FLOAT64", False),
+        "world_size": ("FLOAT64", False),
     }
     found = backend.rows()
-    assert found["a"].hyperparameters == {"optimizer.lr": 0.1, "trainer.compile": False, "model": "mlp"}
+    values = {"optimizer.lr": 0.1, "trainer.compile": "false", "model": "mlp", "world_size": 1}
+    assert found["a"].hyperparameters == values
     assert (found["a"].metrics["val/accuracy"], found["a"].metrics["best/accuracy"]) == (0.25, 0.75)
     assert (found["a"].status, found["sweep/b"].status) == ("STATUS_SUCCESS", "STATUS_UNKNOWN")
     assert backend.runs() == ["a", "sweep/b"]
@@ -183,17 +187,7 @@ def test_the_hparams_table_has_the_keys_of_all_runs_and_numbers_are_numbers(tmp_
     charts = {chart["title"]: chart["multiline"]["tag"] for category in shown for chart in category["chart"]}
     assert charts["loss"] == ["^(train|val|test)/loss$"]
     (text,) = read(tmp_path / "a").Tensors("config/text_summary")
-    assert text.tensor_proto.string_val[0].decode() == "```yaml\nseed: 0\n```"
-
-
-def test_jobs_of_a_sweep_that_differ_in_seed_are_one_row_with_their_mean(tmp_path: Path) -> None:
-    for seed, name in ((1, "a"), (2, "b")):
-        facts = {**run_info(tmp_path).facts, "overrides": ["optimizer.lr=0.1", f"seed={seed}"]}
-        more = {"facts": facts, "hyperparameters": {"optimizer.lr": 0.1, "seed": seed}, "sweep": "s"}
-        log_run(tmp_path / name, [seed], **more)
-    ((name, row),) = Backend(tmp_path).rows().items()
-    assert name == "optimizer.lr=0.1 in s"
-    assert (row.hyperparameters, row.metrics["val/loss"]) == ({"optimizer.lr": 0.1}, 1.5)
+    assert text.tensor_proto.string_val[0].decode() == "```yaml\noptimizer.lr: 0.1\ntrainer.compile: false\n```"
 
 
 def test_an_image_is_shown_at_its_step(tmp_path: Path) -> None:
@@ -226,17 +220,13 @@ def test_tensorboard_goes_on_when_a_full_disk_has_room_again(tmp_path: Path, mon
     assert [step for step, _ in scalars(tmp_path)["train/lr"]] == [1, 3, 4]
 
 
-def record(shown: dict[str, Any], options: dict[str, str | None] | None = None) -> ConfigRecord:
-    return ConfigRecord(shown, shown, options or {}, [], "", [], {})
-
-
 def test_keys_and_options_are_columns_and_places_and_nulls_are_not() -> None:
     kept = {"optimizer.lr": 0.1, "trainer.compile": False, "dataset.mean": [0.5, 1], "my_own.key": "text"}
     dropped = {"run_dir": "a", "data_dir": "b", "logger.csv.run_dir": "a", "model._target_": "x.y", "trainer.ema": None}
-    dropped |= {"trainer.pause_after": 3, "backend.timeout": 300, "tags": ["a"], "notes": "b"}
-    options = {"model": "mlp", "launch": "fork", "backend": "gloo", "experiment": None, "hydra/output": "default"}
-    found = hyperparameters(record(kept | dropped, options), 4)
-    assert found == kept | {"dataset.mean": "[0.5,1]", "model": "mlp", "world_size": 4}
+    dropped |= {"snapshot.every": "1epochs", "backend.timeout": 300, "tags": ["a"], "notes": "b"}
+    options = {"model": "mlp", "launch": "fork", "backend": "gloo", "experiment": None}
+    found = hyperparameters({"config": kept | dropped, "options": options, "start": {"world_size": 4}})
+    assert found == kept | {"trainer.compile": "false", "dataset.mean": "[0.5,1]", "model": "mlp", "world_size": 4}
 
 
 # The console.
@@ -250,8 +240,9 @@ def test_the_console_shows_one_line_an_epoch_and_three_at_the_end(
     console.start(info)
     console.epoch(epoch(1))
     console.epoch(replace(epoch(2), best={"accuracy": 0.875}, best_step=2))
+    info.run.progress = SimpleNamespace(step=4, best=0.875, best_step=2)
     test = {"step": 2, "metrics": {"loss": 0.5, "accuracy": 0.75}, "samples": 100, "errors": {"loss": 0.01}}
-    ended = replace(info, steps=4, best=0.875, best_step=2, last={"loss": 0.25, "accuracy": 0.96875}, test=test)
+    ended = replace(info, last={"loss": 0.25, "accuracy": 0.96875}, test=test)
     console.end(ended, "finished")
     said = caplog.messages[:]
     assert said == [
@@ -263,12 +254,13 @@ def test_the_console_shows_one_line_an_epoch_and_three_at_the_end(
         "test:       loss 0.5000 (0.4804 to 0.5196), accuracy 0.7500 (0.6570 to 0.8245), with the weights of step 2, "
         "chosen on val",
         f"run folder: {tmp_path}/it's a run",
-        f"evaluate:   python src/train.py mode=evaluate resume={tmp_path}/it's a run",
-        said[-1],
+        *said[-2:],
     ]
+    evaluate = ["python", "src/train.py", "mode=evaluate", f"resume={path_value(info.run.config.run_dir)}"]
+    assert shlex.split(said[-2].partition(":")[2]) == evaluate
     assert shlex.split(said[-1].partition(":")[2]) == ["tensorboard", "--logdir", str(tmp_path / "it's a run")]
     caplog.clear()
-    console.end(replace(ended, sweep="s"), "finished")
+    console.end(replace(ended, facts=ended.facts | {"sweep": "s"}), "finished")
     assert [line.partition(":")[0] for line in caplog.messages] == ["finished", "best", "test"]
 
 
@@ -300,14 +292,17 @@ def test_the_progress_bar_on_a_terminal_counts_samples_and_a_log_line_takes_its_
     with os.fdopen(reading, "rb", buffering=0) as screen, os.fdopen(writing, "w") as terminal:
         monkeypatch.setattr("sys.stderr", terminal)
         monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(terminal)])
-        info = run_info(tmp_path, start_step=25, batch_size=5)
+        info = run_info(tmp_path, batch_size=5)
+        info.run.loaders.train, info.run.config.trainer.epochs = range(100), 5
+        info.run.progress = SimpleNamespace(epoch=1, samples=30)  # resumed in mid-epoch
         bar = ProgressBarLogger()
-        bar.start(replace(info, train_samples=100, samples_done=25, epochs=5))  # resumed in mid-epoch
+        bar.start(info)
         bar.log({"train/running_loss": 0.125}, 26)
         bar.bar.refresh()
         shown = read_until(screen, "loss=0.1250")  # a terminal may hand over the first part of a line alone
         logging.getLogger("lockstep").warning("rank 1 is slow")
         line = read_until(screen, "rank 1 is slow")
+        info.run.progress.samples = 100
         bar.log({"train/running_loss": 0.5}, 40)
         bar.epoch(epoch(2))
         read_until(screen, " " * 20)
@@ -328,8 +323,6 @@ def read_until(screen: Any, text: str) -> str:
 @pytest.mark.parametrize("folder", ["1_optimizer.lr=0.01", "it's", 'a "b" c', "a\\b", "plain/1.5"])
 def test_the_evaluation_that_is_advised_can_be_typed(tmp_path: Path, folder: str) -> None:
     """A sweep's folders have = in their names."""
-    from lockstep.errors import path_value
-
     (tmp_path / folder / RECORD).mkdir(parents=True)
     (tmp_path / folder / RECORD / "overrides.yaml").write_text("[]")
     line = shlex.join(["mode=evaluate", f"resume={path_value(tmp_path / folder)}"])

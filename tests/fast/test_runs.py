@@ -102,13 +102,7 @@ def test_a_run_that_is_killed_before_its_first_snapshot_keeps_its_start(tmp_path
     assert [(one["state"], one["to_step"]) for one in run["starts"]] == [("killed", 0), ("finished", 20)]
     assert run["history"] == [{"epoch": 1, "step": 20, "train/loss": 1.0, "val/loss": 0.5, "speed/samples_per_s": 9.0}]
     assert run["objective"] == {"name": "val/loss", "mode": "min", "best": 0.5, "step": 20, "last": 0.5}
-    whole = (tmp_path / "run.json").read_bytes()
-    again = RunRecord(tmp_path, ("val/loss", "min"))
-    again.start(FACTS, 20, (0.5, 20), is_over=True)
-    again.tested({"step": 20, "metrics": {"loss": 0.0}})
-    again.end("finished", 0, {"loss": 0.5})
-    assert (tmp_path / "run.json").read_bytes() == whole
-    again.start(FACTS, 10)
+    RunRecord(tmp_path, ("val/loss", "min")).start(FACTS, 10)
     assert [one["to_step"] for one in read_run(tmp_path)["starts"]] == [0, 10, 10]
     assert read_run(tmp_path)["history"] == []
 
@@ -148,7 +142,7 @@ def test_the_code_is_known_with_git_and_without(tmp_path: Path) -> None:
     assert b"-seed: 0\n+seed: 1\n" in diff
     source.write_text("seed: 1\n" * 100_000)
     facts, diff = code_facts(tmp_path)
-    assert (len(facts["diff_sha256"]), diff) == (16, b"")
+    assert diff == b""
 
 
 # The table.
@@ -197,7 +191,7 @@ def test_columns_orders_and_filters(tmp_path: Path, runs: Any, cells: Any, caplo
     assert order("--sort", "seed", "--filter", "state=finished") == ["c/0", "a"]
     assert order("--filter", "trainer.compile=false", "--filter", "seed=1") == ["b"]
     date = datetime.fromtimestamp(1795354012.7)
-    for shown in ("run=./a", f"run={tmp_path / 'a'}", "objective=0.5000", "objective=0.5", "tags=base"):
+    for shown in ("run=a", "objective=0.5000", "objective=0.5", "tags=base"):
         assert order("--filter", shown) == ["a"], shown
     for shown in (f"date={date:%Y-%m-%d}", f"date={date:%Y-%m-%d %H:%M}", "commit=59029b0", "speed=5709", "steps=46"):
         assert len(order("--filter", shown)) == 3, shown
@@ -206,8 +200,8 @@ def test_columns_orders_and_filters(tmp_path: Path, runs: Any, cells: Any, caplo
 def test_runs_of_different_metrics_are_not_sorted_into_one_another(tmp_path: Path, cells: Any) -> None:
     for name, best, metric in (("a", 0.1, "accuracy"), ("b", 0.9, "accuracy"), ("c", 0.5, "loss")):
         make_run(tmp_path / name, best, metric=(f"val/{metric}", "max" if metric == "accuracy" else "min"), x=name)
-    found = cells("run,objective", "--sort", "objective")
-    assert found == [["b", "val/accuracy 0.9000"], ["a", "val/accuracy 0.1000"], ["c", "val/loss 0.5000"]]
+    found = cells("run,metric,objective", "--sort", "objective")
+    assert found == [["b", "val/accuracy", "0.9000"], ["a", "val/accuracy", "0.1000"], ["c", "val/loss", "0.5000"]]
     assert choosing(settings(frame([tmp_path]))) == ""
 
 

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
@@ -11,7 +10,7 @@ from lockstep.errors import ConfigError
 from lockstep.source_code import is_project
 from lockstep.sweeps import jobs
 from lockstep.sweeps.jobs import divide_machine
-from lockstep.sweeps.launch import edge, folder_name, same_values
+from lockstep.sweeps.launch import folder_name, same_values
 from lockstep.sweeps.search import as_word, corners, distributions
 from support.commands import ROOT
 
@@ -80,19 +79,6 @@ VALUES = {"seed": 1, "trainer.epochs": 2, "backend.timeout": 300, "launch._targe
 )
 def test_which_values_are_those_of_a_run_that_has_finished(theirs: dict[str, object], same: bool) -> None:
     assert same_values(VALUES, VALUES | theirs) is same
-
-
-@pytest.mark.parametrize(
-    ("values", "best", "said"),
-    [
-        ([0.1, 0.2, 0.3], 0.3, "lr=0.3 is at the edge of its list"),
-        ([0.1, 0.2, 0.3], 0.2, ""),
-        ([0.1, 0.2], 0.2, ""),
-        (["a", "b", "c"], "a", ""),
-    ],
-)
-def test_the_edge_of_a_list(values: list[object], best: object, said: str) -> None:
-    assert edge(pd.Series(values, name="lr"), best) == said
 
 
 SPACE = {

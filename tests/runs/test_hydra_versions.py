@@ -37,7 +37,7 @@ COMMANDS = [
     (["seed=1,2"], 2, "type -m seed=1,2"),
     (["optimizer.lrr=1"], 2, "optimizer.lrr is no key of this config; type optimizer.lr=1"),
     (["+optimizer.lr=1"], 2, "type optimizer.lr=1\n"),
-    (["~optimizer.lrr"], 2, "lockstep: ~optimizer.lrr is"),
+    (["~optimizer.lrr"], 2, "lockstep: ~optimizer.lrr cannot be composed"),
     (["model=mlpp"], 2, "type model=mlp,"),
     (["optimizer.lr=("], 2, "optimizer.lr=( cannot be read; type"),
     (["trainer.epochs=many"], 2, "trainer.epochs=many should be a valid integer; type trainer.epochs=5"),

@@ -136,5 +136,5 @@ def test_a_yaml_file_with_keys_that_its_class_does_not_take_is_refused(start: St
     (tmp_path / "mine" / "scheduler" / "own.yaml").write_text(text)
     words = [*PYTHON_TRAIN, "--config-dir=mine", "scheduler=own", "trainer.max_steps=2"]
     sentence = start(*words).finish(2).sentence
-    assert "lockstep.training.schedules.step takes no warmup_epochs or final_lr_ratio" in sentence
+    assert "lockstep.training.schedules.step takes no shape or warmup_epochs or final_lr_ratio" in sentence
     start(*words, *shlex.split(sentence.rpartition("; type ")[2])).finish()

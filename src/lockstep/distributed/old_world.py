@@ -1,14 +1,10 @@
 # until issue 46
 """What packages that are not written anew yet still need of the world, beside `World`.
 
-The monitor goes with failures (46); gather_state with strategies, snapshots (44) and modes (45); disk_access with
-snapshots (44).
+The monitor goes with failures (46); gather_state with snapshots (44) and modes (45).
 """
 
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,6 @@ from lockstep.distributed.world import World
 from lockstep.failures import reporter
 from lockstep.failures.start import start_for_rank
 
-DISK_TIMEOUT = timedelta(hours=1)  # for a slow disk
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -38,19 +33,6 @@ def join_monitor(world: World, run_dir: str | Path, timeout: float | None, on_ha
         reporter.connect(name, world.rank, world.size)
     reporter.set_run(str(run_dir), str(Path(run_dir) / "logs" / f"rank{world.rank}.log"))
     reporter.set_hang_rules(timeout, on_hang, world.timeout)
-
-
-@contextmanager
-def disk_access(world: World) -> Iterator[None]:
-    """Inside the block ranks read and write files. At its end they wait for each other, however slow a disk is.
-
-    Every rank calls this. One that raises in the block does not come to its end, and the others notice its exit.
-    They would not notice the loss of a machine, so with several machines they wait for `timeout` only.
-    """
-    with reporter.phase("disk"):
-        yield
-    # In another phase: the monitor is only patient with a rank that uses its disk.
-    world.barrier(DISK_TIMEOUT if world.local_size >= world.size else None)
 
 
 def gather_state(world: World, state: dict[str, Any]) -> list[dict[str, Any]]:

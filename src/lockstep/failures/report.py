@@ -152,7 +152,7 @@ def resume_hint(folder: Path | None, first: MonitoredRank, words: list[str]) -> 
     """
     newest, saved_step = first.resumed_from, first.resumed_step
     if folder is not None and (own := newest_snapshot(folder)) is not None:
-        newest, saved_step = str(own), int(own.stem.removeprefix("step_"))
+        newest, saved_step = str(own), int(own.name.removeprefix("step_"))
     return {
         "folder": None if folder is None else str(folder),
         "newest_snapshot": newest,
@@ -164,8 +164,8 @@ def resume_hint(folder: Path | None, first: MonitoredRank, words: list[str]) -> 
 
 def newest_snapshot(run_dir: Path) -> Path | None:
     """The newest numbered snapshot."""
-    found = run_dir.glob("snapshots/step_*.pt")
-    return max((path for path in found if re.fullmatch(r"step_\d+", path.stem)), default=None)
+    found = run_dir.glob("snapshots/step_*")
+    return max((path for path in found if re.fullmatch(r"step_\d+", path.name)), default=None)
 
 
 def resume_command(words: list[str], folder: Path | None) -> str:

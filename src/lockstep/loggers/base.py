@@ -8,73 +8,35 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from lockstep.config.record import ConfigRecord, sets
 from lockstep.errors import EXIT_FINISHED, StoppedEarly, TrainingDiverged, exit_code_of
 from lockstep.runs.record import FAILED, RunRecord
-from lockstep.text import show
+
+if TYPE_CHECKING:
+    from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)
 
 DRAWING_SHARE = 0.01  # of the time: images of an evaluation are drawn after training for 100 times as long
 FIRST_DRAWING = 0.1  # seconds
 
-Hyperparameter = bool | int | float | str
-NOT_HYPERPARAMETERS: tuple[str, ...] = ("run_dir", "data_dir", "resume", "mode", "backend", "launch", "logger", "hydra")
-NOT_HYPERPARAMETERS += ("sync_bn.mode", "trainer.pause_after", "tags", "notes")
-
-
-def hyperparameters(record: ConfigRecord, world_size: int) -> dict[str, Hyperparameter]:
-    """{key: value} by which runs are compared. Numbers stay numbers, lists become text; null is left out, since
-    TensorBoard would show all values of the key as text."""
-    return {
-        key: value if isinstance(value, Hyperparameter) else show(value)
-        for key, value in {**record.options, **record.shown, "world_size": world_size}.items()
-        if value is not None and not sets(key, NOT_HYPERPARAMETERS) and not key.endswith(("._target_", "._partial_"))
-    }
-
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known about a run.
+    """What loggers receive.
 
-    config_yaml: the composed config. hyperparameters: {key: value} by which runs are compared. metrics: the names that
-    an evaluation measures. batch_size: samples of a global batch, cut into `data_parallel_size` shares.
-    val_samples: 0 without a validation set. start_step: optimizer steps already done, of them `samples_done` samples in
-    an epoch that is not over. objective: such as "val/accuracy"; None: nothing is chosen. is_over: nothing is left to
-    train. sweep: the folder of its sweep. facts: keys of run.json. evaluate: a command that evaluates it.
-    At the end also: steps: done in all. best, best_step: the best evaluation of the objective. last: {metric:
-    value} of the last one. test: None, or {"step": of its weights, "metrics": {name: value}, "samples": how many,
-    "errors": {name: standard error over the samples}}.
+    run: its parts, and its `progress`: where it starts, or what it has reached at the end. facts: keys of run.json,
+    "config" and "sweep" among them.
+    At the end also: last: {metric: value} of the last evaluation. test: None, or {"step": of its weights, "metrics":
+    {name: value}, "samples": how many, "errors": {name: standard error over the samples}}.
     """
 
-    run_dir: Path
-    config_yaml: str
-    hyperparameters: Mapping[str, Hyperparameter]
-    metrics: Sequence[str]
-    world_size: int
-    data_parallel_size: int
-    train_samples: int
-    val_samples: int
-    test_samples: int
-    batch_size: int
-    epochs: int
-    start_step: int = 0
-    samples_done: int = 0
-    objective: str | None = None
-    is_final: bool = False
-    is_over: bool = False
-    sweep: str | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    evaluate: str = ""
-    steps: int = 0
-    best: float | None = None
-    best_step: int | None = None
+    run: "Run"
+    facts: Mapping[str, Any]
     last: Mapping[str, float] = field(default_factory=dict)
     test: Mapping[str, Any] | None = None
 
@@ -119,8 +81,8 @@ class Logger:
     packages: tuple[str, ...] = ()
     images: int = 0
 
-    def start(self, run: RunInfo) -> None:
-        """Training starts or goes on. A run that was killed repeats the steps after `run.start_step`: drop them."""
+    def start(self, info: RunInfo) -> None:
+        """Training starts or goes on. A run that was killed repeats the steps after `progress.step`: drop them."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Numbers by tag, such as {"train/running_loss": 0.1}: every `logging.every` steps, and those of the test."""
@@ -132,7 +94,7 @@ class Logger:
     def image(self, tag: str, image: Tensor, step: int) -> None:
         """image: (3, height, width), from 0 to 1. step: of the weights that it shows."""
 
-    def end(self, run: RunInfo, state: str) -> None:
+    def end(self, info: RunInfo, state: str) -> None:
         """The run is finished, paused, stopped, diverged or failed. Not called for one that did not start."""
 
     def close(self) -> None:
@@ -169,10 +131,10 @@ class Loggers(Logger):
         finally:
             self.close()
 
-    def start(self, run: RunInfo) -> None:
-        self.info = run
-        self._call(self.record, "start", run.facts, run.start_step, (run.best, run.best_step), run.is_over)
-        self.members = [member for member in self.members if self._call(member, "start", run)]
+    def start(self, info: RunInfo) -> None:
+        self.info, progress = info, info.run.progress
+        self._call(self.record, "start", info.facts, progress.step, (progress.best, progress.best_step))
+        self.members = [member for member in self.members if self._call(member, "start", info)]
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.restore()
@@ -206,14 +168,14 @@ class Loggers(Logger):
             self._call_each("log", {f"test/{name}": value for name, value in test["metrics"].items()}, test["step"])
         self._call(self.record, "tested", test)
 
-    def end(self, run: RunInfo, state: str) -> None:
+    def end(self, info: RunInfo, state: str) -> None:
         self._draw()
-        self._end(run, state, EXIT_FINISHED)
+        self._end(info, state, EXIT_FINISHED)
 
-    def _end(self, run: RunInfo, state: str, code: int) -> None:
-        numbers = run.last or (run.test or {}).get("metrics", {})
+    def _end(self, info: RunInfo, state: str, code: int) -> None:
+        numbers = info.last or (info.test or {}).get("metrics", {})
         self._call(self.record, "end", state, code, numbers)
-        self._call_each("end", run, state)
+        self._call_each("end", info, state)
 
     def close(self) -> None:
         self._call_each("close")

@@ -8,28 +8,31 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from lockstep.errors import path_value
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
 from lockstep.runs.record import FINISHED, PAUSED
 from lockstep.runs.stats import over_samples
 
 log = logging.getLogger(__name__)
 
+HOLD_OUT = "; type loader.validation=0.1 to hold some data out"
+
 
 class ConsoleLogger(Logger):
     """One line per epoch, and a few at the start and the end. `rank_logs` decides where the lines go."""
 
-    def start(self, run: RunInfo) -> None:
-        share, rest = divmod(run.batch_size, run.data_parallel_size)
+    def start(self, info: RunInfo) -> None:
+        run, size = info.run, info.run.world.size
+        share, rest = divmod(run.batch_size, run.strategy.data_share_of(size))
         more = f" or {share + 1}" if rest else ""
-        held_out = f", {run.val_samples} validation" if run.val_samples else ""
-        shares = "" if run.world_size == 1 else f", {share}{more} for each of {run.world_size} ranks"
-        sets = f"{run.train_samples} training{held_out} and {run.test_samples} test samples"
+        held_out = "" if run.loaders.val is None else f", {len(run.loaders.val.reader)} validation"
+        shares = "" if size == 1 else f", {share}{more} for each of {size} ranks"
+        sets = f"{len(run.loaders.train)} training{held_out} and {len(run.loaders.test.reader)} test samples"
         log.info("%s; batches of %d samples%s", sets, run.batch_size, shares)
-        if run.is_final:
+        if run.config.trainer.final is not None:
             log.info("trained on training and validation data: nothing is chosen, and its number is the test's alone")
         elif run.objective is None:
-            way = "" if run.val_samples else "; type loader.validation=0.1 to hold some data out"
-            log.info("nothing is chosen: the last weights are the result%s", way)
+            log.info("nothing is chosen: the last weights are the result%s", "" if held_out else HOLD_OUT)
 
     def epoch(self, summary: EpochSummary) -> None:
         """For example: epoch 5/5   step 115   train loss 0.0180 accuracy 0.9979   val loss 0.0447   3667 samples/s"""
@@ -40,20 +43,23 @@ class ConsoleLogger(Logger):
         columns += [f"{speed:.0f} {name}/s" for name, speed in (speeds | summary.counted_per_second).items()]
         log.info("%s", "   ".join(columns))
 
-    def end(self, run: RunInfo, state: str) -> None:
+    def end(self, info: RunInfo, state: str) -> None:
         if state not in (FINISHED, PAUSED):
             return
-        numbers = ", ".join(f"{name} {value:.4f}" for name, value in run.last.items())
+        run, progress, folder = info.run, info.run.progress, info.run.config.run_dir
+        numbers = ", ".join(f"{name} {value:.4f}" for name, value in info.last.items())
         log.info("%s: %s", state, f"val {numbers}" if numbers else "nothing was evaluated on the way")
-        if run.best_step not in (None, run.steps):
-            log.info("best:       %s %.4f at step %d", run.objective, run.best, run.best_step)
-        if run.test is not None:
+        if progress.best_step not in (None, progress.step):
+            log.info("best:       %s %.4f at step %d", run.objective, progress.best, progress.best_step)
+        if info.test is not None:
             chosen = ", the last ones" if run.objective is None else ", chosen on val"
-            log.info("test:       %s, with the weights of step %d%s", of_test(run.test), run.test["step"], chosen)
-        if run.sweep is None:
-            log.info("run folder: %s", run.run_dir)
-            log.info("evaluate:   %s", run.evaluate)
-            log.info("curves:     tensorboard --logdir %s", shlex.quote(str(run.run_dir)))
+            log.info("test:       %s, with the weights of step %d%s", of_test(info.test), info.test["step"], chosen)
+        if info.facts["sweep"] is None:
+            log.info("run folder: %s", folder)
+            script = shlex.split(info.facts["command"])[1]
+            evaluate = ["python", script, "mode=evaluate", f"resume={path_value(folder)}", *info.facts["flags"]]
+            log.info("evaluate:   %s", shlex.join(evaluate))
+            log.info("curves:     tensorboard --logdir %s", shlex.quote(folder))
 
 
 def of_test(test: Mapping[str, Any]) -> str:
@@ -73,9 +79,8 @@ class ProgressBarLogger(Logger):
         self.bar: Any = None
         self.stack = ExitStack()
 
-    def start(self, run: RunInfo) -> None:
-        self.run, self.epochs_done = run, (run.start_step * run.batch_size) // max(1, run.train_samples)
-        self.began = run.start_step, run.samples_done  # where the bar's epoch begins, and what is done of it then
+    def start(self, info: RunInfo) -> None:
+        self.run = info.run
         if sys.stderr.isatty():
             from tqdm import tqdm
             from tqdm.contrib.logging import logging_redirect_tqdm
@@ -88,24 +93,23 @@ class ProgressBarLogger(Logger):
         loss = metrics.get("train/running_loss")
         if loss is None or not sys.stderr.isatty():
             return
+        progress = self.run.progress
         if self.bar is None:
             from tqdm import tqdm
 
             self.bar = tqdm(
-                total=self.run.train_samples,
-                desc=f"epoch {self.epochs_done + 1}/{self.run.epochs}",
+                total=len(self.run.loaders.train),
+                desc=f"epoch {progress.epoch + 1}/{self.run.config.trainer.epochs}",
                 unit=" samples",
                 leave=False,
-                initial=self.began[1],
+                initial=progress.samples,
                 # The loss is to be seen on 50 columns, too.
                 bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}, {rate_fmt}]",
             )
         self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-        done = self.began[1] + (step - self.began[0]) * self.run.batch_size
-        self.bar.update(min(done, self.run.train_samples) - self.bar.n)
+        self.bar.update(progress.samples - self.bar.n)
 
     def epoch(self, summary: EpochSummary) -> None:
-        self.epochs_done, self.began = summary.epoch, (summary.step, 0)
         if self.bar is not None:
             self.bar.close()
             self.bar = None

@@ -19,8 +19,9 @@ class CSVLogger(Logger):
     def __init__(self, run_dir: str | Path) -> None:
         self.path = Path(run_dir) / "metrics.csv"
 
-    def start(self, run: RunInfo) -> None:
-        kept = [row for row in read_rows(self.path) if row[0] <= run.start_step] if run.start_step else []
+    def start(self, info: RunInfo) -> None:
+        step = info.run.progress.step
+        kept = [row for row in read_rows(self.path) if row[0] <= step] if step else []
         write_whole(self.path, HEADER + to_text(kept), sync=False)
 
     def log(self, metrics: dict[str, float], step: int) -> None:

@@ -1,21 +1,19 @@
 """TensorBoard events in the run folder. A step on the x-axis is the number of optimizer steps done."""
 
-import shlex
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-from tensorboard.plugins.hparams.metadata import PLUGIN_DATA_VERSION, PLUGIN_NAME, SESSION_START_INFO_TAG
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from lockstep.config.schema import Whole
-from lockstep.loggers.base import Hyperparameter, Logger, RunInfo
-from lockstep.runs.record import FINISHED
-from lockstep.runs.table import is_repeat, setting_of
+from lockstep.loggers.base import Logger, RunInfo
+from lockstep.runs.record import FINISHED, changes_no_number
+from lockstep.text import show
 
 RETRY_SECONDS = 10.0  # after an error, before a new file is begun
 
@@ -28,32 +26,31 @@ class TensorBoardLogger(Logger):
 
     def __init__(self, run_dir: str | Path, images: Whole) -> None:
         self.run_dir, self.images = str(run_dir), images
-        self.writer: SummaryWriter | None = None
+        self.writer: Any = None  # a SummaryWriter, from the start on
         self.failed_at = -RETRY_SECONDS
-        self.last_step = 0
 
-    def start(self, run: RunInfo) -> None:
+    def start(self, info: RunInfo) -> None:
         is_new = not any(Path(self.run_dir).glob("events.out.tfevents.*"))
-        self.writer = SummaryWriter(self.run_dir, purge_step=None if is_new else run.start_step + 1)
+        self.writer = SummaryWriter(self.run_dir, purge_step=None if is_new else info.run.progress.step + 1)
         if is_new:  # TensorBoard keeps the first hyperparameters that it reads of a run
-            self._write(lambda writer: writer.add_text("config", f"```yaml\n{run.config_yaml}```", 0))
-            self._write(lambda writer: writer.add_custom_scalars(layout(run)))
-            row = hyperparameters(run.hyperparameters, session_group(run))
+            config = "\n".join(f"{key}: {show(value)}" for key, value in info.facts["config"].items())
+            self._write(lambda writer: writer.add_text("config", f"```yaml\n{config}\n```", 0))
+            self._write(lambda writer: writer.add_custom_scalars(layout(info)))
+            row = hparams(hyperparameters(info.facts), {})[1]  # [0] would be the columns of all runs
             self._write(lambda writer: _add(writer, row, 0))
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """All tags share one event. An event for each tag takes several times as long."""
         values = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()])
         self._write(lambda writer: _add(writer, values, step))
-        self.last_step = step
 
     def image(self, tag: str, image: Tensor, step: int) -> None:
         self._write(lambda writer: writer.add_image(tag, image, step))
 
-    def end(self, run: RunInfo, state: str) -> None:
+    def end(self, info: RunInfo, state: str) -> None:
         if state == FINISHED:
-            _, _, row = hparams({}, {})  # marks the run as finished in the HParams table
-            self._write(lambda writer: _add(writer, row, self.last_step))
+            row, step = hparams({}, {})[2], info.run.progress.step  # marks the run as finished in the HParams table
+            self._write(lambda writer: _add(writer, row, step))
 
     def close(self) -> None:
         if self.writer is not None:
@@ -79,40 +76,25 @@ def _add(writer: SummaryWriter, summary: Summary, step: int) -> None:
     writer.file_writer.add_summary(summary, step)
 
 
-def session_group(run: RunInfo) -> str:
-    """The name of the row of the HParams table that a run shares with others, whose metrics TensorBoard then averages:
-    jobs of one sweep that differ only in seed or fold. Empty for a run that has a row of its own."""
-    words = run.facts.get("overrides", [])
-    is_shared = run.sweep is not None and any(map(is_repeat, words))
-    return f"{shlex.join(setting_of(words))} in {run.sweep}" if is_shared else ""
+def hyperparameters(facts: Mapping[str, Any]) -> dict[str, int | float | str]:
+    """{key: value} by which runs are compared. Numbers stay numbers, truth values and lists become text; null is left
+    out, since TensorBoard would show all values of the key as text."""
+    return {
+        key: value if type(value) in (int, float, str) else show(value)
+        for key, value in {**facts["options"], **facts["config"], "world_size": facts["start"]["world_size"]}.items()
+        if value is not None and not changes_no_number(key) and not key.endswith(("._target_", "._partial_"))
+    }
 
 
-def hyperparameters(values: Mapping[str, Hyperparameter], group: str = "") -> Summary:
-    """A row of the HParams table. torch's `hparams` would make numbers of truth values, and an experiment, of which
-    TensorBoard then takes the columns for all runs. group: of `session_group`; what differs in one is left out."""
-    start = SessionStartInfo(start_time_secs=time.time(), group_name=group)
-    for key, value in values.items():
-        if group and is_repeat(key):
-            continue
-        if isinstance(value, bool):
-            start.hparams[key].bool_value = value
-        elif isinstance(value, int | float):
-            start.hparams[key].number_value = value
-        else:
-            start.hparams[key].string_value = value
-    content = HParamsPluginData(session_start_info=start, version=PLUGIN_DATA_VERSION).SerializeToString()
-    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=PLUGIN_NAME, content=content))
-    return Summary(value=[Summary.Value(tag=SESSION_START_INFO_TAG, metadata=metadata)])
-
-
-def layout(run: RunInfo) -> dict[str, dict[str, tuple[str, list[str]]]]:
+def layout(info: RunInfo) -> dict[str, dict[str, tuple[str, list[str]]]]:
     """{category: {chart: ("Multiline", [regular expressions of tags])}} for the tab Custom Scalars."""
+    metrics = [*info.run.task.better, *info.run.config.evaluation.metrics]
     tags = {
-        "results": {name: f"(train|val|test)/{name}" for name in run.metrics} | {"best so far": "best/.*"},
+        "results": {name: f"(train|val|test)/{name}" for name in metrics} | {"best so far": "best/.*"},
         "training": {
             "loss of the last steps": "train/running_loss",
             "learning rate": "train/lr",
-            **({"gradient norm": "train/grad_norm"} if "trainer.max_grad_norm" in run.hyperparameters else {}),
+            **({} if info.run.config.trainer.max_grad_norm is None else {"gradient norm": "train/grad_norm"}),
         },
         "speed": {"samples per second": "speed/(samples|tokens)_per_s", "step time (ms)": "speed/step_ms"},
     }

@@ -33,15 +33,16 @@ class Tracker(Logger):
     def __init__(self, run_dir: str | Path, images: Whole) -> None:
         self.run_dir, self.images = Path(run_dir), images
 
-    def begin(self, run: RunInfo, known: str | None, group: str | None) -> str:
+    def begin(self, info: RunInfo, known: str | None, group: str | None) -> str:
         """Begin a run on the service, or go on with the one of the id `known`. group: of its sweep. Returns its id."""
         raise NotImplementedError
 
-    def start(self, run: RunInfo) -> None:
+    def start(self, info: RunInfo) -> None:
         path = self.run_dir / f"{type(self).__name__}.id"
-        known = path.read_text() if path.exists() and run.start_step else None
-        group = None if run.sweep is None else Path(run.sweep).name
-        write_whole(path, self.begin(run, known, group), sync=False)
+        known = path.read_text() if path.exists() and info.run.progress.step else None
+        sweep = info.facts["sweep"]
+        group = None if sweep is None else Path(sweep).name
+        write_whole(path, self.begin(info, known, group), sync=False)
 
 
 class WandbLogger(Tracker):
@@ -56,7 +57,7 @@ class WandbLogger(Tracker):
         super().__init__(run_dir, images)
         self.project, self.mode = project, mode
 
-    def begin(self, run: RunInfo, known: str | None, group: str | None) -> str:
+    def begin(self, info: RunInfo, known: str | None, group: str | None) -> str:
         import wandb
 
         self.run: Any = wandb.init(
@@ -67,9 +68,9 @@ class WandbLogger(Tracker):
             resume="allow",
             name=self.run_dir.absolute().name,
             group=group,
-            config=dict(run.facts["config"]),
-            tags=list(run.facts["tags"]),
-            notes=run.facts["notes"],
+            config=dict(info.facts["config"]),
+            tags=list(info.facts["tags"]),
+            notes=info.facts["notes"],
             settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True),
         )
         self.run.define_metric("*", step_metric="step")  # a resumed run may begin before its last step
@@ -83,7 +84,7 @@ class WandbLogger(Tracker):
 
         self.run.log({tag: wandb.Image(pixels(image)), "step": step})
 
-    def end(self, run: RunInfo, state: str) -> None:
+    def end(self, info: RunInfo, state: str) -> None:
         self.run.finish(exit_code=0 if state in (FINISHED, PAUSED) else 1)
 
 
@@ -100,7 +101,7 @@ class MLflowLogger(Tracker):
         super().__init__(run_dir, images)
         self.experiment, self.uri = experiment, uri
 
-    def begin(self, run: RunInfo, known: str | None, group: str | None) -> str:
+    def begin(self, info: RunInfo, known: str | None, group: str | None) -> str:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # the end of a run waits so long for a lost server
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
@@ -116,9 +117,9 @@ class MLflowLogger(Tracker):
             return known
         found = self.client.get_experiment_by_name(self.experiment)
         place = found.experiment_id if found is not None else self.client.create_experiment(self.experiment)
-        tags = dict.fromkeys(run.facts["tags"], "") | ({} if group is None else {"group": group})
+        tags = dict.fromkeys(info.facts["tags"], "") | ({} if group is None else {"group": group})
         self.id = str(self.client.create_run(place, run_name=self.run_dir.absolute().name, tags=tags).info.run_id)
-        config = [Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in run.facts["config"].items()]
+        config = [Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in info.facts["config"].items()]
         for first in range(0, len(config), PARAMETERS_AT_ONCE):
             self.client.log_batch(self.id, params=config[first : first + PARAMETERS_AT_ONCE])
         return self.id
@@ -133,7 +134,7 @@ class MLflowLogger(Tracker):
     def image(self, tag: str, image: Tensor, step: int) -> None:
         self.client.log_image(self.id, pixels(image), key=tag.replace("/", "_"), step=step, synchronous=False)
 
-    def end(self, run: RunInfo, state: str) -> None:
+    def end(self, info: RunInfo, state: str) -> None:
         """Wait until all is sent: the process ends without its exit handlers."""
         # The queue tries each call for a minute, and a server that is lost may have many of them.
         sending = ThreadPoolExecutor(1).submit(self._finish, "FINISHED" if state in (FINISHED, PAUSED) else "KILLED")
@@ -163,13 +164,13 @@ class TrackioLogger(Tracker):
         self.trackio: Any = trackio
         self.project = project
 
-    def begin(self, run: RunInfo, known: str | None, group: str | None) -> str:
+    def begin(self, info: RunInfo, known: str | None, group: str | None) -> str:
         name = known or f"{self.run_dir.absolute().name}-{uuid.uuid4().hex[:8]}"  # by which a resumed run goes on
         self.run: Any = self.trackio.init(
             project=self.project,
             name=name,
             group=group,
-            config=dict(run.facts["config"]),
+            config=dict(info.facts["config"]),
             resume="never" if known is None else "must",
             embed=False,
             auto_log_gpu=False,
@@ -183,7 +184,7 @@ class TrackioLogger(Tracker):
     def image(self, tag: str, image: Tensor, step: int) -> None:
         self.run.log({tag: self.trackio.Image(pixels(image))}, step=step)
 
-    def end(self, run: RunInfo, state: str) -> None:
+    def end(self, info: RunInfo, state: str) -> None:
         self.run.finish()
 
 

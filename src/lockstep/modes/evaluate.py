@@ -39,12 +39,14 @@ class Evaluate(Mode):
 
         Raises TrainingDiverged if the loss is NaN or infinite.
         """
-        from lockstep.snapshots.resume import compared
-        from lockstep.training.evaluate import SampleResults, evaluate, write_samples
+        from lockstep.build_state import torchmetrics_of
+        from lockstep.snapshots.find import compared
+        from lockstep.training.evaluate import Metrics, SampleResults, evaluate, write_samples
 
-        loader = trained.loader(self.split)
+        loader, found = trained.loader(self.split), torchmetrics_of(trained.run)
         results = SampleResults(trained.run.task, None if loader.is_stream else len(loader.reader))
-        metrics = evaluate(trained.run, loader, reports=[results], metrics=trained.metrics(loader))
+        wanted = Metrics(found, len(loader.reader)) if found else None
+        metrics = evaluate(trained.run, loader, results=results, metrics=wanted)
         if not math.isfinite(metrics["loss"]):
             raise self._diverged(trained, metrics["loss"])
         results.reduce(trained.world)
@@ -60,7 +62,7 @@ class Evaluate(Mode):
         path = Path(self.file) if self.file is not None else _own_file(trained.folder, facts)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         log.info("evaluated: %s %s, over %d samples at step %d", self.split, shown, results.samples, trained.step)
-        write_output(trained.world, path, [json.dumps(facts, indent=1), "\n"])
+        write_output(trained.world, path, json.dumps(facts, indent=1) + "\n")
         if trained.world.is_rank_zero and not loader.is_stream:
             write_samples(path.with_name(f"{path.stem}_samples.csv"), results, loader)
         return metrics
@@ -81,10 +83,7 @@ def _own_file(folder: Path, facts: Mapping[str, Any]) -> Path:
     """evaluation.json, evaluation_2.json, ...: the first that does not exist, or is of this evaluation."""
     for number in itertools.count(1):
         path = folder / ("evaluation.json" if number == 1 else f"evaluation_{number}.json")
-        try:
-            before = json.loads(path.read_text())
-        except (OSError, ValueError):
-            return path
+        before = json.loads(path.read_text()) if path.exists() else facts
         if all(before.get(name) == facts[name] for name in facts.keys() - {"metrics", "ranks"}):
             return path
     raise AssertionError

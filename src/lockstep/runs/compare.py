@@ -6,23 +6,19 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError
 from lockstep.runs.record import FINISHED, read_run
 from lockstep.runs.samples import NAME, paired_by_sample
-from lockstep.runs.stats import MOST, Estimate, decimals_for, estimate, is_share, paired, pairs_for, welch
+from lockstep.runs.stats import MOST, Estimate, estimate, is_share, paired, pairs_for, welch
 from lockstep.runs.table import REPEATS, filtered, frame, rho_of
 from lockstep.text import aligned, differing, show
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SIGN_TEST = 6  # pairs that all differ in one direction show a difference at 5 %, whatever their spread
 UNPAIRED, BY_SAMPLE = "none", "sample"
-# Parts of the config that change no number of a run.
-NO_NUMBER: tuple[str, ...] = ("launch.", "backend.", "logger", "logging.", "snapshot.", "mode.", "tags")
-NO_NUMBER += ("notes", "data_dir", "run_dir", "resume", "trainer.pause_after", *REPEATS)
 OF_SAMPLES = (
     "paired by sample of the test set: about these two nets, not about other seeds; who chooses by it uses it up"
 )
@@ -40,9 +36,8 @@ def compare(
     """The lines of `runs.py compare`. Raises ConfigError for what are no two configurations.
 
     folders: two folders or patterns of folders; with a and b, overrides such as "optimizer.lr=0.1 model=mlp", folders
-    that hold the runs of both. pair: keys with commas between them; "sample": two runs by the samples of their test;
-    "none"; None: by seed and fold if there are two such pairs, of two single runs by sample. metric: such as
-    test/accuracy; None: the objective.
+    that hold the runs of both. pair: "sample": two runs by the samples of their test; "none"; None: by seed and
+    fold if there are two such pairs, of two single runs by sample. metric: such as test/accuracy; None: the objective.
     """
     if (a is None) != (b is None) or (a is None and len(folders) != 2):
         raise ConfigError(f"compare needs two folders, or folders with --a and --b; type {EXAMPLE}")
@@ -62,12 +57,11 @@ def compare(
     else:
         sides = [estimate(side["value"].tolist(), rho_of(side)) for side in (one, other)]
         difference, counted, how = _difference(one, other, names, pair)
-    decimals = decimals_for(sides)
     rows = [["", "runs", metric, "95 %", "deviation", ""]]
     for letter, side, found, typed in zip("AB", (one, other), sides, names, strict=True):
-        interval = "-" if found.interval is None else "{:.{d}f} to {:.{d}f}".format(*found.interval, d=decimals)
-        deviation = f"{found.std:.{decimals}f}" if found.df else "-"
-        rows.append([letter, str(len(side)), f"{found.mean:.{decimals}f}", interval, deviation, typed])
+        interval = "-" if found.interval is None else "{:.4g} to {:.4g}".format(*found.interval)
+        deviation = f"{found.std:.2g}" if found.df else "-"
+        rows.append([letter, str(len(side)), f"{found.mean:.4g}", interval, deviation, typed])
     scale, unit = (100, " points") if is_share(name) else (1, "")
     return [*aligned(rows), *notes, how, verdict(difference, counted, direction, scale, unit)]
 
@@ -100,56 +94,39 @@ def _finished(letter: str, name: str, runs: "pd.DataFrame", metric: str, notes: 
     if len(kept) < len(runs):
         left_out = len(runs) - len(kept)
         notes.append(f"{letter}: {left_out} of {len(runs)} runs have not finished with a number, and are left out")
-    configs = [read_run(Path(folder))["config"] for folder in kept["folder"]]
-    varied = _varied(configs)
-    if varied:
-        values = list(dict.fromkeys(shlex.quote(f"{varied[0]}={show(config.get(varied[0]))}") for config in configs))
+    one, *others = (set(shlex.split(words)) for words in kept["setting"].unique())
+    if others:
         parent = shlex.quote(os.path.dirname(kept["folder"].iloc[0]) or ".")
-        typed = f"python src/runs.py compare {parent} --a {values[0]} --b {values[1]}"
-        what = f"{name} is more than one configuration: its runs differ in {', '.join(varied[:4])}"
-        raise ConfigError(f"{what}; type {typed}")
+        what = f"{name} is more than one configuration: {shlex.join(sorted(one ^ others[0]))}"
+        raise ConfigError(f"{what}; type python src/runs.py compare {parent} --a <overrides> --b <overrides>")
     if kept["source"].nunique() > 1:
         notes.append(f"{letter}: its runs are of several versions of the code")
     return kept
-
-
-def _varied(configs: Sequence[dict[str, Any]]) -> list[str]:
-    """The keys in which runs differ, but those that repeat a run, follow these as ${seed} does, or change no number."""
-    keys = {key for config in configs[1:] for key in differing(configs[0], config)}
-
-    def follows(key: str) -> bool:
-        return any(all(config.get(key) == config.get(repeat) for config in configs) for repeat in REPEATS)
-
-    return sorted(key for key in keys if not key.startswith(NO_NUMBER) and not follows(key))
 
 
 def _difference(
     one: "pd.DataFrame", other: "pd.DataFrame", names: Sequence[str], pair: str | None
 ) -> tuple[Estimate, str, str]:
     """(B - A, "pairs" or "runs a side", a line that says how they were compared)."""
-    keys = REPEATS if pair in (None, UNPAIRED) else tuple(pair.split(","))
     rho = max(rho_of(one), rho_of(other))
-    a, b = (_by(side, keys, name) for side, name in zip((one, other), names, strict=True))
+    a, b = (_by_repeat(side, name) for side, name in zip((one, other), names, strict=True))
     common = [place for place in a if place in b]
-    if pair == UNPAIRED or (pair is None and len(common) < 2):
+    if pair == UNPAIRED or len(common) < 2:
         return welch(one["value"].tolist(), other["value"].tolist(), rho), "runs a side", "not paired"
-    if not common:
-        raise ConfigError(f"--pair {pair}: no run of A has a partner in B; type --pair {UNPAIRED}")
-    used = [key for index, key in enumerate(keys) if len({place[index] for place in common}) > 1] or list(keys)
     alone = len(a) + len(b) - 2 * len(common)
     left_out = f"; {alone} runs without a partner are left out" if alone else ""
+    keys = [key for key, *values in zip(REPEATS, *common, strict=True) if len({*values}) > 1]
     found = paired([a[place] for place in common], [b[place] for place in common], rho)
-    return found, "pairs", f"paired by {' and '.join(used)}{left_out}"
+    return found, "pairs", f"paired by {' and '.join(keys)}{left_out}"
 
 
-def _by(runs: "pd.DataFrame", keys: Sequence[str], name: str) -> dict[tuple[str, ...], float]:
-    """{values of `keys`: number}. Raises ConfigError if two runs have the same ones: one run counts once."""
+def _by_repeat(runs: "pd.DataFrame", name: str) -> dict[tuple[str, ...], float]:
+    """{values of REPEATS: number}. Raises ConfigError if two runs have the same ones: one run counts once."""
     found = {}
-    for place, value in zip(runs.reindex(columns=keys).itertuples(index=False), runs["value"], strict=True):
-        words = tuple(show(one) for one in place)
+    for place, value in zip(runs.reindex(columns=REPEATS).itertuples(index=False), runs["value"], strict=True):
+        words = tuple(map(show, place))
         if words in found:
-            known = zip(keys, words, strict=True)
-            same = " ".join(f"{key}={word}" for key, word in known if word not in ("null", "nan"))
+            same = " ".join(f"{key}={word}" for key, word in zip(REPEATS, words, strict=True) if word != "nan")
             raise ConfigError(f"{name} has two runs with {same}, and one counts once; type folders with one of them")
         found[words] = value
     return found
@@ -167,8 +144,6 @@ def verdict(difference: Estimate, counted: str, direction: str, scale: float, un
             return "cannot be told apart: one run tells nothing about the spread; train both with seed=1,2,3,4,5"
         if size == 0:
             return f"the same: the numbers of all {count} are equal"
-        if counted == "pairs" and difference.count >= SIGN_TEST:
-            return f"{better} is better by {size:.2g}{unit} in each of {count}"
         why = "which a metric of few samples gives by chance; train both with more seeds"
         return f"cannot be told apart: {size:.2g}{unit} in all {count} is no spread, {why}"
     ends = sorted(abs(end) * scale for end in interval)

@@ -1,9 +1,9 @@
 """`run.json` in a run folder: what was run, with which code and packages, on what, and how it ended. No torch here."""
 
-import hashlib
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import time
@@ -16,8 +16,7 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.files import write_whole
-from lockstep.source_code import DIGITS, PARTS, ROOT, hash_of_source, module_hashes
-from lockstep.text import differing
+from lockstep.source_code import PARTS, ROOT, hash_of_source, module_hashes
 
 NAME, FORMAT = "run.json", 2
 SWEEP = "LOCKSTEP_SWEEP"  # the environment variable that tells a job of a sweep the sweep's folder
@@ -25,12 +24,15 @@ RUNNING, FINISHED, PAUSED, FAILED, KILLED = "running", "finished", "paused", "fa
 UNKNOWN = "unknown"  # began on another machine, and writes nothing any more
 SILENT_SECONDS = 3600.0  # without a write of run.json by a run on another machine
 STATES = {"killed": KILLED, "hang": "hang"}  # by the kind of a failure report
+NO_NUMBER = {"run_dir", "data_dir", "resume", "mode", "launch", "backend", "logger", "logging", "snapshot", "hydra"}
+NO_NUMBER |= {"tags", "notes"}
 PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "tensorboard", "tqdm", "scikit-learn")
-DIFF, LARGEST_DIFF = "uncommitted.diff", 2**18  # bytes; of a longer one only its hash is kept
+DIFF, LARGEST_DIFF = "uncommitted.diff", 2**18  # bytes; a longer one is not kept
 WRITE_SECONDS = 10.0  # between two writes while steps are logged
-MANY, WRITE_SHARE = 100, 0.01  # epochs, and of more the share of the time that writes after them may take
+MANY, SHORT_SECONDS = 100, 1.0  # epochs, and of more the time between two writes after them
 MOST_ROWS = 1000  # of the history; of more, every second one is dropped
 
+Best = tuple[float | None, int | None]  # the best evaluation, and its step
 Run = dict[str, Any]
 """The contents of a run.json, and "folder": the run folder's path. docs/runs.md has the keys."""
 
@@ -65,19 +67,17 @@ def find_runs(folders: Sequence[str | Path]) -> Iterator[Path]:
                 yield Path(folder)
 
 
-def best_of(run: Run) -> tuple[float | None, int | None]:
+def changes_no_number(word: str) -> bool:
+    """Whether an override, or a key, says only where a run computes, what it shows and what it keeps."""
+    return re.split(r"[=./@]", word.lstrip("+~"))[0] in NO_NUMBER
+
+
+def best_of(run: Run) -> Best:
     """(objective, step) of the best evaluation. Of a run that ended before its first one, those of its end."""
     objective = run["objective"]
     if objective["best"] is None and objective["last"] is not None:
         return objective["last"], run["steps"]
     return objective["best"], objective["step"]
-
-
-def on_test(run: Run, metric: str | None = None) -> float | None:
-    """A metric of the test set, such as accuracy; None: that of the objective. None if it has not been tested."""
-    metrics = (run["test"] or {}).get("metrics", {})
-    value: float | None = metrics.get(metric or run["objective"]["name"].partition("/")[2])
-    return value
 
 
 def state_of(run: Run) -> str:
@@ -152,52 +152,35 @@ class RunRecord:
     def __init__(self, folder: Path, objective: tuple[str, str]) -> None:
         self.folder, self.objective = folder, objective
         self.run: Run = {}
-        self.begun: dict[str, Any] | None = None  # this start, once it is in run.json
-        self.written_at, self.cost = 0.0, 0.0  # seconds of time.monotonic()
+        self.written_at = 0.0  # of time.monotonic()
 
-    def start(
-        self,
-        facts: Mapping[str, Any],
-        step: int,
-        best: tuple[float | None, int | None] = (None, None),
-        is_over: bool = False,
-    ) -> None:
+    def start(self, facts: Mapping[str, Any], step: int, best: Best = (None, None)) -> None:
         """Training starts, or goes on after `step`.
 
         facts: keys of run.json; "start" has those of this start. best: the best evaluation so far, and its step.
-        is_over: nothing is left to train; then a run that has ended keeps its run.json, unless it is tested now.
         """
-        before: Run = {"starts": [], "history": [], "test": None, "data": {}, "samples_per_second": None}
+        before: Run = {"starts": [], "history": [], "samples_per_second": None}
         with suppress(ConfigError):  # a fresh folder, or a file that is damaged
             before = read_run(self.folder)
-        name, mode = self.objective
-        began = {key: value for key, value in before["data"].items() if step and key in ("init", "resume")}
-        self.start_facts = facts["start"] | {"from_step": step, "to_step": step}
-        self.was_tested = before["test"]
-        self.run = {"format": FORMAT, **{key: value for key, value in facts.items() if key != "start"}}
-        self.run |= {
-            "data": began | dict(facts["data"]),
-            "objective": {"name": name, "mode": mode, "best": best[0], "step": best[1], "last": None},
-            "history": [row for row in before["history"] if row["step"] <= step] if step else [],
-            "test": None,
-            "starts": _earlier(before, facts["config"], step) if before["starts"] else [],
-            "steps": step,
-            "samples_per_second": before["samples_per_second"] if step else None,
-        }
-        if not (is_over and self.run["starts"] and self.run["starts"][-1]["state"] in (FINISHED, PAUSED)):
-            self._begin()
-
-    def _begin(self) -> None:
-        facts, diff = code_facts()
+        code, diff = code_facts()
         with suppress(OSError):  # without room there is no run.json, either, until there is
             (self.folder / DIFF).unlink(missing_ok=True)
             if diff:
                 (self.folder / DIFF).write_bytes(diff)
-        self.run["code"] = facts | {"modules": module_hashes(users_only=True)}
-        self.run["environment"] = self.run["environment"] | versions()
+        name, mode = self.objective
         now = {"started": time.time(), "ended": None, "state": RUNNING, "exit_code": None, "pid": os.getpid()}
-        self.begun = self.start_facts | now | {"source": facts["source"]}
-        self.run["starts"].append(self.begun)
+        self.begun = facts["start"] | now | {"from_step": step, "to_step": step, "source": code["source"]}
+        self.run = {"format": FORMAT, **{key: value for key, value in facts.items() if key != "start"}}
+        self.run |= {
+            "code": code | {"modules": module_hashes(users_only=True)},
+            "environment": facts["environment"] | versions(),
+            "objective": {"name": name, "mode": mode, "best": best[0], "step": best[1], "last": None},
+            "history": [row for row in before["history"] if row["step"] <= step] if step else [],
+            "test": None,
+            "starts": [*(_earlier(before, step) if before["starts"] else []), self.begun],
+            "steps": step,
+            "samples_per_second": before["samples_per_second"] if step else None,
+        }
         self._write()
 
     def logged(self, step: int) -> None:
@@ -206,7 +189,7 @@ class RunRecord:
         if time.monotonic() - self.written_at > WRITE_SECONDS:
             self._write()
 
-    def epoch(self, epoch: int, step: int, metrics: Mapping[str, float], best: tuple[float | None, int | None]) -> None:
+    def epoch(self, epoch: int, step: int, metrics: Mapping[str, float], best: Best) -> None:
         """An epoch has ended. metrics: all numbers by tag, such as val/loss if it was evaluated."""
         history = self.run["history"]
         history.append({"epoch": epoch, "step": step, **metrics})
@@ -215,46 +198,35 @@ class RunRecord:
         self.run["steps"] = max(self.run["steps"], step)
         self.run["samples_per_second"] = metrics.get("speed/samples_per_s", self.run["samples_per_second"])
         self.run["objective"] |= {"best": best[0], "step": best[1]}
-        if len(history) <= MANY or time.monotonic() - self.written_at > self.cost / WRITE_SHARE:
+        if len(history) <= MANY or time.monotonic() - self.written_at > SHORT_SECONDS:
             self._write()
 
     def tested(self, test: Mapping[str, Any]) -> None:
         """test: {"step": of the weights, "metrics": {name: number}, "samples", "errors": {name: standard error}}."""
         self.run["test"] = dict(test)
-        if self.begun is None and self.run["test"] != self.was_tested:
-            self._begin()
 
     def end(self, state: str, code: int, last: Mapping[str, float]) -> None:
         """last: {metric: number} of the evaluation at the end, or of the test where nothing is chosen."""
-        if self.begun is not None:
-            self.run["objective"]["last"] = last.get(self.objective[0].partition("/")[2])
-            self.begun |= {"state": state, "exit_code": code, "ended": time.time()}
-            self._write(sync=True)
+        self.run["objective"]["last"] = last.get(self.objective[0].partition("/")[2])
+        self.begun |= {"state": state, "exit_code": code, "ended": time.time()}
+        self._write(sync=True)
 
     def _write(self, sync: bool = False) -> None:
-        if self.begun is None:
-            return
         self.begun["to_step"] = self.run["steps"]
-        began = time.monotonic()
         write_whole(self.folder / NAME, json.dumps(self.run, indent=1), sync)
         self.written_at = time.monotonic()
-        self.cost = self.written_at - began
 
 
-def _earlier(before: Run, config: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
-    """The earlier starts of a run that goes on after `step`, with this `config`: what they did later is done again.
+def _earlier(before: Run, step: int) -> list[dict[str, Any]]:
+    """The earlier starts of a run that goes on after `step`: what they did later is done again.
 
-    One that was killed wrote no end, and which rank failed first is in the failure report. Of its config the last one
-    keeps what this start has changed.
+    One that was killed wrote no end, and which rank failed first is in the failure report.
     """
-    *starts, last = before["starts"]
-    changed = {key: then for key, (then, _) in differing(before["config"], config).items()}
+    last = before["starts"][-1]
     if last["state"] in (RUNNING, FAILED):
         state = KILLED if last["state"] == RUNNING else state_of(before)
         last |= {"state": state, "exit_code": exit_code_of(before)}
-    reached = [max(one["from_step"], min(one["to_step"], step)) for one in (*starts, last)]
-    both = zip((*starts, last | {"config": changed}), reached, strict=True)
-    return [one | {"to_step": reach} for one, reach in both]
+    return [one | {"to_step": max(one["from_step"], min(one["to_step"], step))} for one in before["starts"]]
 
 
 @cache
@@ -270,7 +242,7 @@ def versions() -> dict[str, str]:
 def code_facts(root: Path = ROOT) -> tuple[dict[str, Any], bytes]:
     """(facts, the uncommitted diff of src/ and conf/ or nothing), as they are when a process asks first. Some 30 ms.
 
-    The facts are "source", a hash of src/ and conf/, and where git knows these folders "commit" and "diff_sha256".
+    The facts are "source", a hash of src/ and conf/, and where git knows these folders "commit".
     """
     facts: dict[str, Any] = {"source": hash_of_source(root)}
     commit = _git(root, "rev-parse", "HEAD", "HEAD:./src")
@@ -278,8 +250,6 @@ def code_facts(root: Path = ROOT) -> tuple[dict[str, Any], bytes]:
         return facts, b""
     facts["commit"] = commit.decode().split()[0]
     diff = _git(root, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", *PARTS) or b""
-    if diff:
-        facts["diff_sha256"] = hashlib.sha256(diff).hexdigest()[:DIGITS]
     return facts, diff if len(diff) <= LARGEST_DIFF else b""
 
 

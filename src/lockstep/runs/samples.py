@@ -60,21 +60,10 @@ def of_differences(values: Sequence[float]) -> Estimate:
     return replace(estimate([*values, 1.0, -1.0]), count=len(values), mean=fmean(values))
 
 
-def samples_table(place: Path, worst: int, by: str | None = None, join: str | None = None) -> list[str]:
-    """The lines of `runs.py samples`: the samples with the highest loss, or the means of those with one value in `by`.
-
-    by: a column of the file, or of `join`: a CSV file with the column file or number. Raises ConfigError.
-    """
-    import pandas as pd
-
+def samples_table(place: Path, worst: int, by: str | None = None) -> list[str]:
+    """The lines of `runs.py samples`: the samples with the highest loss, or the means of those with one value in the
+    column `by`. Raises ConfigError."""
     found = read_samples(place).reset_index()
-    if join is not None:
-        try:
-            beside = pd.read_csv(join)
-            key = next(name for name in ("number", "file") if name in beside and name in found)
-        except (OSError, ValueError, StopIteration):
-            raise ConfigError(f"{join} is no table with the column number or file; type --join <a CSV file>") from None
-        found = found.merge(beside, on=key, how="left", suffixes=("", f"_of_{Path(join).stem}"))
     if by is None:
         rows = found.sort_values("loss", ascending=False, kind="stable").head(worst)
         return aligned([[*rows.columns], *([*map(_text, row)] for row in rows.itertuples(index=False))])

@@ -76,13 +76,9 @@ def welch(a: Sequence[float], b: Sequence[float], rho: float = 0.0) -> Estimate:
 
 
 def pairs_for(difference: float, std: float, rho: float = 0.0) -> int | None:
-    """How many pairs show a difference in 80 % of all cases. None if more than `MOST`. std: of one pair, above 0."""
-    low, high = 1, MOST + 1  # too few, and enough
-    while high - low > 1:
-        middle = (low + high) // 2
-        seen = Estimate(0.0, std, middle, middle - 1, rho).detectable or 0.0
-        low, high = (low, middle) if seen <= abs(difference) else (middle, high)
-    return high if high <= MOST else None
+    """How many pairs show a difference in about 80 % of all cases. None if more than `MOST`. std: of one pair."""
+    share = (difference / std / (Z + NormalDist().inv_cdf(POWER))) ** 2 - rho
+    return math.ceil(1 / share + Z * Z / 2) if share > 1 / MOST else None  # Guenther 1981: what t needs beyond normal
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
@@ -105,9 +101,3 @@ def over_samples(metric: str, mean: float, error: float | None, samples: int | N
 def is_share(metric: str) -> bool:
     """Whether a metric is a mean, over samples, of numbers from 0 to 1: then its interval follows from their number."""
     return metric == "accuracy" or metric.removeprefix("top").isdecimal()
-
-
-def decimals_for(estimates: Sequence[Estimate]) -> int:
-    """With which the smallest spread is seen: two digits of it. 4 where none is known."""
-    spreads = [one.std for one in estimates if one.std > 0]
-    return min(max(1 - math.floor(math.log10(min(spreads))), 0), 8) if spreads else 4

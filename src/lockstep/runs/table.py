@@ -7,7 +7,6 @@ import difflib
 import logging
 import math
 import os
-import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
-from lockstep.runs.record import FINISHED, Run, best_of, find_runs, on_test, read_run, seconds_of, state_of
+from lockstep.runs.record import FINISHED, Run, best_of, changes_no_number, find_runs, read_run, seconds_of, state_of
 from lockstep.runs.stats import estimate, is_share, over_samples, wilson
 from lockstep.text import aligned
 from lockstep.text import show as as_word
@@ -27,12 +26,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-COLUMNS = ("date", "run", "state", "objective", "test", "best_step", "steps", "speed", "tags", "changed")
-OTHERS = ("ranks", "starts", "seconds", "metric", "notes", "commit", "source", "command", "folder", "sweep")
+COLUMNS = ("date", "run", "state", "metric", "objective", "test", "best_step", "steps", "speed", "tags", "changed")
+OTHERS = ("ranks", "starts", "seconds", "notes", "commit", "source", "command", "folder", "sweep")
 HEADERS = {"best_step": "at step", "speed": "samples/s"}
 NUMBERS = ("objective", "test", "test_low", "test_high", "best_step", "speed")  # which a run may lack
 REPEATS = ("seed", "loader.fold", "loader.split_seed")  # keys in which runs of one configuration differ
-PLACES = ("launch", "hydra", "backend", "logger", "tags", "notes")  # sections that say where a run computes and writes
 
 
 def is_repeat(word: str) -> bool:
@@ -40,14 +38,9 @@ def is_repeat(word: str) -> bool:
     return word.lstrip("+").partition("=")[0] in REPEATS
 
 
-def says_configuration(word: str) -> bool:
-    """Whether an override may change the numbers."""
-    return re.split(r"[./@=]", word.lstrip("+~"))[0] not in PLACES
-
-
 def setting_of(overrides: Iterable[str]) -> list[str]:
     """The overrides that say of which configuration a run is: runs for which they are equal repeat each other."""
-    return [word for word in overrides if not is_repeat(word) and says_configuration(word)]
+    return [word for word in overrides if not is_repeat(word) and not changes_no_number(word)]
 
 
 def frame(folders: Sequence[str | Path] = ("outputs",)) -> "pd.DataFrame":
@@ -75,11 +68,12 @@ def rows_of_runs(runs: Sequence[Run]) -> "pd.DataFrame":
 
 def _row(run: Run) -> dict[str, Any]:
     data, test, objective, starts = run["data"], run["test"] or {}, run["objective"], run["starts"]
-    name, value, held_out = objective["name"].partition("/")[2], on_test(run), data.get("validation_samples")
+    name, measured = objective["name"].partition("/")[2], test.get("metrics", {})
+    value, held_out = measured.get(name), data.get("validation_samples")
     samples, error = test.get("samples", data.get("test_samples")), test.get("errors", {}).get(name)
     low, high = (value is not None and over_samples(name, value, error, samples)) or (None, None)
-    words = [word for word in run["overrides"] if says_configuration(word)]
-    row = {**run["options"], **run["config"], **{f"test/{key}": one for key, one in test.get("metrics", {}).items()}}
+    words = [word for word in run["overrides"] if not changes_no_number(word)]
+    row = {**run["options"], **run["config"], **{f"test/{key}": one for key, one in measured.items()}}
     row |= {"date": datetime.fromtimestamp(starts[0]["started"]), "run": os.path.relpath(run["folder"])}
     row |= {"state": state_of(run), "metric": objective["name"], "direction": objective["mode"]}
     row |= zip(("objective", "best_step"), best_of(run), strict=True)
@@ -124,48 +118,43 @@ def settings(runs: "pd.DataFrame") -> "pd.DataFrame":
 
     if runs.empty:
         return runs
-    parents = runs["folder"].map(os.path.dirname)
-    places = runs.reindex(columns=REPEATS).map(str).agg(" ".join, axis=1)
-    keys = [parents, runs["source"], runs["setting"], runs["metric"]]
-    copies = runs.groupby([*keys, places], dropna=False).cumcount()
-    together = runs.groupby([*keys, copies], dropna=False, sort=False)
-    is_alone = together["folder"].transform("size") == 1
-    has_ended = (runs["state"] == FINISHED) & runs["objective"].notna()
-    single = runs.assign(runs=1, count=has_ended.astype(int), low=math.nan, high=math.nan, std=math.nan)[is_alone]
-    rows = {group.index[0]: _together(group) for _, group in together if len(group) > 1}
-    table = pd.concat([single, pd.DataFrame.from_dict(rows, orient="index")] if rows else [single]).sort_index()
-    table = table.astype(dict.fromkeys((*NUMBERS, "low", "high", "std"), float))
-    if runs["metric"].nunique() > 1:
-        return table.reset_index(drop=True)
-    sign = -1 if runs["direction"].iloc[0] == "max" else 1
-    order = {"none": table["count"] == 0, "missing": table["count"] < table["runs"], "value": sign * table["objective"]}
-    return table.loc[pd.DataFrame(order).sort_values([*order], kind="stable").index].reset_index(drop=True)
+    groups, seen = dict[tuple[Any, ...], list[dict[str, Any]]](), Counter[tuple[Any, ...]]()
+    for run in runs.to_dict("records"):
+        setting = os.path.dirname(run["folder"]), run["source"], run["setting"], run["metric"]
+        repeat = (*setting, *(str(run.get(key)) for key in REPEATS))
+        seen[repeat] += 1
+        groups.setdefault((*setting, seen[repeat]), []).append(run)
+    rows = [_together(group) for group in groups.values()]
+    if runs["metric"].nunique() == 1:
+        sign = -1 if runs["direction"].iloc[0] == "max" else 1
+        rows.sort(key=lambda row: (not row["count"], row["count"] < row["runs"], sign * row["objective"]))
+    return pd.DataFrame(rows).astype(dict.fromkeys((*NUMBERS, "low", "high", "std"), float))
 
 
-def _together(group: "pd.DataFrame") -> dict[str, Any]:
-    """A row of `settings`, of several runs."""
-    row: dict[str, Any] = {}
-    for name, values in group.items():
-        words = list(dict.fromkeys(map(as_word, values)))
-        row[str(name)] = values.iloc[0] if len(words) == 1 else ",".join(words)
-    finished = group[(group["state"] == FINISHED) & group["objective"].notna()]
-    states, parent = Counter(group["state"]), os.path.dirname(group["folder"].iloc[0])
-    row |= dict.fromkeys(("objective", "low", "high", "std", "test", "test_low", "test_high"))
-    row |= {
-        "runs": len(group),
-        "count": len(finished),
-        "date": group["date"].min(),
-        "seconds": round(group["seconds"].sum(), 2),
-    }
+def _together(group: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A row of `settings`."""
+    import pandas as pd
+
+    finished = [run for run in group if run["state"] == FINISHED and _is_there(run["objective"])]
+    row = group[0] | {"runs": len(group), "count": len(finished)} | dict.fromkeys(("low", "high", "std"), math.nan)
+    if len(group) == 1:
+        return row
+    for name in group[0]:
+        words = dict.fromkeys(as_word(run[name]) for run in group)
+        row[name] = group[0][name] if len(words) == 1 else ",".join(words)
+    states, parent = Counter(run["state"] for run in group), os.path.dirname(group[0]["folder"])
     row |= {"run": f"{os.path.relpath(parent)} ({len(group)} runs)", "changed": row["setting"]}
+    row |= {"date": min(run["date"] for run in group), "seconds": round(sum(run["seconds"] for run in group), 2)}
     row["state"] = ", ".join(name if len(states) == 1 else f"{count} {name}" for name, count in states.items())
-    row |= {name: finished[name].mean() for name in ("speed", "best_step", "steps")}
-    rho = rho_of(finished)
+    table = pd.DataFrame(finished, columns=[*group[0]])
+    row |= {name: table[name].mean() for name in ("speed", "best_step", "steps")}
+    rho = rho_of(table)
     for name, low, high in (("objective", "low", "high"), ("test", "test_low", "test_high")):
-        if len(finished) and finished[name].notna().all():
-            found = estimate(finished[name].tolist(), rho)
-            row |= {name: found.mean} | dict(zip((low, high), found.interval or (None, None), strict=True))
-            row |= {"std": found.std or None} if name == "objective" else {}
+        row |= dict.fromkeys((name, low, high), math.nan)
+        if finished and table[name].notna().all():
+            found = estimate(table[name].tolist(), rho)
+            row |= {name: found.mean} | dict(zip((low, high), found.interval or (math.nan, math.nan), strict=True))
+            row["std"] = (found.std or math.nan) if name == "objective" else row["std"]
     return row
 
 
@@ -173,10 +162,8 @@ def check_names(table: "pd.DataFrame", names: Iterable[str], option: str) -> Non
     """Raise ConfigError for a name that is no column, no config key of any run, and no config group."""
     for name in names:
         if name not in table.columns:
-            of_class = [key for key in table.columns if key == f"{name}._target_"]  # --filter model=mlp
-            of_section = [key for key in table.columns if key.rpartition(".")[2] == name]  # --filter lr=0.1
-            one = of_class or (of_section if len(of_section) == 1 else [])
-            close = one or difflib.get_close_matches(name, table.columns, 1, 0.8) or ["state"]
+            longer = [key for key in table.columns if key == f"{name}._target_" or key.endswith(f".{name}")]
+            close = longer or difflib.get_close_matches(name, table.columns, 1, 0.8) or ["state"]
             known = ", ".join(sorted((*COLUMNS, *OTHERS)))
             value = "=<value>" if option == "--filter" else ""
             what = f"{option} {name}: no run has this key, and the columns are {known}"
@@ -196,8 +183,6 @@ def filtered(runs: "pd.DataFrame", filters: Sequence[str]) -> "pd.DataFrame":
 
 def _is_value(key: str, value: Any, typed: str) -> bool:
     """Whether it is the value, or is shown so. Of a date and a commit the beginning is enough."""
-    if key == "run":
-        return bool(os.path.relpath(typed) == value)
     if key == "tags":
         return bool(typed in value)
     if key in ("date", "commit"):
@@ -231,28 +216,28 @@ def show(table: "pd.DataFrame", columns: Sequence[str] | None = None, width: int
 
     An interval is shown as its half: of several runs over the runs, of one over the samples of the test set.
     """
-    if columns is None:
-        columns = [name for name in COLUMNS if name not in ("test", "tags") or table[name].map(_is_there).any()]
-    check_names(table, columns, "--columns")
     metrics = table["metric"].unique()
+    if columns is None:
+        optional = {name: table[name].map(_is_there).any() for name in ("test", "tags")} | {"metric": len(metrics) > 1}
+        columns = [name for name in COLUMNS if optional.get(name, True)]
+    check_names(table, columns, "--columns")
     titles = dict(HEADERS)
     if len(metrics) == 1:
         titles |= {"objective": f"best {metrics[0]}", "test": f"test/{metrics[0].partition('/')[2]}"}
-    rows = [[_text(row, name, len(metrics) == 1) for name in columns] for row in table.to_dict("records")]
+    rows = [[_text(row, name) for name in columns] for row in table.to_dict("records")]
     numbers = [place for place, name in enumerate(columns) if all(isinstance(one, int | float) for one in table[name])]
     lines = aligned([[titles.get(name, name) for name in columns], *rows], right=numbers)
     return [line if width is None or len(line) <= width else f"{line[: width - 1]}…" for line in lines]
 
 
-def _text(row: Mapping[str, Any], name: str, is_one_metric: bool) -> str:
+def _text(row: Mapping[str, Any], name: str) -> str:
     """A cell, with what stands in other columns."""
     text = _cell(name, row[name])
     low, high = {"objective": ("low", "high"), "test": ("test_low", "test_high")}.get(name, ("", ""))
     if text != "-" and _is_there(row.get(low)):
         text += f" ± {(row[high] - row[low]) / 2:.2g}"
-    if name == "objective" and text != "-":
-        text = text if is_one_metric else f"{row['metric']} {text}"
-        text += f" of {row['count']}" if row.get("runs", 1) > 1 and row["count"] < row["runs"] else ""
+    if name == "objective" and text != "-" and 0 < row.get("count", 0) < row["runs"]:
+        text += f" of {row['count']}"
     return text
 
 

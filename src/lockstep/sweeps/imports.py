@@ -3,6 +3,7 @@
 # ruff: noqa: F401
 
 import hydra.main
+import pydantic.type_adapter
 from hydra.core.plugins import Plugins
 
 import lockstep.cli
@@ -10,8 +11,5 @@ import lockstep.launchers.rank_imports
 import lockstep.preflight
 import lockstep.sweeps.launch
 import lockstep.tasks.reports
-from lockstep.config.check import adapter
-from lockstep.config.schema import RunConfig
 
 Plugins.instance()  # Hydra looks for plugins
-adapter(RunConfig)  # pydantic reads the types of a config

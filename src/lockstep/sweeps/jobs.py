@@ -219,7 +219,10 @@ def server() -> Any:
 
 def _become(job: Job, slot: Slot, console: Path | None) -> None:
     """Turn this process of the server into the command. Never returns."""
-    begin_process()
+    signals.end_at_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOP_SIGNALS)
+    end_with_parent()
+    forget_multiprocessing_folder()  # the server listens there for the next jobs, too
     os.setsid()  # Ctrl-C is for the sweep, which passes it on
     os.environ |= {**slot.environment, SWEEP: str(job.folder.parent)}
     if slot.cores and hasattr(os, "sched_setaffinity"):
@@ -235,14 +238,6 @@ def _become(job: Job, slot: Slot, console: Path | None) -> None:
     held.release()
     sys.argv = [TRAIN, *job.words, f"hydra.run.dir={path_value(job.folder)}"]
     runpy.run_path(TRAIN, run_name="__main__")
-
-
-def begin_process() -> None:
-    """In a new process of the server."""
-    signals.end_at_signals()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOP_SIGNALS)
-    end_with_parent()
-    forget_multiprocessing_folder()  # the server listens there for the next jobs, too
 
 
 # ---- Cores and GPUs

@@ -1,9 +1,8 @@
-"""A sweep: Hydra lists its jobs; here they are composed, checked, run, and shown at the end. No torch here."""
+"""A sweep: Hydra lists its jobs; here they are composed, checked, run, and shown at the end. No torch at the top."""
 
 import copy
 import json
 import math
-import os
 import re
 import shlex
 import shutil
@@ -11,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,30 +21,27 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict, read_write
 
 from lockstep.cli import as_config_error
-from lockstep.config.check import check, check_values
+from lockstep.config.check import check, check_value
 from lockstep.config.nodes import instantiate_as, with_own_arguments
-from lockstep.config.record import config_flags, record_config, sets, typed_overrides
-from lockstep.config.schema import Count, RunConfig, Section, Whole
+from lockstep.config.record import config_flags, record_config, typed_overrides
+from lockstep.config.schema import Count, RunConfig, Whole
 from lockstep.distributed import signals
 from lockstep.distributed.environment import SLURM_JOB_FILE, is_in_queue
 from lockstep.distributed.run_folder import HeldFolder, require_same_run
 from lockstep.errors import EXIT_CONFIG, EXIT_FINISHED, ConfigError, StoppedEarly, path_value
 from lockstep.files import short_hash
 from lockstep.launchers.base import print_line
-from lockstep.runs.record import FINISHED, PAUSED, best_of, find_runs, read_run, state_of
+from lockstep.runs.record import FINISHED, PAUSED, best_of, changes_no_number, find_runs, read_run, state_of
 from lockstep.runs.table import choosing, frame, is_repeat, settings, show
 from lockstep.source_code import hash_of_source
-from lockstep.sweeps.jobs import Job, Jobs, Outcome, begin_process, divide_machine, run_jobs, server
+from lockstep.sweeps.jobs import Job, Jobs, Outcome, divide_machine, run_jobs, server
 
 HYDRAS = "multirun.yaml"  # Hydra's sweeper writes it into the folder of a sweep before anything is checked
 LONGEST_NAME = 120  # characters of a job's folder
-SHOWN = 40  # rows on the console
-# Of a job that has finished these may be others now: its numbers do not depend on them.
-NOT_COMPARED = ("run_dir", "data_dir", "resume", "launch", "backend", "logger", "hydra", "tags", "notes")
 
 
 @dataclass(frozen=True)
-class Settings(Section):
+class Settings:
     """The keys of hydra.launcher."""
 
     n_jobs: Count | Literal["auto"]
@@ -62,7 +57,7 @@ class Sweep(Jobs):
 
     def __init__(self, context: HydraContext, master: DictConfig) -> None:
         keys = {name: value for name, value in master.hydra.launcher.items() if name != "_target_"}
-        self.settings: Settings = check_values("hydra.launcher", keys, Settings)
+        self.settings: Settings = check_value(Settings, keys, "hydra.launcher")
         self.loader, self.master, self.folder = context.config_loader, master, Path(str(master.hydra.sweep.dir))
         self.typed = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
         self.typed += typed_overrides(master.hydra)
@@ -91,21 +86,24 @@ class Sweep(Jobs):
 
     def check(self, lists: Sequence[Sequence[str]]) -> list[Job]:
         """The jobs with these overrides. Raises ConfigError for the first one that would be refused at its start."""
-        jobs = [self.compose(overrides) for overrides in lists]
-        reader, writer = server().Pipe(duplex=False)
-        process = server().Process(target=_preflight, args=([config for _, config in jobs], writer))
-        process.start()
-        writer.close()
-        told: list[tuple[str, str | None, str]] = [("", None, "min")] * len(jobs)  # if it was killed, each job tells
-        with suppress(EOFError):
-            told = reader.recv()
-        process.join()
-        for (job, config), (refusal, objective, direction) in zip(jobs, told, strict=True):
-            if refusal:
-                raise ConfigError(f"the job {job.title}: {refusal}")
-            self.objective, self.direction = objective, direction
+        from lockstep.build import direction_of, objective_of
+        from lockstep.preflight import preflight
+        from lockstep.tasks.base import Task
+
+        jobs = []
+        for job, config in map(self.compose, lists):
+            try:
+                preflight(config, starts=False)
+                task = instantiate_as(Task, config.task, "task")
+                self.objective = objective_of(config, task)
+                self.direction = "min" if self.objective is None else direction_of(config, task, self.objective)
+            except ConfigError as refusal:
+                raise ConfigError(f"the job {job.title}: {refusal}") from refusal
+            except Exception:  # for the job itself to report
+                pass
             self.ranks.append(config.launch.get("nproc_per_node", 1))
-        return [job for job, _ in jobs]
+            jobs.append(job)
+        return jobs
 
     def compose(self, overrides: Sequence[str]) -> tuple[Job, RunConfig]:
         """Raises ConfigError for wrong values, with what the job changes."""
@@ -195,22 +193,15 @@ class Sweep(Jobs):
         if not table.empty:
             keys = [key for key in (key.lstrip("+") for key in self.varied) if key in table.columns]
             optional = {"test": table["test"].notna().any(), "source": table["source"].nunique() > 1}
-            columns = ["state", "objective", "test", "best_step", "seconds", *keys, "source", "run"]
+            optional["metric"] = table["metric"].nunique() > 1
+            columns = ["state", "metric", "objective", "test", "best_step", "seconds", *keys, "source", "run"]
             columns = [name for name in columns if optional.get(name, True)]
-            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-            lines += show(table.head(SHOWN), columns, width)
-            if len(table) > SHOWN:
-                lines.append(f"... and {len(table) - SHOWN} more: python src/runs.py table {self.folder}")
-            best = table.iloc[0]
-            if table["metric"].nunique() > 1:
-                lines.append(f"best:       none: {' and '.join(sorted(set(table['metric'])))} cannot be compared")
-            elif best["count"]:
-                values = {key: best[key] for key in keys if not is_repeat(key)}
-                said = ", ".join(f"{key}={value}" for key, value in values.items())
-                ends = [end for key, value in values.items() if (end := edge(table[key], value)) and self.lists]
-                mean = f"{said or 'the one setting'}, by the mean of {best['count']} runs"
-                name = best["run"] if best["runs"] == 1 else mean
-                lines.append("; ".join([f"best:       {name}", *ends]))
+            lines += show(table, columns)
+            best, values = table.iloc[0], [f"{key}={table[key].iloc[0]}" for key in keys if not is_repeat(key)]
+            if best["count"] and not optional["metric"]:
+                mean = f"{', '.join(values) or 'the one setting'}, by the mean of {best['count']} runs"
+                edges = [f"{key}={best[key]} is at the edge of its list" for key in keys if self._at_edge(table[key])]
+                lines.append("; ".join([f"best:       {best['run'] if best['runs'] == 1 else mean}", *edges]))
             lines += [f"choosing:   {text}" for text in [choosing(table)] if text]
         bad = [(folder.name, outcome) for folder, outcome in self.results.items() if outcome.is_bad]
         lines += [f"{outcome.state + ':':12}{name}: {outcome.cause}" for name, outcome in bad]
@@ -223,13 +214,10 @@ class Sweep(Jobs):
             print_line(line, sys.stdout)
         return self.code
 
-
-def edge(column: Any, value: Any) -> str:
-    """Where the best value is the first or last number of its list: a better one may lie beyond it."""
-    numbers = sorted({one for one in column if isinstance(one, int | float) and not isinstance(one, bool)})
-    if len(numbers) < 3 or value not in (numbers[0], numbers[-1]):
-        return ""
-    return f"{column.name}={value} is at the edge of its list"
+    def _at_edge(self, column: Any) -> bool:
+        """Whether the best value, the first, is the least or greatest of a list: a better one may lie beyond it."""
+        numbers = {one for one in column if isinstance(one, int | float) and not isinstance(one, bool)}
+        return self.lists and len(numbers) > 2 and column.iloc[0] in (min(numbers), max(numbers))
 
 
 _sweeps: list[Sweep] = []  # that of this command: Hydra hands nothing back from a launcher
@@ -268,35 +256,6 @@ def _remove_empty(folder: Path) -> None:
             folder.parent.rmdir()  # outputs/multirun/<day>
 
 
-def _preflight(configs: Sequence[RunConfig], answers: Connection) -> None:
-    """In a process of the server: send (why it is refused, objective, direction) of these jobs.
-
-    What else goes wrong is for the job itself to report.
-    """
-    from lockstep.build import direction_of, objective_of
-    from lockstep.preflight import preflight
-    from lockstep.tasks.base import Task
-
-    begin_process()
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 1)  # a module of the user's may print: each job prints it again
-    os.dup2(nothing, 2)
-    told = list[tuple[str, str | None, str]]()
-    for config in configs:
-        refusal, objective, direction = "", None, "min"
-        try:
-            preflight(config, starts=False)
-            task = instantiate_as(Task, config.task, "task")
-            objective = objective_of(config, task)
-            direction = "min" if objective is None else direction_of(config, task, objective)
-        except ConfigError as error:
-            refusal = str(error)
-        except Exception:
-            pass
-        told.append((refusal, objective, direction))
-    answers.send(told)
-
-
 def _refuse(overrides: Sequence[Override], lists: bool) -> None:
     """Raise ConfigError for words that mean something else in a sweep, or nothing."""
     keys = [one.key_or_group for one in overrides]
@@ -319,5 +278,5 @@ def folder_name(changes: Sequence[str]) -> str:
 
 def same_values(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
     """Whether two runs compute the same. mine: flat values, of which null may wait for the data."""
-    keys = [key for key in mine.keys() | theirs.keys() if not sets(key, NOT_COMPARED)]
+    keys = [key for key in mine.keys() | theirs.keys() if not changes_no_number(key)]
     return all(mine.get(key, ...) in (theirs.get(key, ...), None, "balanced") for key in keys)

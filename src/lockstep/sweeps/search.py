@@ -1,9 +1,9 @@
-"""hydra/sweeper=optuna: an Optuna study as a source of jobs, and its pruners. No torch here."""
+"""hydra/sweeper=optuna: an Optuna study as a source of jobs, and its pruners."""
 
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 
-from lockstep.config.check import check_values
+from lockstep.config.check import check_value
 from lockstep.config.nodes import check_nodes, instantiate
-from lockstep.config.schema import Count, Node, Section
+from lockstep.config.schema import Count, Node
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import print_line
 from lockstep.sweeps.jobs import Job, Jobs, Outcome
@@ -27,18 +27,11 @@ DIGITS = 6  # of a number that was drawn, so that it is read and typed easily
 AGAIN = "again"  # attribute of a trial that goes on with one that was interrupted
 
 
-@dataclass(frozen=True)
-class SearchSettings(Section):
-    """The keys of hydra.sweeper that are numbers."""
-
-    n_trials: Count
-
-
 def search(sweep: Sweep, n_trials: int, sampler: Node, pruner: Node | None) -> None:
     """Run trials until there are `n_trials`, those of earlier commands in this folder included. Raises ConfigError."""
-    settings = check_values("hydra.sweeper", {"n_trials": n_trials}, SearchSettings)
-    check_nodes("hydra.sweeper.sampler", sampler)
-    check_nodes("hydra.sweeper.pruner", pruner)
+    check_value(Count, n_trials, "hydra.sweeper.n_trials")
+    check_nodes(sampler, "hydra.sweeper.sampler")
+    check_nodes(pruner, "hydra.sweeper.pruner")
     fixed, space = distributions(OverridesParser.create(config_loader=sweep.loader).parse_overrides(sweep.typed))
     if not space:
         raise ConfigError("nothing varies in this search; type 'optimizer.lr=tag(log,interval(0.001,0.1))'")
@@ -55,7 +48,7 @@ def search(sweep: Sweep, n_trials: int, sampler: Node, pruner: Node | None) -> N
         load_if_exists=True,
     )
     sweep.results.clear()  # of the corners
-    trials = OptunaSearch(sweep, study, fixed, space, settings.n_trials, sampler)
+    trials = OptunaSearch(sweep, study, fixed, space, n_trials, sampler)
     sweep.run(trials, trials.left)
 
 

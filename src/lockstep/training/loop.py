@@ -16,13 +16,13 @@ from lockstep.training.nonfinite import diverged
 from lockstep.training.run import Run
 
 if TYPE_CHECKING:
-    from lockstep.snapshots.manager import SnapshotManager
+    from lockstep.snapshots.checkpointer import Checkpointer
 
 
 def fit(
     run: Run,
     evaluations: Evaluations,
-    snapshots: "SnapshotManager",
+    snapshots: "Checkpointer",
     loggers: Loggers,
     info: RunInfo,
     tested: Mapping[str, Any] | None = None,
@@ -41,13 +41,13 @@ def fit(
         while not run.finished:
             summary = train_epoch(run, batches, exchange)
             if run.evaluation_due:
-                evaluated = {name: evaluate(snapshots.stop_before_evaluation) for name, evaluate in evaluations.each()}
+                evaluated = {each.name: each(snapshots.stop_before_evaluation) for each in evaluations.of_each}
                 summary.metrics.update(evaluated)
                 if run.objective is not None and run.update_best(value_of(run.objective, evaluated)):
                     snapshots.save("best")
             finish_epoch(run, summary, loggers, snapshots)
         if not evaluated:  # nothing is evaluated at each epoch, or a finished run was started again: all is logged
-            evaluated = {name: evaluate.means(snapshots.stop) for name, evaluate in evaluations.each()}
+            evaluated = {each.name: each(snapshots.stop) for each in evaluations.of_each}
         reporter.enter("export")
         snapshots.export()
         is_paused, result = run.reached_limit == "trainer.pause_after", None
@@ -56,9 +56,7 @@ def fit(
     for callback in run.callbacks:
         callback.on_fit_end(run)
     last = {} if run.objective is None else evaluated["val"]
-    step, best, best_step = run.progress.step, run.progress.best, run.progress.best_step
-    ended = replace(info, steps=step, best=best, best_step=best_step, last=last, test=result)
-    loggers.end(ended, PAUSED if is_paused else FINISHED)
+    loggers.end(replace(info, last=last, test=result), PAUSED if is_paused else FINISHED)
     if run.objective is None:
         return None
     return run.progress.best if run.progress.best is not None else value_of(run.objective, evaluated)
@@ -70,8 +68,8 @@ def train_epoch(run: Run, batches: Iterator[Batch], exchange: Exchange) -> Epoch
     for batch in islice(batches, run.steps_left):
         run.step(batch)
         run.progress.advance(batch)
-        if run.callbacks:
-            run.tell_callbacks()
+        for callback in run.callbacks:
+            callback.on_step_end(run)
         if run.progress.step >= exchange.due and exchange():
             break
     return end_epoch(run, exchange)
@@ -114,7 +112,7 @@ def end_epoch(run: Run, exchange: Exchange) -> EpochSummary:
     )
 
 
-def finish_epoch(run: Run, summary: EpochSummary, loggers: Loggers, snapshots: "SnapshotManager") -> None:
+def finish_epoch(run: Run, summary: EpochSummary, loggers: Loggers, snapshots: "Checkpointer") -> None:
     """After an epoch and its evaluation."""
     if run.objective is not None and run.progress.best is not None:
         name = run.objective.partition("/")[2]
@@ -129,7 +127,7 @@ def test(
     run: Run,
     evaluations: Evaluations,
     evaluated: Mapping[str, dict[str, float]],
-    snapshots: "SnapshotManager",
+    snapshots: "Checkpointer",
     loggers: Loggers,
     tested: Mapping[str, Any] | None,
 ) -> Mapping[str, Any]:
@@ -143,7 +141,7 @@ def test(
         is_logged = True
         found = {"step": step, "metrics": evaluated["test"], **evaluations.test.facts}
     if found is None:
-        is_logged, chosen = "test" in evaluated, snapshots.take_best_weights()
+        is_logged, chosen = "test" in evaluated, snapshots.take_best()
         metrics = evaluations.test(snapshots.stop_before_test, chosen)
         found = {"step": chosen, "metrics": metrics, **evaluations.test.facts}
     loggers.test(found, is_logged)
