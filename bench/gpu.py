@@ -209,16 +209,14 @@ def to_accuracy(quick: bool, compiles: Sequence[str]) -> Iterator[str]:
 def sharded_snapshots(quick: bool) -> Iterator[str]:
     """Samples/s of a perceptron of 6 layers under fsdp, without snapshots and with one in every 10 steps."""
     samples, width = (640, 64) if quick else (6400, 4096)
-    run_of = ["strategy=fsdp", "snapshot.format=sharded", "dataset=random", "trainer.batch_size=64", "trainer.epochs=3"]
+    run_of = ["strategy=fsdp", "dataset=random", "trainer.batch_size=64", "trainer.epochs=3"]
     run_of += [f"dataset.samples={samples}", "model=mlp", "model.depth=6", f"model.width={width}", "optimizer=adamw"]
 
     def row(every: str) -> list[object]:
         record = run(*run_of, f"snapshot.every={every}")
         return [every, f"{speed(record):,.0f}" if record else "failed"]
 
-    return growing(
-        ["strategy=fsdp snapshot.format=sharded snapshot.every=", "samples/s"], map(row, ["3epochs", "10steps"])
-    )
+    return growing(["strategy=fsdp snapshot.every=", "samples/s"], map(row, ["3epochs", "10steps"]))
 
 
 def put_into_results(section: str) -> None:

@@ -98,10 +98,10 @@ class EpochRecorder(Logger):
     def __init__(self) -> None:
         self.evaluations: list[tuple[float, float]] = []  # (time.time(), accuracy)
 
-    def on_fit_start(self, run: RunInfo) -> None:
-        self.samples = run.eval_samples
+    def start(self, info: RunInfo) -> None:
+        self.samples = len(info.run.loaders.test.reader)
 
-    def on_epoch_end(self, summary: EpochSummary) -> None:
+    def epoch(self, summary: EpochSummary) -> None:
         accuracy = summary.metrics.get("test", {}).get("accuracy")
         if accuracy is not None:
             RECORD.lap("evaluation", self.samples)

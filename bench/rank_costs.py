@@ -58,24 +58,22 @@ def built(config: Any) -> Iterator[tuple[Any, Any]]:
     """(run, snapshots) of a training without loggers."""
     from lockstep import build, build_state
     from lockstep.distributed.world import join_world
-    from lockstep.loggers.base import LoggerList
     from support.configs import parts_of, record_of
 
     parts, record = parts_of(config), record_of(config)
     with join_world(**vars(config.backend)) as world:
         run = build.build_run(config, world, parts)
-        with build_state.snapshots(record, run, LoggerList([])) as snapshots:
+        with build_state.snapshots(record, run) as snapshots:
             yield run, snapshots
 
 
 def train_an_epoch(run: Any, snapshots: Any) -> None:
-    from lockstep.loggers.base import LoggerList
+    from lockstep.loggers.base import Loggers
     from lockstep.training.exchange import Exchange
     from lockstep.training.loop import train_epoch
 
-    loggers = LoggerList([])
-    exchange = Exchange(run, loggers, snapshots, delayed=False)
-    train_epoch(run, run.loaders.train.batches(run.progress), exchange, loggers)
+    exchange = Exchange(run, Loggers([]), snapshots, delayed=False)
+    train_epoch(run, run.loaders.train.batches(run.progress), exchange)
 
 
 def snapshot_costs(config: Any) -> dict[str, float]:
@@ -90,8 +88,8 @@ def snapshot_costs(config: Any) -> dict[str, float]:
             began, busy = time.perf_counter(), time.thread_time()
             snapshots.save()
             copying.append(time.thread_time() - busy)
-            snapshots.saver.writer.drain()
+            snapshots.newest()  # waits
             writing.append(time.perf_counter() - began)
-    size = max(path.stat().st_size for path in Path(config.run_dir).glob("snapshots/*.pt"))
+    size = max(path.stat().st_size for path in Path(config.run_dir).glob("snapshots/*/state.pt"))
     # Not the first one: what new memory costs, which no process has used before, depends on the machine.
     return {"copying": min(copying[1:]), "writing": min(writing[1:]), "MB": size / 1e6}

@@ -16,11 +16,12 @@ from typing import Any
 
 import harness
 
+from lockstep.snapshots.files import list_snapshots
 from lockstep.training.callbacks import Callback
 
 CYCLE, WARM_UP, SAVES = 4, 2, 4
 RUN = [
-    "strategy=fsdp", "snapshot.format=sharded", "snapshot.keep_last=1", "model=mlp", "model.depth=6", "optimizer=adamw",
+    "strategy=fsdp", "snapshot.keep_last=1", "model=mlp", "model.depth=6", "optimizer=adamw",
     "dataset=random", "dataset.samples=6400", "trainer.batch_size=64",
     f"trainer.max_steps={WARM_UP + CYCLE * SAVES + 1}",
 ]  # fmt: skip
@@ -57,7 +58,7 @@ class Watch(Callback):
         if self.count == WARM_UP:
             reset_peak()
         elif self.count > WARM_UP and place == 0:
-            self.snapshots.saver.writer.drain()
+            self.snapshots.newest()  # waits
             self.found["peak"].append(memory()["rss"])
             reset_peak()
             self.snapshots.world.barrier()
@@ -75,12 +76,13 @@ def costs(config: Any) -> dict[str, Any]:
     with built(config) as (run, snapshots):
         run.callbacks = [watch := Watch(snapshots)]
         train_an_epoch(run, snapshots)
-        own = Path(config.run_dir).glob(f"snapshots/*.parts.*/rank_{run.world.rank}.bin")
-        return {**watch.found, "shard": max(path.stat().st_size for path in own) / 1e6}
+        name = f"shard-{run.world.rank + 1:05d}-*"
+        sizes = [sum(file.stat().st_size for file in path.glob(name)) for path in list_snapshots(snapshots.folder)]
+        return {**watch.found, "shard": max(sizes) / 1e6}
 
 
 def rows(rank: dict[str, Any]) -> list[list[object]]:
-    """The first snapshot takes new memory, the later ones use it again."""
+    """The first snapshot makes the group of the writing threads, too."""
     step = {name: statistics.median(rank[f"step {name}"][WARM_UP:]) for name in ("cpu", "wall")}
     found = []
     for name, chosen in (("the first", slice(0, 1)), ("later ones", slice(1, None))):

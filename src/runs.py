@@ -1,14 +1,16 @@
 """What the runs in a folder were, and how they compare. It trains nothing itself.
 
 python src/runs.py table outputs --sort objective --filter optimizer.lr=0.1
-python src/runs.py compare outputs/multirun/a optimizer.lr=0.1 optimizer.lr=0.01
+python src/runs.py compare outputs/multirun/a --a optimizer.lr=0.1 --b optimizer.lr=0.01
 """
 
 import argparse
+import logging
 import os
 import shutil
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NoReturn
 
 from lockstep.errors import EXIT_CONFIG, EXIT_FINISHED, EXIT_INTERRUPTED, ConfigError
@@ -24,45 +26,56 @@ class Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     top = Parser(prog="python src/runs.py", description="Lists runs and compares them.")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-    table = verbs.add_parser("table", help="the runs below the folders, those of one setting in one line")
+    table = verbs.add_parser("table", help="the runs below the folders, those of one configuration in one line")
     table.add_argument("folders", nargs="*", default=["outputs"], metavar="FOLDER", help="default: outputs")
     table.add_argument("--sort", default="date", metavar="KEY", help="a column or a config key; default: date")
     table.add_argument("--reverse", action="store_true", help="turn the order round")
-    table.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
     table.add_argument("--each", action="store_true", help="a line for each run, also of those that differ in seed")
     table.add_argument("--columns", metavar="A,B", help="columns and config keys, with commas between them")
-    compare = verbs.add_parser("compare", help="which of two settings is better, and how sure that is")
-    sides = "two folders or patterns; or folders and two settings: optimizer.lr=0.1 'optimizer.lr=0.01 model=mlp'"
-    compare.add_argument("sides", nargs="+", metavar="A B", help=sides)
-    compare.add_argument("--pair", metavar="KEYS", help="pair runs by these; none; default: seed and fold")
+    compare = verbs.add_parser("compare", help="which of two configurations is better, and how sure that is")
+    compare.add_argument("folders", nargs="+", metavar="FOLDER", help="one for each side, or those with --a and --b")
+    compare.add_argument("--a", metavar="OVERRIDES", help="such as 'optimizer.lr=0.1 model=mlp'")
+    compare.add_argument("--b", metavar="OVERRIDES")
+    compare.add_argument("--pair", choices=["sample", "none"], help="default: pairs of one seed and fold")
     compare.add_argument("--metric", metavar="NAME", help="such as test/accuracy; default: the objective")
-    compare.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help="of both sides")
+    for verb in (table, compare):
+        verb.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
+    diff = verbs.add_parser("diff", help="in what two runs differ")
+    diff.add_argument("folders", nargs=2, metavar="FOLDER")
+    samples = verbs.add_parser("samples", help="the samples of a run's test with the highest loss")
+    samples.add_argument(
+        "place", type=Path, metavar="FOLDER", help="a run folder, or a file as mode=evaluate writes it"
+    )
+    samples.add_argument("--worst", type=int, default=20, metavar="N", help="how many; default: 20")
+    samples.add_argument("--by", metavar="COLUMN", help="instead, means over those with one value in this column")
     return top
 
 
 def answer(options: argparse.Namespace) -> Iterable[str]:
     """The lines that the verb prints."""
-    from lockstep.runs.difference import compare
-    from lockstep.runs.table import default_columns, filtered, grouped, read_runs, sorted_groups, table
+    from lockstep.runs import compare, samples, table
 
     if options.verb == "compare":
-        return compare(options.sides, options.pair, options.metric, options.filter)
-    runs, problems = read_runs(options.folders)
-    for problem in problems:
-        print(f"lockstep: {problem}", file=sys.stderr)
-    if not runs:
+        chosen = (options.a, options.b, options.pair, options.metric, options.filter)
+        return compare.compare(options.folders, *chosen)
+    if options.verb == "diff":
+        return compare.diff(*options.folders)
+    if options.verb == "samples":
+        return samples.samples_table(options.place, options.worst, options.by)
+    runs = table.frame(options.folders)
+    if runs.empty:
         raise ConfigError(f"no run below {' '.join(options.folders)}; type python src/runs.py table <another folder>")
-    chosen = filtered(runs, options.filter)
-    if not chosen:
+    found = table.filtered(runs, options.filter)
+    if found.empty:
         raise ConfigError(f"none of {len(runs)} runs has {' and '.join(options.filter)}; type another --filter")
-    columns = options.columns.split(",") if options.columns else default_columns(chosen)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    groups = [[run] for run in chosen] if options.each else grouped(chosen)
-    return table(sorted_groups(groups, options.sort, options.reverse), columns, width)
+    rows = table.ordered(found if options.each else table.settings(found), options.sort, options.reverse)
+    return table.show(rows, options.columns.split(",") if options.columns else None, width)
 
 
 def main(words: list[str]) -> int:
     """Returns the exit code."""
+    logging.basicConfig(format="lockstep: %(message)s")
     try:
         for line in answer(parser().parse_args(words)):
             print(line)

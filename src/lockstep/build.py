@@ -27,7 +27,7 @@ from lockstep.failures.record import heartbeat
 from lockstep.files import short_hash
 from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
 from lockstep.preflight import Parts, check_batch_size
-from lockstep.snapshots.data_fingerprint import data_fingerprint
+from lockstep.snapshots.fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.strategies.base import model_dtype, refuse_changing_weights
 from lockstep.tasks.base import Task
@@ -53,7 +53,7 @@ def build_run(config: RunConfig, world: World, parts: Parts) -> Run:
     split = check_same_data(data, world)
     told, config = config, completed(config, data)
     if config.model != told.model:
-        check_nodes("model", config.model)
+        check_nodes(config.model, "model")
     progress = Progress()
     task = build_task(config, parts, world, progress)
     readers = build_readers(config, parts, data, task)
@@ -75,7 +75,7 @@ def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, prog
     if "fused" in node and node["fused"] is None:
         node["fused"] = can_fuse(strategy.model)
     optimizer = instantiate_as(torch.optim.Optimizer, node, "optimizer", parameter_groups(strategy.model, world, rules))
-    require_fit(optimizer, rules, strategy.shards_state)
+    require_fit(optimizer, rules)
     if not parts.mode.needs_run:
         give_momentum(optimizer)
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -144,10 +144,9 @@ def direction_of(config: RunConfig, task: Task, objective: str) -> str:
 
 def import_nodes(config: RunConfig) -> None:
     """A module that seeds torch when it is imported does so here."""
-    for group in ("model", "dataset", "loader", "optimizer", "scheduler", "step", "callbacks", "task"):
-        for _, node in nodes_in(vars(config.loader) if group == "loader" else getattr(config, group), group):
-            with suppress(Exception):  # what fails here fails again when it is instantiated, with a message
-                get_object(node["_target_"])
+    for _, node in nodes_in(config):
+        with suppress(Exception):  # what fails here fails again when it is instantiated, with a message
+            get_object(node["_target_"])
 
 
 def check_same_data(data: Data, world: World) -> str | None:

@@ -78,12 +78,13 @@ def _run(main: Callable[[], Any]) -> int:
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
     code = 0
-    if MULTIRUN_FLAGS & set(words):
-        from lockstep.sweeps.runner import run_command
+    if MULTIRUN_FLAGS & set(words) and not asks_for_text(words):
+        from lockstep.sweeps.launch import run_command
 
         if info.world_size > 1:
-            advice = "type python src/train.py -m launch=torchrun and the same overrides"
-            raise ConfigError(f"a sweep inside {info.started_by} would run in every rank; {advice}")
+            raise ConfigError(
+                f"a sweep starts the ranks of each job itself; leave {info.started_by} out, and type launch=torchrun"
+            )
         gc.enable()
         code = run_command(main)
     else:
@@ -96,16 +97,21 @@ def _run(main: Callable[[], Any]) -> int:
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """In the block an error is told and becomes SystemExit with its exit code, which passes Hydra: it would print all
-    overrides before another one. The error of a job of a sweep is for the sweep to tell."""
+    overrides before another one."""
     try:
         yield
     except Exception as error:
-        in_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-        if in_sweep and not any(frame.f_code is _run.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
-            raise
         raise SystemExit(tell(error)) from error
     except (errors.StoppedEarly, KeyboardInterrupt) as stopped:
         raise SystemExit(errors.exit_code_of(stopped)) from stopped
+
+
+def refuse_other_launchers() -> None:
+    """Raise ConfigError in a job of a sweep that another launcher of Hydra's calls: ours starts a command for each."""
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        name = HydraConfig.get().runtime.choices["hydra/launcher"]
+        advice = "leave it out, and type hydra.launcher.n_jobs=2 for two at once"
+        raise ConfigError(f"hydra/launcher={name} cannot run these jobs; {advice}")
 
 
 def tell(error: Exception) -> int:
@@ -216,7 +222,7 @@ def with_overrides_of_run(words: list[str]) -> list[str]:
         return words
     folder = folder_of_run(errors.without_quotes(str(resume)))
     recorded = [str(word) for word in _read(folder / RECORD / "overrides.yaml")]
-    kept = [word for word in recorded if not sets(word, NOT_TAKEN) and not _is_replaced(key_of(word), words)]
+    kept = [word for word in recorded if not sets(word, (*NOT_TAKEN, *map(key_of, words)))]
     if not any(word.startswith("hydra.run.dir=") for word in words):
         kept.append(f"hydra.run.dir={errors.path_value(folder / str(mode))}")
     return [*kept, *words]
@@ -230,11 +236,11 @@ def with_values_of_run(cfg: DictConfig) -> DictConfig:
 
     record = folder_of_run(str(cfg.resume)) / RECORD
     config, recorded = _read(record / "config.yaml"), _read(record / "overrides.yaml")
-    typed = [word for word in typed_overrides(HydraConfig.get()) if word not in recorded]
-    typed += [word.partition("._target_=")[0] for word in typed]  # the arguments of a typed class are its own
+    typed = [key_of(word) for word in typed_overrides(HydraConfig.get()) if word not in recorded]
+    typed += [key.removesuffix("._target_") for key in typed]  # the arguments of a typed class are its own
     for key, value in flatten({name: config.get(name) or {} for name in VALUES_OF_RUN}).items():
-        stays = key in INPUTS_OF_NET and key not in map(key_of, typed)
-        if not sets(key, NOT_TAKEN) and (stays or not _is_replaced(key, typed)):
+        stays = key in INPUTS_OF_NET and key not in typed
+        if not sets(key, NOT_TAKEN) and (stays or not sets(key, typed)):
             OmegaConf.update(cfg, key, value, merge=False, force_add=True)
     if cfg.dataset.get("classes", 0) is None:  # images without labels do not tell
         with suppress(ConfigError):
@@ -270,8 +276,3 @@ def _read(path: Path) -> Any:
             return yaml.safe_load(file) or {}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())}); type another one") from None
-
-
-def _is_replaced(key: str, typed: Sequence[str]) -> bool:
-    """Whether what is typed stands for `key`: the same one, what is above it, or another option of its group."""
-    return any(f"{key}.".startswith(f"{key_of(word)}.") for word in typed if not word.startswith("-"))

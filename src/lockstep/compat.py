@@ -34,6 +34,16 @@ def multiprocessing_folder() -> str | None:
     return folder
 
 
+def forget_multiprocessing_folder() -> None:
+    """In a process of a fork server: that folder is of the process which uses the server.
+
+    Missing: `multiprocessing_folder` finds none, either.
+    """
+    import multiprocessing
+
+    getattr(multiprocessing.current_process(), "_config", {}).pop("tempdir", None)
+
+
 # Hydra, seen in 1.3.8 and 1.4.0rc3. What differs between the two is here, too, though it is public.
 
 
@@ -76,11 +86,6 @@ def hydra_composed(words: Sequence[str], folders: Iterable[Path] = ()) -> "Itera
         GlobalHydra.set_instance(before)
         VersionBase.set_instance(base)
         HydraConfig.instance().cfg = known
-
-
-def root_of(error: Any) -> Any:
-    """The whole config of the node that an error of OmegaConf is about."""
-    return error.parent_node._get_root()
 
 
 def hydra_may_call_all() -> dict[str, object]:
@@ -179,6 +184,13 @@ def shape_and_offsets_of_part(tensor: "DTensor") -> tuple[tuple[int, ...], tuple
     return tuple(part), tuple(offsets)
 
 
+def quiet_redistribution() -> None:
+    """No warning that tensors which two meshes cut are gathered in two steps. Missing: torch warns at each snapshot."""
+    import logging
+
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
 # Files and functions of torch whose frames tell what a rank waits for. With other names the verdict on a hang, and who
 # failed first, are less certain.
 COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/")  # a rank that compiles is only slow
@@ -202,15 +214,6 @@ def flight_records() -> list[bytes]:
         except (AttributeError, RuntimeError, TypeError):
             continue
     return records
-
-
-def foreach_norm(tensors: "Sequence[Tensor]") -> "Sequence[Tensor]":
-    """The norm of each tensor, 0-d, in a few kernels for all of them. Missing: one by one."""
-    import torch
-
-    norms = getattr(torch, "_foreach_norm", None)
-    found: Sequence[Tensor] = [tensor.norm() for tensor in tensors] if norms is None else norms(list(tensors))
-    return found
 
 
 def versions(tensors: "Sequence[Tensor]") -> list[int]:

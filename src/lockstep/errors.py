@@ -19,7 +19,7 @@ EXIT_RESUMABLE = 75
 EXIT_STOPPED_WITHOUT_SNAPSHOT = 76  # stopped early, and the last step is in no snapshot; an older snapshot may exist
 EXIT_INTERRUPTED = 130  # 128 + SIGINT: Ctrl-C before training, or a second one
 EXIT_CODES: tuple[int, ...] = (0, 1, 2, 4, 75, 76, 130)  # of a command
-EXIT_JOBS_FAILED, EXIT_PROMISES = 6, 7  # told inside: a command that they end ends with EXIT_FAILED
+EXIT_PROMISES = 7  # told inside: a command that it ends ends with EXIT_FAILED
 
 
 class ConfigError(Exception):

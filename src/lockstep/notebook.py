@@ -24,6 +24,7 @@ from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import ENDS_WITH_PARENT
 from lockstep.errors import EXIT_CONFIG, ConfigError, RankFailed, path_value, without_quotes
 from lockstep.failures.report import read_report
+from lockstep.runs.record import read_run
 from lockstep.source_code import ROOT
 
 TABLE = "promise  "  # the beginning of what mode=check prints
@@ -103,15 +104,12 @@ def _run(words: Sequence[str], folder: Path = Path()) -> str:
     return printed
 
 
-# until issue 45
 @dataclass(frozen=True)
 class Result:
     """What a training has left.
 
-    folder: the run folder.
-    metrics: {tag, such as "test/accuracy": its last value}.
-    history: a row for each step at which something was logged: {"step": 23, "train/loss": 0.1, ...}, as
-        `pandas.DataFrame` takes them. Empty with `logger=[]`.
+    folder: the run folder. metrics: {tag, such as "val/loss" or "test/accuracy": its last value}. history: a row an
+    epoch: {"epoch": 1, "step": 23, "train/loss": 0.1, ...}, as `pandas.DataFrame` takes them.
     """
 
     folder: Path
@@ -122,37 +120,13 @@ class Result:
         """The trained net, as `lockstep.load` gives it: the best weights, or the last ones if nothing has chosen."""
         from lockstep import load
 
-        has_best = (self.folder / "snapshots" / "best.pt").is_file()
+        has_best = any((self.folder / "snapshots").glob("best_*"))
         return load(self.folder, which or ("best" if has_best else "last"), **options)
 
 
-# until issue 45
 def result_of(folder: Path) -> Result:
-    """Of a run folder, from its event files."""
-    from lockstep.loggers.tensorboard import read_events
-
-    rows: dict[int, dict[str, float]] = {}
-    for path in sorted(folder.glob("events.out.tfevents.*")):
-        for event in read_events(path):
-            if event.HasField("session_log"):  # a resumed run: the points after its snapshot came again
-                rows = {step: row for step, row in rows.items() if step < event.step}
-            for value in event.summary.value:
-                if value.HasField("simple_value"):
-                    rows.setdefault(event.step, {"step": event.step})[value.tag] = value.simple_value
-    history = [rows[step] for step in sorted(rows)]
-    return Result(folder, {tag: value for row in history for tag, value in row.items() if tag != "step"}, history)
-
-
-# until issue 45
-def table(folder: str | Path = "outputs") -> list[dict[str, Any]]:
-    """The runs at or below `folder`, oldest first: a dict of `python src/runs.py table`'s columns for each.
-
-    `pandas.DataFrame` takes it. Raises ConfigError for a folder that is missing.
-    """
-    from lockstep.runs.table import COLUMNS, read_runs, sorted_groups, value_of
-
-    runs, problems = read_runs([str(folder)])
-    for problem in problems:
-        print(f"lockstep: {problem}", file=sys.stderr)
-    by_date = sorted_groups([[run] for run in runs], "date", reverse=False)
-    return [{name: value_of(run, name) for name in COLUMNS} for (run,) in by_date]
+    """Of a run folder, from its run.json."""
+    run = read_run(folder)
+    last = {tag: value for row in run["history"] for tag, value in row.items() if tag not in ("epoch", "step")}
+    tested = {f"test/{name}": value for name, value in (run["test"] or {}).get("metrics", {}).items()}
+    return Result(folder, last | tested, run["history"])

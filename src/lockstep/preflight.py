@@ -26,20 +26,6 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import JobSpec, Strategy
     from lockstep.strategies.gradient_sync import GradientSync
 
-GROUPS: tuple[str, ...] = (
-    "dataset",
-    "model",
-    "loader",
-    "task",
-    "step",
-    "optimizer",
-    "scheduler",
-    "strategy",
-    "gradient_sync",
-    "logger",
-)
-GROUPS += ("callbacks",)
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -56,8 +42,8 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
 
     starts: False for a job of a sweep that starts later. Nothing is begun or written, and no data is prepared.
     """
-    for group in ("launch", "mode"):
-        check_nodes(group, getattr(config, group))
+    check_nodes(config.launch, "launch")
+    check_nodes(config.mode, "mode")
     launcher, mode = instantiate_as(Launcher, config.launch, "launch"), instantiate_as(Mode, config.mode, "mode")
     if not starts and not mode.trains:
         raise ConfigError(f"mode={mode.name} is no training, and a sweep trains; type the command without -m")
@@ -81,11 +67,7 @@ def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
     from lockstep.strategies.base import Strategy
     from lockstep.strategies.gradient_sync import GradientSync
 
-    for group in GROUPS:
-        check_nodes(group, vars(config.loader) if group == "loader" else getattr(config, group))
-    check_nodes("evaluation.metrics", config.evaluation.metrics)
-    for key in ("ema", "profiler"):
-        check_nodes(f"trainer.{key}", getattr(config.trainer, key))
+    check_nodes(config)
     check_loggers(config)
     check_optimizer(config)
     strategy = instantiate_as(Strategy, config.strategy, "strategy")
@@ -139,8 +121,6 @@ def check_options(
     """Raise ConfigError for what options and machine contradict."""
     from lockstep.build import direction_of, objective_of
     from lockstep.data.partition import seeded
-    from lockstep.snapshots.manager import validate_format
-    from lockstep.snapshots.mirror import validate_mirror
     from lockstep.tasks.base import Task
     from lockstep.training.run import time_limit
 
@@ -184,17 +164,16 @@ def check_options(
     check_mode(config, mode, job)
     strategy.validate(job)
     strategy.validate_gradient_sync(gradient_sync, job)
-    validate_format(config.snapshot.format, strategy)
-    if mode.trains:
-        snapshot = config.snapshot
-        validate_mirror(snapshot.mirror, snapshot.format, strategy, config.resume, Path(config.run_dir))
+    if mode.trains and config.snapshot.mirror is not None:
+        mirror: Any = instantiate(config.snapshot.mirror)
+        mirror.require_free(config.resume, Path(config.run_dir))
     if not mode.needs_run:
         check_batch_size(config, strategy.data_share_of(job.world_size))
 
 
 def check_mode(config: RunConfig, mode: Mode, job: "JobSpec") -> None:
     """Raise ConfigError if there is no snapshot to start from, or if the mode cannot be had."""
-    from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
+    from lockstep.snapshots.find import find_snapshots, snapshots_to_try
 
     if mode.trains:
         find_snapshots(config.resume, Path(config.run_dir))
@@ -210,7 +189,7 @@ def check_mode(config: RunConfig, mode: Mode, job: "JobSpec") -> None:
 def job_spec(config: RunConfig, launcher: Launcher) -> "JobSpec":
     """What the config asks for. Raises ConfigError if this machine lacks the backend."""
     from lockstep.distributed.backend import uses_mps, validate_backend
-    from lockstep.snapshots.manager import SaveInterval
+    from lockstep.snapshots.checkpointer import Interval
     from lockstep.strategies.base import JobSpec
     from lockstep.training.step import Step
 
@@ -229,7 +208,7 @@ def job_spec(config: RunConfig, launcher: Launcher) -> "JobSpec":
         compile=trainer.compile,
         deterministic=trainer.deterministic,
         nan=config.watch.nan,
-        save_unit=SaveInterval(config.snapshot.every).unit,
+        save_unit=Interval(config.snapshot.every).unit,
         optimizer=locate("optimizer", config.optimizer["_target_"]),
         fused_optimizer=config.optimizer.get("fused") is True,
         has_own_step=locate("step", config.step["_target_"]) is not Step,

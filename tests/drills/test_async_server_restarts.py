@@ -20,7 +20,7 @@ SLOW = ["strategy=async_parameter_server", "strategy.sync_every=20", "model=mlp"
 def test_a_world_that_is_killed_or_asked_to_stop_goes_on(start: Any, tmp_path: Path, rank: int) -> None:
     command = [*PYTHON_TRAIN, "launch=torchrun", "launch.nproc_per_node=3", "launch.max_restarts=1", *SLOW]
     run, log = start(*command), tmp_path / "run" / "train.log"
-    wait_for(lambda: list(tmp_path.glob("run/snapshots/step_*.pt")), "snapshot")
+    wait_for(lambda: list(tmp_path.glob("run/snapshots/step_*[0-9]")), "snapshot")
     os.kill(ranks_under(run.process.pid)[rank], signal.SIGKILL)
     wait_for(lambda: "resumed from" in log.read_text(), "restart")
     time.sleep(1)

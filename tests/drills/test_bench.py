@@ -13,6 +13,7 @@ import race  # noqa: E402
 import race_tables  # noqa: E402
 
 pytestmark = pytest.mark.drill
+ALL = os.environ.get("LOCKSTEP_BENCH") == "all"  # as `make matrices` sets it: each contender, and the bench of a device
 
 TINY = race.Settings(
     os.environ.get("LOCKSTEP_DATA", ""),
@@ -26,7 +27,9 @@ TINY = race.Settings(
 )
 NEEDS = {"Lightning": "lightning", "Accelerate": "accelerate"}
 # The others differ from these by an option. Of those that run on one process and on two, ours does both here.
-NAMES = {"tutorial", "Lockstep", "references", *NEEDS, race_tables.beside("fp32"), race_tables.beside("bf16, gloo")}
+NAMES = {"tutorial", "Lockstep", "Lightning"}
+if ALL:
+    NAMES |= {"references", *NEEDS, race_tables.beside("fp32"), race_tables.beside("bf16, gloo")}
 FIELD = [
     one
     for group in race.contenders(TINY)[:2]
@@ -109,6 +112,7 @@ def test_an_index_of_many_samples_costs_little_at_the_start(start, tmp_path):
     assert float(whole[2]) < 100
 
 
+@pytest.mark.skipif(not ALL, reason="minutes; make matrices runs it")
 @pytest.mark.timeout(900)
 def test_the_bench_of_one_device_writes_its_tables(start, tmp_path):
     command = [ROOT / "bench" / "gpu.py", "--quick", f"--out={tmp_path}"]

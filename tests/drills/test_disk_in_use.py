@@ -41,7 +41,7 @@ def test_a_disk_slower_than_backend_timeout_is_waited_for(start, tmp_path):
     command = [*STARTERS["launch=fork"], *SLOW, "snapshot.every=10steps", "backend.timeout=6", "hydra.run.dir=run"]
     slow = ["+logger.slow._target_=support.slow_disk.SlowSaves", "+logger.slow.seconds=7"]
     run = start(*command, *slow, PYTHONPATH=TESTS)
-    wait_for(lambda: len(list((tmp_path / "run").glob("snapshots/step_*.pt"))) > 1, "the second snapshot")
+    wait_for(lambda: len(list((tmp_path / "run").glob("snapshots/step_*[0-9]"))) > 1, "the second snapshot")
     run.send(signal.SIGTERM)
     run.finish(75)
     assert newest_snapshot(tmp_path / "run")["progress"]["step"] == stopped_at(tmp_path / "run")
@@ -76,8 +76,7 @@ def test_curves_go_on_when_a_full_disk_has_room_again(start_faulty, small_disk):
     wait_for(lambda: scalars(run_dir)["train/running_loss"][-1][0] > last, "more of the curve")
     run.send(signal.SIGTERM)
     run.finish(75)
-    assert run.output.count("TensorBoardLogger cannot write") == 1
-    assert "Traceback" not in run.output
+    assert run.output.count("TensorBoardLogger loses a part of this run (OSError: [Errno 28] No space") == 1
     steps = [step for step, _ in scalars(run_dir)["train/running_loss"]]
     assert steps == sorted(set(steps))
     assert (steps[0], steps[-1]) == (1, stopped_at(run_dir))

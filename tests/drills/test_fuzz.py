@@ -28,7 +28,7 @@ Start = Callable[[list[str]], None]
 
 # Words, and what the answer says. An empty answer: the run starts.
 KEPT = [
-    ("task=regression launch=fork", "compares outputs and targets of one shape, and these have [32, 10] and [32]"),
+    ("task=regression launch=fork", "takes outputs and targets of one shape, and these are [32, 10] and [32]"),
     ("dataset=random model=linear task=classification", "float32; type task=regression for targets"),
     (
         "dataset.shape=[1,28,4]",
@@ -39,7 +39,7 @@ KEPT = [
         "loader.augment moves images, and a sample has the shape [20]; type loader.augment=null",
     ),
     ("model.shape=[3,8,8]", "model.shape=[3,8,8] but the samples have the shape [1,8,8]; type model.shape=[1,8,8]"),
-    ("~hydra.hydra_logging.formatters.simple", "is about what is not there; type the command without ~hydra"),
+    ("~hydra.hydra_logging.formatters.simple", "cannot be composed; type the command without ~hydra"),
     ("optimizer=adamw optimizer.betas=[0.9,0]", "torch.optim.AdamW refuses its arguments"),
     ("dataset=mnist launch=fork", "/data and cannot be downloaded ("),
 ]

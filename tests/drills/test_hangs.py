@@ -136,7 +136,8 @@ def test_a_hang_has_the_same_verdict_under_each_launcher(start_faulty, tmp_path,
 def test_a_compilation_is_only_slow(start, tmp_path):
     """A compiler that takes longer than watch.timeout ends no run."""
     compiler = tmp_path / "slow-g++"
-    compiler.write_text(f'#!/bin/sh\nsleep 8; exec {shutil.which("g++")} "$@"\n')
+    once = f"mkdir {tmp_path}/slept 2>/dev/null && sleep 8"
+    compiler.write_text(f'#!/bin/sh\n{once}\nexec {shutil.which("g++")} "$@" -O0\n')
     compiler.chmod(0o755)
     own = {"CXX": compiler, "TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache"}
     command = [*hang_command("compile", "auto", 2), "hydra.run.dir=run"]

@@ -1,81 +1,91 @@
-"""Searches in real sweeps: what a kill, a slot more or several ranks change, which is nothing; what choosing costs."""
+"""Searches in real sweeps: what a kill changes, which is nothing; pruning; what choosing costs."""
 
-import dataclasses
-import os
 import re
 import signal
-from functools import partial
-from pathlib import Path
+import time
 
+import optuna
 import pytest
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
 
-from lockstep.sweeps.table import Row, read_table
 from support.commands import PYTHON_TRAIN, ROOT, own_data, wait_for
+from support.sweep_tables import objectives, runs_of, states
 
 pytestmark = pytest.mark.drill
 
-SLOTS = min(2, len(os.sched_getaffinity(0)))
+SEARCH = ["-m", "hydra/sweeper=optuna", "model=linear", "trainer.epochs=2", "snapshot.every=5steps"]
+SPACE = ["optimizer.lr=tag(log,interval(0.001,1))", "trainer.batch_size=64,128"]
+PRUNER = "hydra.sweeper.pruner={_target_: optuna.pruners.MedianPruner, n_startup_trials: 1}"
 
 
-def results(folder: Path) -> list[Row]:
-    """The rows without what depends on time."""
-    return [dataclasses.replace(row, seconds=0.0, cause="") for row in read_table(folder)]
+def trials_of(folder):
+    storage = JournalStorage(JournalFileBackend(str(folder / "optuna.journal")))
+    (study,) = optuna.get_all_study_names(storage)
+    return optuna.load_study(study_name=study, storage=storage).trials
 
 
-def has_rows(folder: Path, count: int) -> bool:
-    return len(read_table(folder)) >= count
-
-
-DRAWN = ["-m", "model=linear", "trainer.epochs=2", "snapshot.every=5steps", "optimizer.lr=tag(log,interval(0.001,1))"]
-DRAWN += ["trainer.batch_size=64,128", "sweep.trials=14", "hydra.sweep.dir=s"]
-
-
-def test_a_killed_search_with_optuna_ends_with_the_same_table(start):
-    """Jobs 0 to 9 are random, the others are drawn from results. kill -9 while there are results to draw from."""
-    pytest.importorskip("optuna")
-    command = [*PYTHON_TRAIN, *DRAWN, "sweep.search=tpe", f"sweep.slots={SLOTS}"]
-    whole = results(start(*command, "hydra.sweep.dir=whole").finish().cwd / "whole")
-    assert [row.state for row in whole] == ["finished"] * 14
-    assert len({row.overrides for row in whole}) == 14
-    for jobs in (3, 11):
-        run = start(*command)
-        wait_for(partial(has_rows, run.cwd / "s", jobs), "job", limit=120)
+def test_a_killed_search_ends_with_the_same_runs(start):
+    """Trials 0 to 9 are random, the others are drawn from results. kill -9 while there are results to draw from."""
+    command = [*PYTHON_TRAIN, *SEARCH, *SPACE, "hydra.sweeper.n_trials=12", "logger=[]"]
+    whole = objectives(start(*command, "hydra.sweep.dir=whole").finish().cwd / "whole")
+    assert len(whole) == 12
+    for count in (3, 11):
+        run = start(*command, "hydra.sweep.dir=s")
+        wait_for(lambda count=count, run=run: len(list((run.cwd / "s").glob("*/run.json"))) >= count, "job", limit=150)
         run.send(signal.SIGKILL)
         run.process.wait()
-    run = start(*command).finish()
-    assert results(run.cwd / "s") == whole
+    run = start(*command, "hydra.sweep.dir=s").finish()
+    assert objectives(run.cwd / "s") == whole
+    completed = [trial for trial in trials_of(run.cwd / "s") if trial.state == TrialState.COMPLETE]
+    assert sorted(trial.value for trial in completed) == sorted(whole.values())
+    more = start(*command, "hydra.sweeper.n_trials=13", "hydra.sweep.dir=s").finish()
+    assert re.findall("^sweep: trial (.*?),", more.output, re.MULTILINE) == ["13 of 13"]
+    other = start(*command, "trainer.batch_size=64,128,256", "hydra.sweep.dir=s", "hydra.sweeper.n_trials=14").finish(2)
+    assert "this search was begun with other lists (" in other.sentence
 
 
-def test_more_random_trials_go_on_with_the_same_jobs(start):
-    """Without Optuna."""
-    run = start(*PYTHON_TRAIN, *DRAWN, "sweep.search=random", "sweep.trials=2").finish()
-    first = results(run.cwd / "s")
-    run = start(*PYTHON_TRAIN, *DRAWN, "sweep.search=random", "sweep.trials=4").finish()
-    more = results(run.cwd / "s")
-    assert more[:2] == first
-    assert len({row.overrides for row in more}) == 4
+def test_hopeless_trials_are_pruned_with_a_snapshot_and_end_no_sweep(start):
+    words = ["model=mlp", "trainer.epochs=30", "optimizer.lr=tag(log,interval(1e-9,1))", PRUNER, "hydra.sweep.dir=s"]
+    run = start(*PYTHON_TRAIN, *SEARCH, *words, "hydra.sweeper.n_trials=6").finish()
+    found = states(run.cwd / "s")
+    pruned = [name for name, state in found.items() if state == "stopped"]
+    assert pruned
+    assert set(found.values()) == {"finished", "stopped"}
+    assert sum(trial.state == TrialState.PRUNED for trial in trials_of(run.cwd / "s")) == len(pruned)
+    for name in pruned:
+        assert list((run.cwd / "s" / name / "snapshots").glob("step_*[0-9]"))
+        assert f", {name} pruned\n" in run.output
 
 
-def test_the_test_number_of_the_best_of_16_settings_covers_chance_where_labels_are_random(start):
+def test_a_search_that_is_stopped_goes_on(start):
+    words = [*PYTHON_TRAIN, *SEARCH, *SPACE, "trainer.epochs=60", "hydra.sweeper.n_trials=2", "hydra.sweep.dir=s"]
+    run = start(*words)
+    wait_for(lambda: list((run.cwd / "s").glob("*/snapshots/step_*[0-9]")), "snapshot")
+    run.send(signal.SIGTERM)
+    run.finish(75)
+    assert "sweep: 1 stopped, in" in run.output
+    time.sleep(0.1)
+    more = start(*words).finish()
+    assert "resumed from" in more.output
+    assert len(runs_of(run.cwd / "s")) == 2
+
+
+def test_the_test_number_of_the_best_of_16_configurations_covers_chance_where_labels_are_random(start):
     """The number that chose is above chance. In the long run one such interval of 20 does not cover it."""
-    words = [
-        *own_data("support.own_data.random_labels"),
-        "model=linear",
-        "trainer.epochs=1",
-        "logger=[]",
-        "hydra.sweep.dir=s",
-    ]
-    lists = ["optimizer.lr=0.01,0.03,0.1,0.3", "trainer.batch_size=32,64,128,256"]
+    words = [*own_data("support.own_data.random_labels"), "model=linear", "trainer.epochs=1", "logger=[]"]
+    lists = ["optimizer.lr=0.01,0.03,0.1,0.3", "trainer.batch_size=32,64,128,256", "hydra.sweep.dir=s"]
     run = start(*PYTHON_TRAIN, "-m", *words, *lists, PYTHONPATH=ROOT / "tests").finish()
     ((chosen, test, low, high),) = re.findall(
         r"^choosing: +val/accuracy (\S+) is the best of 16, and so it is optimistic; "
-        r"test/accuracy (\S+) had no part in it \(95 %: (\S+) to (\S+), from 360 test samples\)$",
+        r"test/accuracy (\S+) had no part in it \(95 %: (\S+) to (\S+), from ",
         run.output,
         re.MULTILINE,
     )
-    objectives = [row.objective for row in results(run.cwd / "s")]
-    assert len(objectives) == 16
-    assert float(chosen) == pytest.approx(max(objectives), rel=1e-5)
-    assert float(low) <= 1 / 10 <= float(high)
-    assert float(low) <= float(test) <= float(high)
+    found = objectives(run.cwd / "s")
+    assert len(found) == 16
+    assert float(chosen) == pytest.approx(max(found.values()), rel=1e-5)
+    assert float(low) <= 1 / 10 <= float(high.rstrip(","))
+    assert float(low) <= float(test) <= float(high.rstrip(","))
     assert float(chosen) > 1 / 10

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.drill
 
 KILLS = int(os.environ.get("LOCKSTEP_KILLS", "3"))
 TRAINING = [
-    *PYTHON_TRAIN, "launch=fork", "launch.nproc_per_node=2", "strategy=fsdp", "snapshot.format=sharded",
+    *PYTHON_TRAIN, "launch=fork", "launch.nproc_per_node=2", "strategy=fsdp",
     "snapshot.every=1steps", "snapshot.keep_last=2", "model=mlp", "model.width=2048", "optimizer=adamw",
     "trainer.batch_size=32", "trainer.deterministic=true", "scheduler=constant", "logger=[]",
     "trainer.epochs=1000", f"trainer.max_steps={12 * KILLS}",
@@ -26,8 +26,8 @@ TRAINING = [
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """The parts that are being written: no snapshot names them yet."""
-    return [parts for parts in folder.glob("step_*.parts.*") if not (folder / f"{parts.name[:13]}.pt").exists()]
+    """The snapshots that are being written."""
+    return list(folder.glob("step_*.tmp"))
 
 
 def descendants(pid: int) -> list[int]:

@@ -128,8 +128,8 @@ def test_one_signal_under_a_launcher_that_has_words_and_codes_of_its_own(
 def test_under_nohup_a_closed_terminal_stops_nothing(start_faulty, tmp_path):
     run = start_in_phase(start_faulty, tmp_path, "launch=torchrun", "step", "nohup")
     run.send(HUP, "group")
-    seen = len(list((tmp_path / "run").glob("snapshots/step_*.pt")))
-    wait_for(lambda: len(list((tmp_path / "run").glob("snapshots/step_*.pt"))) > seen, "another snapshot")
+    seen = len(list((tmp_path / "run").glob("snapshots/step_*[0-9]")))
+    wait_for(lambda: len(list((tmp_path / "run").glob("snapshots/step_*[0-9]"))) > seen, "another snapshot")
     run.send(TERM, "group")
     run.finish(75)
 

@@ -45,7 +45,7 @@ def test_a_stop_in_an_evaluation_drops_it_and_a_resumed_run_repeats_it(start, tm
     os.kill(run.process.pid, signal.SIGTERM)
     run.finish(75)
     step = stopped_at(tmp_path / "run")
-    assert (tmp_path / f"run/snapshots/step_{step:08d}.pt").exists()
+    assert (tmp_path / f"run/snapshots/step_{step:08d}").exists()
     assert "val loss" not in run.output
     again = start(*command, PYTHONPATH=PATH).finish()
     assert f"epoch {2 if 'max_steps' in limits[0] else 1}/" in again.output

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from lockstep.snapshots.files import list_snapshots
 from support.commands import TRAIN
 from support.configs import composed
+from support.run_folders import newest_snapshot
 from support.worlds import in_world, train
 
 pytestmark = pytest.mark.drill
@@ -20,7 +19,7 @@ TWELVE = ["strategy=virtual_ranks", "strategy.count=12", "optimizer=adamw", "sch
 
 def snapshot_digest(folder: Path) -> str:
     """SHA-256 of weights, buffers and optimizer state of a run's last snapshot."""
-    saved = torch.load(list_snapshots(folder / "snapshots")[0], weights_only=True)
+    saved = newest_snapshot(folder)
     states = [value for state in saved["optimizer"].values() for value in state.values()]
     tensors = [*saved["model"].values(), *states]
     return hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in tensors)).hexdigest()

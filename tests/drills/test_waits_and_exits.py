@@ -98,4 +98,4 @@ def test_a_second_sigterm_beside_a_rank_that_hangs_ends_with_76_and_names_the_la
     run.send(signal.SIGTERM)
     run.finish(76)
     assert "the last good snapshot is " in run.output
-    assert "snapshots/step_00000004.pt; go on there with hydra.run.dir=" in run.output
+    assert "snapshots/step_00000004; go on there with hydra.run.dir=" in run.output

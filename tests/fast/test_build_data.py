@@ -15,8 +15,8 @@ from lockstep.data.build import build_data, check_channels, completed, prepare_f
 from lockstep.data.partition import seed_all
 from lockstep.data.source import class_count, of_each_sample, require_same_classes
 from lockstep.errors import ConfigError
-from lockstep.snapshots import data_fingerprint as fingerprint_module
-from lockstep.snapshots.data_fingerprint import data_fingerprint
+from lockstep.snapshots import fingerprint as fingerprint_module
+from lockstep.snapshots.fingerprint import data_fingerprint
 from support.configs import composed, with_values
 from support.own_data import Points
 from support.worlds import distance, in_world, train_all, weights
@@ -271,10 +271,13 @@ def test_of_tensors_that_are_too_large_rows_are_sampled(monkeypatch: pytest.Monk
     assert before != data_fingerprint(Tensors(torch.eye(1000)[:, :2], torch.zeros(1000)))
 
 
-def test_of_other_data_targets_are_sampled() -> None:
-    pairs: list[Any] = [(torch.rand(3), float(number)) for number in range(50)]
-    assert data_fingerprint(pairs).endswith(" of the length and 16 targets")
+def test_of_other_data_the_length_and_all_targets_count() -> None:
+    pairs = [(torch.rand(3), number) for number in range(50)]
     assert data_fingerprint(pairs) == data_fingerprint(pairs[:])
-    assert data_fingerprint(pairs) != data_fingerprint([(sample, target + 1) for sample, target in pairs])
     assert data_fingerprint(pairs) != data_fingerprint([*pairs, pairs[0]])
-    assert data_fingerprint([{"x": sample, "label": target} for sample, target in pairs]) == data_fingerprint(pairs)
+
+    def of(*targets: int) -> str:
+        return data_fingerprint(TensorDataset(torch.rand(3, 2), torch.tensor(targets)))
+
+    assert of(1, 2, 3).endswith(" of the length and targets")
+    assert of(1, 2, 3) == of(1, 2, 3) != of(1, 2, 4)

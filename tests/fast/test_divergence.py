@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from lockstep.errors import TrainingDiverged
+from lockstep.snapshots.files import list_snapshots
 from lockstep.training.nonfinite import broken_samples
 from support.configs import composed
 from support.digits import FEW
+from support.run_folders import contents
 from support.worlds import in_world, train
 
 SMALL = ["model=mlp", "logger=[]", "model.width=16", FEW, "scheduler=constant"]
@@ -29,8 +31,8 @@ def _diverge(configs: list[Any]) -> list[str]:
 
 
 def all_weights(folder: Path) -> list[torch.Tensor]:
-    files = [torch.load(path, weights_only=True) for path in folder.glob("snapshots/*.pt")]
-    return [weight for contents in files for weight in contents["model"].values() if weight.is_floating_point()]
+    saved = [contents(path) for path in list_snapshots(folder / "snapshots")]
+    return [weight for each in saved for weight in each["model"].values() if weight.is_floating_point()]
 
 
 def test_the_sentence_names_the_step_and_no_snapshot_has_weights_that_are_not_finite(tmp_path):
@@ -48,12 +50,12 @@ def test_the_sentence_names_the_step_and_no_snapshot_has_weights_that_are_not_fi
         for sentence in (log, save, epoch):
             # The first update makes the weights huge, the second step's loss shows it.
             assert sentence.startswith(("the loss is nan at step 2", "the loss is inf at step 2"))
-            assert "no snapshot was saved before" in sentence or "snapshots/step_00000001.pt" in sentence
+            assert "no snapshot was saved before" in sentence or "snapshots/step_00000001" in sentence
             assert sentence.endswith("or trainer.max_grad_norm=1.0")
         assert resumed.startswith(("the loss is nan at step 4", "the loss is inf at step 4"))
         assert f"the last good snapshot is {tmp_path}/good/snapshots/step_0000000" in resumed
     for name in ("log", "save", "epoch", "good"):
-        assert not list((tmp_path / name).glob("snapshots/best.*"))
+        assert not list((tmp_path / name).glob("snapshots/best_*"))
         assert all(weight.isfinite().all() for weight in all_weights(tmp_path / name))
     assert all_weights(tmp_path / "good")
     for name in ("log", "epoch"):
@@ -62,16 +64,16 @@ def test_the_sentence_names_the_step_and_no_snapshot_has_weights_that_are_not_fi
 
 def _break_a_weight(cfg: Any) -> str:
     """Weights that are not finite while the loss still is: an update can do that in the last step of a run."""
-    from lockstep.snapshots.manager import SnapshotManager
+    from lockstep.snapshots.checkpointer import Checkpointer
 
-    before = SnapshotManager.after_epoch
+    before = Checkpointer.after_epoch
 
-    def after_epoch(manager: SnapshotManager) -> None:
+    def after_epoch(manager: Checkpointer) -> None:
         with torch.no_grad():
             next(manager.run.strategy.model.parameters()).view(-1)[0] = float("inf")
         before(manager)
 
-    SnapshotManager.after_epoch = after_epoch  # type: ignore[method-assign]
+    Checkpointer.after_epoch = after_epoch  # type: ignore[method-assign]
     with pytest.raises(TrainingDiverged) as diverged:
         train(cfg)
     return str(diverged.value)
@@ -83,11 +85,11 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     assert sentence.startswith(
         "the weights are not finite at step 6; the last good snapshot is"
     ) or sentence.startswith("the weights are not finite at step 6; no snapshot was saved before")
-    assert not list(tmp_path.glob("snapshots/step_*"))
+    assert not list(tmp_path.glob("snapshots/step_*[0-9]"))
     assert not (tmp_path / "model.pt").exists()
 
 
 def test_rows_that_are_not_those_of_the_samples_name_none() -> None:
     broken, packed = torch.full((4, 2), math.nan), torch.full((3, 2), math.nan)
-    assert {number for number, _, _ in broken_samples(torch.arange(4), broken, torch.zeros(4))} == {0, 1, 2, 3}
+    assert broken_samples(torch.arange(4), broken, torch.zeros(4)) == [0, 1, 2, 3]
     assert broken_samples(torch.arange(4), packed, torch.tensor(math.nan)) == []

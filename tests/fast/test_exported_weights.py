@@ -1,6 +1,5 @@
 """What a run leaves at its end: its last weights, and its best ones if these are others."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -39,10 +38,8 @@ def test_the_best_weights_have_a_file_of_their_own_if_they_are_not_the_last(tmp_
     loaded = lockstep.load(tmp_path / "worse", which="best").net.state_dict()
     assert all(torch.equal(first[name], loaded[name]) for name in loaded)
     # A rank that died while it wrote the best snapshot has left that of another step.
-    snapshots = tmp_path / "worse" / "snapshots"
-    newest = max(path.stem for path in snapshots.glob("step_*"))
-    for other in snapshots.glob(f"{newest}.*"):
-        shutil.copy(other, snapshots / f"best{other.suffix}")
+    (best,) = (tmp_path / "worse" / "snapshots").glob("best_*")
+    best.rename(best.with_name("best_00000099"))
     (tmp_path / "worse" / "model.pt").unlink()
     in_world(2, train_all, [worse])
     assert sorted(path.name for path in (tmp_path / "worse").glob("*.pt")) == ["model.pt"]
@@ -53,10 +50,10 @@ def test_outputs_with_nan_are_the_same_as_outputs_with_nan() -> None:
     require_same_outputs(ours, ours.clone(), "onnx")
     heads = {"left": torch.zeros(2), "right": (torch.ones(3), torch.empty(0))}
     require_same_outputs(heads, [torch.zeros(2), torch.ones(3), torch.empty(0)], "onnx")
-    with pytest.raises(ConfigError, match="the exported net gives another number of tensors"):
+    with pytest.raises(ConfigError, match="the exported net gives other outputs .*length"):
         require_same_outputs(heads, [torch.zeros(2), torch.ones(3)], "onnx")
     for place, value in ((0, 1.1), (0, torch.nan), (1, 0.0), (2, -torch.inf)):
         theirs = ours.clone()
         theirs[place] = value
-        with pytest.raises(ConfigError, match="the exported net gives values that differ by"):
+        with pytest.raises(ConfigError, match="the exported net gives other outputs .*not close"):
             require_same_outputs(ours, theirs, "onnx")

@@ -1,103 +1,142 @@
-"""What loggers write, and what happens when one of them cannot."""
+"""What loggers write, and what happens when one of them cannot. Event files are read by TensorBoard's own backend."""
 
 import csv
+import logging
+import os
 import resource
+import shlex
+import termios
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lockstep.loggers import base
-from lockstep.loggers.base import Logger, LoggerList
+from lockstep.cli import with_overrides_of_run
+from lockstep.config.record import RECORD
+from lockstep.errors import path_value
+from lockstep.loggers import base, tensorboard
+from lockstep.loggers.base import EpochSummary, Logger, Loggers
+from lockstep.loggers.console import ConsoleLogger, ProgressBarLogger
 from lockstep.loggers.csv_logger import CSVLogger
-from lockstep.loggers.tensorboard import TensorBoardLogger
-from support.event_files import scalars
+from lockstep.loggers.rank_logs import RankLogs
+from lockstep.loggers.tensorboard import TensorBoardLogger, hyperparameters
+from lockstep.runs.record import RunRecord, read_run
+from support.event_files import Backend, images, read, scalars
 from support.logged import epoch, run_info
 
 
 class Recorder(Logger):
     """Notes its calls in a list that several of them share. Raises `error` if it has one."""
 
-    def __init__(self, name, calls, error=None):
+    images = 1
+
+    def __init__(self, name: str, calls: list[str], error: Exception | None = None) -> None:
         self.name, self.calls, self.error = name, calls, error
 
-    def _note(self, what):
+    def _note(self, what: str) -> None:
         self.calls.append(f"{self.name} {what}")
         if self.error is not None:
             raise self.error
 
-    def on_epoch_start(self, epoch, epochs, samples, samples_done):
-        self._note("on_epoch_start")
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self._note(f"log {step}")
 
-    def log_metrics(self, metrics, step):
-        self._note(f"log_metrics {step}")
+    def image(self, tag: str, image: torch.Tensor, step: int) -> None:
+        self._note(f"image {tag} {step}")
 
-    def on_epoch_end(self, summary):
-        self._note("on_epoch_end")
-
-    def close(self):
+    def close(self) -> None:
         self._note("close")
 
 
-def test_a_logger_that_cannot_write_costs_one_warning_a_minute(caplog, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ZeroDivisionError("a bug")])
+def test_a_logger_that_fails_costs_one_warning(caplog: pytest.LogCaptureFixture, error: Exception) -> None:
     calls: list[str] = []
-    full = OSError(28, "No space left on device")
-    loggers = LoggerList([Recorder("broken", calls, full), Recorder("whole", calls)])
-    for step in (1, 2, 3):
-        loggers.log_metrics({"train/lr": 0.1}, step)
-    assert calls == [f"{name} log_metrics {step}" for step in (1, 2, 3) for name in ("broken", "whole")]
-    (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning == "Recorder cannot write ([Errno 28] No space left on device); training goes on"
-    monkeypatch.setattr(base, "WARN_SECONDS", 0.0)
-    loggers.close()
-    assert len(caplog.records) == 2
-    assert calls[-2:] == ["whole close", "broken close"]
+    with Loggers([Recorder("broken", calls, error), Recorder("whole", calls)]) as loggers:
+        for step in (1, 2):
+            loggers.log({"train/lr": 0.1}, step)
+    assert calls == [f"{name} {what}" for what in ("log 1", "log 2", "close") for name in ("broken", "whole")]
+    (warning,) = caplog.records
+    assert (
+        warning.getMessage() == f"Recorder loses a part of this run ({type(error).__name__}: {error}); training goes on"
+    )
+    assert bool(warning.exc_info) == isinstance(error, ZeroDivisionError)  # a full disk needs no traceback
 
 
-def test_a_logger_with_a_bug_ends_the_run():
-    with pytest.raises(ZeroDivisionError):
-        LoggerList([Recorder("bug", [], ZeroDivisionError())]).log_metrics({"train/lr": 0.1}, 1)
+def test_a_logger_that_cannot_start_is_left_out(tmp_path: Path) -> None:
+    class Late(Recorder):
+        def start(self, run: Any) -> None:
+            self._note("start")
 
-
-def test_ends_reach_the_loggers_in_reverse_order():
     calls: list[str] = []
-    loggers = LoggerList([Recorder("first", calls), Recorder("second", calls)])
-    loggers.on_epoch_start(1, 2, 1437, 0)
-    loggers.on_epoch_end(epoch(1))
-    assert calls == [
-        "first on_epoch_start",
-        "second on_epoch_start",
-        "second on_epoch_end",
-        "first on_epoch_end",
-    ]
+    loggers = Loggers([Late("gone", calls, ConnectionError("no service")), Late("there", calls)])
+    loggers.start(run_info(tmp_path))
+    loggers.log({"train/lr": 0.1}, 1)
+    assert calls == ["gone start", "there start", "there log 1"]
 
 
-def rows(folder):
+def test_images_are_drawn_once_for_all_loggers_at_the_step_of_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, drawn = list[str](), list[int]()
+    loggers = Loggers([Recorder("a", calls), Recorder("b", calls), ConsoleLogger()])
+    loggers.start(run_info(tmp_path))
+    for step in (10, 20):
+        loggers.draw("test", lambda step=step: drawn.append(step) or {"test/worst": torch.zeros(3, 4, 4)}, step)  # type: ignore[misc]
+    assert drawn == []  # the epochs are short
+    loggers.end(run_info(tmp_path), "stopped")
+    assert drawn == [20]
+    assert calls == ["a image test/worst 20", "b image test/worst 20"]
+    monkeypatch.setattr(base, "DRAWING_SHARE", 1e9)
+    loggers.draw("test", lambda: drawn.append(30) or {}, 30)  # type: ignore[func-returns-value]
+    assert drawn == [20, 30]
+
+
+def test_run_json_has_how_the_run_ended(tmp_path: Path) -> None:
+    for error, state, code in ((KeyboardInterrupt(), "stopped", 130), (ValueError("x"), "failed", 1)):
+        with suppress(type(error)), Loggers([], RunRecord(tmp_path, ("val/accuracy", "max"))) as loggers:
+            loggers.start(run_info(tmp_path))
+            loggers.log({"train/lr": 0.1}, 7)
+            raise error
+        last = read_run(tmp_path)["starts"][-1]
+        assert (last["state"], last["exit_code"], last["to_step"]) == (state, code, 7)
+
+
+# The table and the curves.
+
+
+def rows(folder: Path) -> list[tuple[int, str, float]]:
     with (folder / "metrics.csv").open() as file:
         return [(int(row["step"]), row["tag"], float(row["value"])) for row in csv.DictReader(file)]
 
 
-def log_run(folder, epochs, start_step=0, closes=True):
-    """What a run of `epochs` epochs of two steps sends to TensorBoard and CSV."""
-    loggers = LoggerList([TensorBoardLogger(folder, images=0), CSVLogger(folder)])
-    loggers.on_fit_start(run_info(folder, start_step))
+def log_run(folder: Path, epochs: Sequence[int], step: int = 0, state: str = "finished", **changes: Any) -> None:
+    """What a run of `epochs` of two steps sends to TensorBoard and CSV. state: killed: it does not end."""
+    folder.mkdir(exist_ok=True, parents=True)
+    if any(folder.iterdir()):
+        time.sleep(1)  # TensorBoard reads files in the order of their names, which have the second
+    loggers, info = Loggers([TensorBoardLogger(folder, images=1), CSVLogger(folder)]), run_info(folder, step, **changes)
+    loggers.start(info)
     for number in epochs:
-        loggers.log_metrics({"train/running_loss": 3 / number, "train/lr": 0.1 * number}, 2 * number - 1)
-        loggers.on_epoch_end(epoch(number))
-    if closes:
+        loggers.log({"train/running_loss": 3 / number, "train/lr": 0.1 * number}, 2 * number - 1)
+        best = {"best": {"accuracy": 0.75}, "best_step": 2}
+        loggers.epoch(replace(epoch(number), **best))  # type: ignore[arg-type]
+    if state != "killed":
+        loggers.end(info, state)
         loggers.close()
 
 
-TAGS = {
-    "train/running_loss",
-    "train/lr",
-    "speed/samples_per_s",
-    "train/loss",
-    "train/accuracy",
-    "val/loss",
-    "val/accuracy",
-}
+TAGS = {"train/running_loss", "train/lr", "speed/samples_per_s", "train/loss", "train/accuracy", "val/loss"}
+TAGS |= {"val/accuracy", "best/accuracy"}
 
 
-def test_tensorboard_and_csv_have_the_same_numbers(tmp_path):
+def test_tensorboard_and_csv_have_the_same_numbers(tmp_path: Path) -> None:
     log_run(tmp_path, [1, 2])
     found = scalars(tmp_path)
     assert found.keys() == TAGS
@@ -108,54 +147,204 @@ def test_tensorboard_and_csv_have_the_same_numbers(tmp_path):
     assert [(step, tag) for step, tag, _ in points] == [(step, tag) for step, tag, _ in sorted(rows(tmp_path))]
     for (_, tag, in_events), (_, _, in_csv) in zip(points, sorted(rows(tmp_path)), strict=True):
         assert in_events == pytest.approx(in_csv, rel=1e-6), tag
-    assert (1, "train/running_loss", 3.0) in rows(tmp_path)
 
 
-def test_a_resumed_run_drops_the_points_after_its_snapshot(tmp_path):
-    log_run(tmp_path, [1, 2, 3], closes=False)  # killed after epoch 3, with a snapshot of epoch 1
-    log_run(tmp_path, [2, 3], start_step=2)
-    steps = {"train/running_loss": [1, 3, 5], "val/loss": [2, 4, 6]}
+def test_a_resumed_run_drops_the_points_after_its_snapshot(tmp_path: Path) -> None:
+    """What was logged before the kill is there: nothing waits in memory."""
+    log_run(tmp_path, [1, 2, 3], state="killed")  # with a snapshot of epoch 1
+    with (tmp_path / "metrics.csv").open("ab") as file:  # bytes that a crash of the machine leaves
+        file.write(b"2,\xff\xfe\x00,x\n" + bytes(100) + b"\n2,test/long," + b"9" * 200_000 + b"\n2,test/acc")
+    log_run(tmp_path, [2, 3], step=2, config={"trainer.epochs": 3})
     found = scalars(tmp_path)
-    for tag, expected in steps.items():
+    for tag, expected in {"train/running_loss": [1, 3, 5], "val/loss": [2, 4, 6]}.items():
         assert [step for step, _ in found[tag]] == expected
         assert [step for step, name, _ in rows(tmp_path) if name == tag] == expected
-
-
-def test_a_fresh_run_empties_an_old_table(tmp_path):
-    log_run(tmp_path, [1, 2])
-    log_run(tmp_path, [1])
+    log_run(tmp_path, [1])  # a fresh run in an old folder
     assert {step for step, _, _ in rows(tmp_path)} == {1, 2}
+    assert [step for step, _ in scalars(tmp_path)["val/loss"]] == [2]
 
 
-def test_a_table_cut_off_by_a_kill_is_read_as_far_as_it_is_whole(tmp_path):
-    log_run(tmp_path, [1])
-    whole = rows(tmp_path)
-    with (tmp_path / "metrics.csv").open("a") as file:
-        file.write("2,test/acc")
-    log_run(tmp_path, [], start_step=2)
-    assert rows(tmp_path) == whole
+def test_the_hparams_table_has_the_keys_of_all_runs_and_numbers_are_numbers(tmp_path: Path) -> None:
+    log_run(tmp_path / "a", [1, 2], config={"optimizer.lr": 0.1, "trainer.compile": False}, options={"model": "mlp"})
+    log_run(tmp_path / "sweep" / "b", [1], state="stopped", config={"optimizer.lr": 1, "model.width": 8})
+    backend = Backend(tmp_path)
+    columns = {one["name"]: (one["type"].removeprefix("DATA_TYPE_"), one["differs"]) for one in backend.columns()}
+    assert columns == {
+        "optimizer.lr": ("FLOAT64", True),
+        "trainer.compile": ("STRING", False),
+        "model": ("STRING", False),
+        "model.width": ("FLOAT64", False),
+        "world_size": ("FLOAT64", False),
+    }
+    found = backend.rows()
+    values = {"optimizer.lr": 0.1, "trainer.compile": "false", "model": "mlp", "world_size": 1}
+    assert found["a"].hyperparameters == values
+    assert (found["a"].metrics["val/accuracy"], found["a"].metrics["best/accuracy"]) == (0.25, 0.75)
+    assert (found["a"].status, found["sweep/b"].status) == ("STATUS_SUCCESS", "STATUS_UNKNOWN")
+    assert backend.runs() == ["a", "sweep/b"]
+    shown = backend.layout()  # equal layouts are shown once
+    assert [category["title"] for category in shown] == ["results", "training", "speed"]
+    charts = {chart["title"]: chart["multiline"]["tag"] for category in shown for chart in category["chart"]}
+    assert charts["loss"] == ["^(train|val|test)/loss$"]
+    (text,) = read(tmp_path / "a").Tensors("config/text_summary")
+    assert text.tensor_proto.string_val[0].decode() == "```yaml\noptimizer.lr: 0.1\ntrainer.compile: false\n```"
 
 
-def test_tensorboard_goes_on_when_a_full_disk_has_room_again(tmp_path):
+def test_an_image_is_shown_at_its_step(tmp_path: Path) -> None:
+    info = run_info(tmp_path)
+    with Loggers([TensorBoardLogger(tmp_path, images=1), TensorBoardLogger(tmp_path / "none", images=0)]) as loggers:
+        loggers.start(info)
+        loggers.draw("test", lambda: {"test/worst_first": torch.ones(3, 5, 7)}, 42)
+        loggers.end(info, "finished")
+    step, picture = images(tmp_path)["test/worst_first"]
+    assert (step, picture.size, picture.getpixel((0, 0))) == (42, (7, 5), (255, 255, 255))
+    assert not images(tmp_path / "none")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_goes_on_when_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorboard, "RETRY_SECONDS", 0.0)
     logger = TensorBoardLogger(tmp_path, images=0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     lost = []
-    for step, room in enumerate((20, before[0], 200, before[0]), start=1):
+    for step, room in enumerate((before[0], 20, before[0], before[0]), start=1):
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))  # bytes of a file, as on a disk without more
         try:
-            logger.log_metrics({"train/lr": 0.1, "x" * 100: 1.0}, step)
+            logger.log({"train/lr": 0.1, "x" * 100: 1.0}, step)
         except OSError:
             lost.append(step)
+            time.sleep(1)  # as above
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert lost == [1, 3]
-    assert [step for step, _ in scalars(tmp_path)["train/lr"]] == [2, 4]
+    assert lost == [2]
+    assert [step for step, _ in scalars(tmp_path)["train/lr"]] == [1, 3, 4]
 
 
-def test_a_table_with_bytes_that_are_no_text_loses_only_their_rows(tmp_path):
-    log_run(tmp_path, [1])
-    whole = rows(tmp_path)
-    with (tmp_path / "metrics.csv").open("ab") as file:
-        file.write(b"2,\xff\xfe\x00,x\n" + bytes(100) + b"\n" + b"2,test/long," + b"9" * 200_000 + b"\n")
-    log_run(tmp_path, [], start_step=2)
-    assert rows(tmp_path)[: len(whole)] == whole
+def test_keys_and_options_are_columns_and_places_and_nulls_are_not() -> None:
+    kept = {"optimizer.lr": 0.1, "trainer.compile": False, "dataset.mean": [0.5, 1], "my_own.key": "text"}
+    dropped = {"run_dir": "a", "data_dir": "b", "logger.csv.run_dir": "a", "model._target_": "x.y", "trainer.ema": None}
+    dropped |= {"snapshot.every": "1epochs", "backend.timeout": 300, "tags": ["a"], "notes": "b"}
+    options = {"model": "mlp", "launch": "fork", "backend": "gloo", "experiment": None}
+    found = hyperparameters({"config": kept | dropped, "options": options, "start": {"world_size": 4}})
+    assert found == kept | {"trainer.compile": "false", "dataset.mean": "[0.5,1]", "model": "mlp", "world_size": 4}
+
+
+# The console.
+
+
+def test_the_console_shows_one_line_an_epoch_and_three_at_the_end(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO)
+    console, info = ConsoleLogger(), run_info(tmp_path / "it's a run", world_size=3)
+    console.start(info)
+    console.epoch(epoch(1))
+    console.epoch(replace(epoch(2), best={"accuracy": 0.875}, best_step=2))
+    info.run.progress = SimpleNamespace(step=4, best=0.875, best_step=2)
+    test = {"step": 2, "metrics": {"loss": 0.5, "accuracy": 0.75}, "samples": 100, "errors": {"loss": 0.01}}
+    ended = replace(info, last={"loss": 0.25, "accuracy": 0.96875}, test=test)
+    console.end(ended, "finished")
+    said = caplog.messages[:]
+    assert said == [
+        "1293 training, 144 validation and 360 test samples; batches of 64 samples, 21 or 22 for each of 3 ranks",
+        "epoch 1/2   step 2   train loss 1.0000 accuracy 0.5000   val loss 2.0000 accuracy 0.2500   1234 samples/s",
+        "epoch 2/2   step 4   train loss 0.5000 accuracy 0.5000   val loss 1.0000 accuracy 0.2500   1234 samples/s",
+        "finished: val loss 0.2500, accuracy 0.9688",
+        "best:       val/accuracy 0.8750 at step 2",
+        "test:       loss 0.5000 (0.4804 to 0.5196), accuracy 0.7500 (0.6570 to 0.8245), with the weights of step 2, "
+        "chosen on val",
+        f"run folder: {tmp_path}/it's a run",
+        *said[-2:],
+    ]
+    evaluate = ["python", "src/train.py", "mode=evaluate", f"resume={path_value(info.run.config.run_dir)}"]
+    assert shlex.split(said[-2].partition(":")[2]) == evaluate
+    assert shlex.split(said[-1].partition(":")[2]) == ["tensorboard", "--logdir", str(tmp_path / "it's a run")]
+    caplog.clear()
+    console.end(replace(ended, facts=ended.facts | {"sweep": "s"}), "finished")
+    assert [line.partition(":")[0] for line in caplog.messages] == ["finished", "best", "test"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "batch_size", "end"), [(1, 64, "64 samples"), (2, 64, "64 samples, 32 for each of 2 ranks")]
+)
+def test_the_console_shows_the_share_of_a_rank(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, world_size: int, batch_size: int, end: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    ConsoleLogger().start(run_info(tmp_path, 0, world_size, batch_size))
+    assert caplog.messages[0].endswith(f"batches of {end}")
+
+
+def test_no_progress_bar_without_a_terminal(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    bar = ProgressBarLogger()
+    bar.start(run_info(tmp_path))
+    bar.log({"train/running_loss": 0.125}, 1)
+    bar.close()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("columns", [50, 80])
+def test_the_progress_bar_on_a_terminal_counts_samples_and_a_log_line_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, columns: int
+) -> None:
+    reading, writing = os.openpty()
+    termios.tcsetwinsize(writing, (24, columns))
+    with os.fdopen(reading, "rb", buffering=0) as screen, os.fdopen(writing, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(terminal)])
+        info = run_info(tmp_path, batch_size=5)
+        info.run.loaders.train, info.run.config.trainer.epochs = range(100), 5
+        info.run.progress = SimpleNamespace(epoch=1, samples=30)  # resumed in mid-epoch
+        bar = ProgressBarLogger()
+        bar.start(info)
+        bar.log({"train/running_loss": 0.125}, 26)
+        bar.bar.refresh()
+        shown = read_until(screen, "loss=0.1250")  # a terminal may hand over the first part of a line alone
+        logging.getLogger("lockstep").warning("rank 1 is slow")
+        line = read_until(screen, "rank 1 is slow")
+        info.run.progress.samples = 100
+        bar.log({"train/running_loss": 0.5}, 40)
+        bar.epoch(epoch(2))
+        read_until(screen, " " * 20)
+        bar.close()
+    for part in ("epoch 2/5:  30%", "30/100, loss=0.1250", *(["<", " samples/s]"] if columns == 80 else [])):
+        assert part in shown
+    assert line.partition("rank 1 is slow")[0].split("\r")[-1].strip() == ""
+
+
+def read_until(screen: Any, text: str) -> str:
+    """What the terminal shows, up to `text` and what came with it. Blocks without it, until pytest's timeout."""
+    shown = ""
+    while text not in shown:
+        shown += screen.read(4096).decode()
+    return shown
+
+
+@pytest.mark.parametrize("folder", ["1_optimizer.lr=0.01", "it's", 'a "b" c', "a\\b", "plain/1.5"])
+def test_the_evaluation_that_is_advised_can_be_typed(tmp_path: Path, folder: str) -> None:
+    """A sweep's folders have = in their names."""
+    (tmp_path / folder / RECORD).mkdir(parents=True)
+    (tmp_path / folder / RECORD / "overrides.yaml").write_text("[]")
+    line = shlex.join(["mode=evaluate", f"resume={path_value(tmp_path / folder)}"])
+    found = with_overrides_of_run(shlex.split(line))
+    (log_folder,) = [word for word in found if word.startswith("hydra.run.dir=")]
+    assert OverridesParser.create().parse_override(log_folder).value() == str(tmp_path / folder / "evaluate")
+
+
+def test_what_is_logged_before_the_files_are_open_is_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    logs = RankLogs(0)
+    root.warning("rank 0 of 2")
+    logs.open(tmp_path)
+    root.warning("epoch 1/2")
+    for name in ("train.log", "logs/rank0.log"):
+        lines = (tmp_path / name).read_text().splitlines()
+        assert [line.partition(" - ")[2] for line in lines] == ["rank 0 of 2", "epoch 1/2"]
+    logs.leave_console()
+    assert root.handlers == logs.files
+
+
+def test_a_summary_has_flat_names() -> None:
+    summary = EpochSummary(1, 2, 3, {"train": {"loss": 1.0}}, 5.0, {"accuracy": 0.5}, 3, {"tokens": 10.0})
+    assert summary.flat() == {"speed/samples_per_s": 5.0, "speed/tokens_per_s": 10.0, "train/loss": 1.0}

@@ -115,13 +115,13 @@ def test_schedules_are_their_formulas() -> None:
     assert rates(schedules.constant, 5) == [2.0] * 5
     step = partial(schedules.step, step_epochs=2, gamma=0.1)
     assert rates(step, 17) == pytest.approx([2.0] * 8 + [0.2] * 8 + [0.02])
-    cosine = rates(partial(schedules.cosine, warmup_epochs=0.5, final_lr_ratio=0.1), 12)
+    cosine = rates(partial(schedules.decay, shape="cosine", warmup_epochs=0.5, final_lr_ratio=0.1), 12)
     assert cosine[:3] == pytest.approx([1.0, 2.0, 2.0])
     assert cosine[7] == pytest.approx(2 * (0.1 + 0.9 * 0.5))
     expected = [2 * (0.1 + 0.9 * (1 + math.cos(math.pi * n / 10)) / 2) for n in range(10)]
     assert cosine[2:] == pytest.approx(expected)
-    assert rates(partial(schedules.cosine, warmup_epochs=0, final_lr_ratio=0), 4)[0] == 2.0
-    line = rates(partial(schedules.linear_decay, warmup_epochs=0.5, final_lr_ratio=0.1), 12)
+    assert rates(partial(schedules.decay, shape="cosine", warmup_epochs=0, final_lr_ratio=0), 4)[0] == 2.0
+    line = rates(partial(schedules.decay, shape="linear", warmup_epochs=0.5, final_lr_ratio=0.1), 12)
     assert line == pytest.approx([1.0, 2.0, *[2 * (1 - 0.9 * n / 10) for n in range(10)]])
 
 

@@ -37,7 +37,7 @@ WRONG = {
     NET: "test_nodes.Net needs width; type +model.width=<value>",
     f"{NET} +model.widht=3": "test_nodes.Net takes no widht, but width, depth; type ~model.widht +model.width=3",
     f"{NET} +model.width=3 +model.x=1 +model.y=2": "takes no x or y, but depth; type ~model.x ~model.y",
-    "model._target_=nowhere.Net": "(ModuleNotFoundError: No module named 'nowhere'); type --config-dir=",
+    "model._target_=nowhere.Net": "No module named 'nowhere'); type PYTHONPATH=<the folder of nowhere.py> before",
     "model._target_=test_nodes.Nett": "; type model._target_=test_nodes.Net",
     "model._target_=test_nodes.NET": "(TypeError: it is neither a class nor a function); type model=convnet",
     "model._target_=Net": "(ImportError: it names no module and class); type model=convnet",
@@ -58,7 +58,11 @@ def test_a_node_that_does_not_fit_is_refused(typed: str) -> None:
 @pytest.mark.parametrize(
     ("module", "reason", "advice"),
     [
-        ("import nothere_at_all", "No module named 'nothere_at_all'", "pip install nothere_at_all"),
+        (
+            "import nothere_at_all",
+            "No module named 'nothere_at_all'",
+            "PYTHONPATH=<the folder of nothere_at_all.py> before the command, or pip install nothere_at_all",
+        ),
         ("1 / 0", "ZeroDivisionError: division by zero", "model=convnet"),
         ("def", "SyntaxError: invalid syntax", "model=convnet"),
     ],

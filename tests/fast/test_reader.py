@@ -251,7 +251,7 @@ def test_an_iterable_data_set_with_getitem_is_read_by_number() -> None:
 def refusal(of_ranks: list[int]) -> str:
     """What a rank says whose stream begins with its own number, in this world."""
     from lockstep.distributed.world import require_same_data
-    from lockstep.snapshots.data_fingerprint import data_fingerprint
+    from lockstep.snapshots.fingerprint import data_fingerprint
 
     with join_world("gloo", 60) as world:
         items = Items(9, 9, of_ranks[world.rank])

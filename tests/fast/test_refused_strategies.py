@@ -14,6 +14,7 @@ from support.configs import composed
 
 THREE = ["launch=spawn", "launch.nproc_per_node=3"]
 TENSOR = ["strategy=tensor_parallel", "model=mlp"]
+PLAN = "strategy.parallelize_plan="
 ADAFACTOR = ["optimizer._target_=torch.optim.Adafactor"]
 ASYNC = ["strategy=async_parameter_server", *THREE]
 
@@ -30,13 +31,13 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         ),
         (["strategy=fsdp", "optimizer.fused=true"], "type optimizer.fused=false"),
         ([*ADAFACTOR, "strategy=fsdp", *THREE], "torch's Adafactor cannot step on parts of weights; type strategy=ddp"),
-        (["strategy=fsdp", "strategy.replicas=2", *THREE], "of two or more of 3 ranks; type strategy.replicas=1"),
+        (["strategy=fsdp", "strategy.replicate=2", *THREE], "of two or more of 3 ranks; type strategy.replicate=1"),
         (["strategy=pipeline", "sync_bn=on"], "type sync_bn=off"),
         (["strategy=pipeline", "trainer.precision=fp16"], "type trainer.precision=bf16"),
         (["strategy=pipeline", "trainer.compile=true"], "type trainer.compile=false"),
-        ([*TENSOR, "strategy.replicas=2", *THREE], "type strategy.replicas=1, or strategy=ddp"),
-        ([*TENSOR, "strategy.replicas=3", *THREE], "type strategy.replicas=1, or strategy=ddp"),
-        ([*TENSOR, "strategy.plan=[{1:column}]"], r"type strategy.plan=\[{1:colwise}\]"),
+        ([*TENSOR, "strategy.replicate=2", *THREE], "type strategy.replicate=1, or strategy=ddp"),
+        ([*TENSOR, "strategy.replicate=3", *THREE], "type strategy.replicate=1, or strategy=ddp"),
+        ([*TENSOR, "strategy.parallelize_plan=[{1:column}]"], r"type strategy.parallelize_plan=\[{1:colwise}\]"),
         ([*TENSOR, "gradient_sync=ring"], "type strategy=ddp gradient_sync=ring"),
         ([*TENSOR, "sync_bn=on"], "type sync_bn=off"),
         ([*TENSOR, "trainer.precision=fp16"], "type trainer.precision=bf16"),
@@ -58,7 +59,6 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         ([*ASYNC, "trainer.deterministic=true"], "type trainer.deterministic=false"),
         ([*ASYNC, "trainer.precision=fp16"], "type trainer.precision=bf16"),
         ([*ASYNC, "snapshot.every=5steps"], "type snapshot.every=1epochs"),
-        (["snapshot.format=sharded", *THREE], "type snapshot.format=auto, or strategy=fsdp"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -74,8 +74,8 @@ def test_what_does_not_go_together_is_refused(typed: list[str], said: str) -> No
         ["strategy=pipeline", "model=mlp", "model.depth=3", "trainer.batch_size=2", *THREE],
         ["strategy=virtual_ranks", "strategy.count=6", *THREE],
         ["strategy=fsdp", "watch.nan=skip", *THREE],
-        [*TENSOR, "strategy.plan=[{1:colwise},{4:rowwise},{7:gathered}]", "watch.nan=skip", "launch=spawn"],
-        [*TENSOR, "strategy.plan=[{1:colwise},{4:rowwise},{7:gathered}]", "launch=spawn"],
+        [*TENSOR, "strategy.parallelize_plan=[{1:colwise},{4:rowwise},{7:gathered}]", "watch.nan=skip", "launch=spawn"],
+        [*TENSOR, "strategy.parallelize_plan=[{1:colwise},{4:rowwise},{7:gathered}]", "launch=spawn"],
         ["strategy=fsdp", "optimizer=muon", *THREE],
         [*ADAFACTOR, *THREE],
         ASYNC,
@@ -91,11 +91,23 @@ def test_what_goes_together_is_accepted(typed: list[str]) -> None:
     ("typed", "ranks", "said"),
     [
         (["strategy=fsdp", "strategy.wrap_classes=[Nothing]"], 3, r"type strategy.wrap_classes=\[\]"),
-        ([*TENSOR, "strategy.plan=[{1:colwise},{3:rowwise}]"], 2, "3 is a Dropout.*type strategy.plan="),
-        ([*TENSOR, "strategy.plan=[{1:colwise}]"], 3, "128 outputs of 1 into 3 .*launch.nproc_per_node=2"),
-        ([*TENSOR, "strategy.plan=[{7:colwise}]"], 2, r"no rowwise .* or strategy.plan=\[{7:gathered}\]"),
-        ([*TENSOR, "strategy.plan=[{7:rowwise}]"], 2, "no colwise layer makes them; type strategy.plan="),
-        (TENSOR, 2, "type model=gpt, or strategy.plan="),
+        (
+            [*TENSOR, f"{PLAN}[{{1:colwise}},{{3:rowwise}}]"],
+            2,
+            f"3 is a Dropout.*type {PLAN}",
+        ),
+        ([*TENSOR, f"{PLAN}[{{1:colwise}}]"], 3, "128 outputs of 1 into 3 .*launch.nproc_per_node=2"),
+        (
+            [*TENSOR, f"{PLAN}[{{7:colwise}}]"],
+            2,
+            r"no rowwise .* or .*parallelize_plan=\[{7:gathered}\]",
+        ),
+        (
+            [*TENSOR, f"{PLAN}[{{7:rowwise}}]"],
+            2,
+            f"no colwise layer makes them; type {PLAN}",
+        ),
+        (TENSOR, 2, "type model=gpt, or strategy.parallelize_plan="),
         (["model=toy_parallel", "strategy=model_parallel", "strategy.devices=3"], 3, "type model=mlp"),
     ],
 )

@@ -8,15 +8,11 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
-
-import torch
+from typing import Any
 
 from lockstep.distributed.run_folder import HeldFolder
-from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.modes.train import Train
-from lockstep.snapshots.resume import write_hydra_files
 from support.commands import wait_for
 from support.configs import composed, parts_of, record_of
 from support.digits import FEW
@@ -59,17 +55,10 @@ def test_the_record_of_a_run_belongs_to_the_run_that_holds_the_folder(tmp_path):
     assert contents(hydra) == first
     held_folder.release()
 
-    # Steps 2 and 3 have a config of their own. The last start has nothing to train.
+    # The last start has nothing to train.
     jobs = [({"max_steps": 3}, second), ({"max_steps": 2}, {"config.yaml": "third"})]
     assert in_world(1, _train_with_records, cfg, jobs) == [["", ""]]
-    assert contents(hydra) == second | {"config.until_step_00000001.yaml": "first"}
-
-
-def test_a_start_that_saved_no_step_does_not_replace_the_record_of_those_before(tmp_path):
-    world = World(0, 1, 0, 1, torch.device("cpu"), cast(Any, None), 1, cast(Any, None))
-    for text in ("first", "saved no step", "third"):
-        write_hydra_files(world, tmp_path, {"config.yaml": text}, step=30)
-    assert contents(tmp_path / ".hydra") == {"config.yaml": "third", "config.until_step_00000030.yaml": "first"}
+    assert contents(hydra) == second
 
 
 def _hold_and_fork(folder: str) -> None:

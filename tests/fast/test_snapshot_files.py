@@ -1,18 +1,33 @@
-"""Snapshot files: whole or not at all, whatever moment a run is killed at."""
+"""Snapshots on the disk: whole or not at all, whatever moment a run is killed at; any part of a tensor can be read."""
 
+import json
 import os
-import threading
+import re
+import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.snapshots.files import list_snapshots, remove_leftovers, save_snapshot, step_of
-from lockstep.snapshots.manager import BackgroundWriter, SaveInterval
-from lockstep.snapshots.resume import (
+from lockstep.snapshots import sharded
+from lockstep.snapshots.checkpointer import Interval
+from lockstep.snapshots.files import (
+    MANIFEST,
+    STATE,
+    list_snapshots,
+    of_files,
+    prune,
+    remove_leftovers,
+    step_of,
+    verify,
+    write_snapshot,
+)
+from lockstep.snapshots.find import (
     MODE,
     PYTHON,
     find_snapshots,
@@ -21,99 +36,113 @@ from lockstep.snapshots.resume import (
     require_same_model,
     snapshots_to_try,
 )
+from lockstep.snapshots.sharded import Shard, load_shards, save_shards
+from lockstep.snapshots.state import as_held
 from support.killed_disk import Disk
 
-
-def save(folder: Path, name: str, value: int) -> None:
-    save_snapshot(folder, name, {"value": value}, keep_last=2)
+MATRIX = torch.arange(28, dtype=torch.float64).view(7, 4)
 
 
-def value_of(path: Path) -> int:
-    found = load_first_good([path])
-    assert found is not None
-    return int(found[0]["value"])
+def in_four(tensor: Tensor, rank: int) -> Shard:
+    """A quarter of a matrix: rows and columns are cut in two, not in the middle."""
+    rows, columns = (slice(0, 3), slice(3, None))[rank // 2], (slice(0, 1), slice(1, None))[rank % 2]
+    return Shard(tensor[rows, columns].contiguous(), (rows.start, columns.start), tuple(tensor.shape))
 
 
-@pytest.mark.parametrize("cleaned", [True, False], ids=["started again", "not started again"])
-def test_killed_at_any_moment_while_best_is_overwritten_it_can_be_loaded(tmp_path, monkeypatch, caplog, cleaned):
-    best, disk = tmp_path / "best.pt", Disk(monkeypatch)
-    assert disk.save(partial(save, tmp_path, "best", 0), last=100)
+def save(folder: Path, name: str, value: int, cut: bool = False) -> Path:
+    """A snapshot of a number and a matrix. cut: the matrix is in the shards of four ranks."""
+    matrix: Any = MATRIX + value
+    unfinished, names = folder / f"{name}.tmp", list[str]()
+    if cut:
+        for rank in range(4):
+            names += save_shards({"model/weight": in_four(matrix, rank)}, unfinished, rank)
+        matrix = {"shard": "model/weight", "shape": [7, 4], "dtype": "float64"}
+    state = {"value": value, "model": {"weight": matrix}}
+    return write_snapshot(folder, name, state, of_files(unfinished, names))
+
+
+def loaded(paths: list[Path]) -> tuple[int, Path]:
+    """(value, path) of the first good one, whose matrix is right."""
+    saved, path = load_first_good(paths)
+    assert torch.equal(as_held(saved["model"], {}, path)["weight"], MATRIX + saved["value"])
+    return saved["value"], path
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("name", ["best_{:08d}", "step_{:08d}", "step_00000001"])
+def test_killed_at_any_moment_a_whole_snapshot_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, cut: bool
+) -> None:
+    disk, kind, keep = Disk(monkeypatch), name[:4], 1
+
+    def write(value: int) -> None:
+        save(tmp_path, name.format(value), value, cut)
+        prune(tmp_path, keep)
+
+    assert disk.save(partial(write, 0), last=1000)
     value, moments, finished = 0, 0, False
     while not finished:
-        finished = disk.save(partial(save, tmp_path, "best", value + 1), last=moments)
-        now = value_of(best)
+        finished = disk.save(partial(write, value + 1), last=moments)
+        now, path = loaded(list_snapshots(tmp_path, kind))
+        assert path == list_snapshots(tmp_path, kind)[0]  # nothing was passed over
         assert now in (value, value + 1), f"killed at file operation {moments}"
         assert now == value + 1 or not finished
-        value, moments = now, moments + 1
-        if cleaned:
+        if moments % 2:  # it is started again
             remove_leftovers(tmp_path)
-            assert not list(tmp_path.glob("*.tmp"))
-            assert value_of(best) == value
-    assert moments > 3  # a file was opened, written, synced and replaced
-    assert "and passed over" not in caplog.text
+            assert not [*tmp_path.glob("*.tmp"), *tmp_path.glob("*.old")]
+            assert loaded(list_snapshots(tmp_path, kind))[0] == now
+        value, moments = now, moments + 1
+    assert moments > 6  # files were opened, written, synced and replaced, folders were renamed and removed
+    assert len(list_snapshots(tmp_path, kind)) == 1
+    assert "passed over" not in caplog.text
 
 
-def test_killed_at_any_moment_a_numbered_snapshot_can_be_loaded(tmp_path, monkeypatch, caplog):
-    disk, step = Disk(monkeypatch), 0
-    assert disk.save(partial(save, tmp_path, "step_00000000", 0), last=100)
-    for last in range(100):
-        step += 1
-        finished = disk.save(partial(save, tmp_path, f"step_{step:08d}", step), last)
-        newest = list_snapshots(tmp_path)[0]
-        assert value_of(newest) == int(newest.stem[5:])
-        if finished:
-            break
-    assert value_of(newest) == step
-    assert len(list_snapshots(tmp_path)) == 2
-    assert "and passed over" not in caplog.text
+def test_the_best_one_that_the_newest_snapshot_knows_stays_until_there_is_a_newer_one(tmp_path: Path) -> None:
+    for name, left in (
+        ("step_1", ["step_1"]),
+        ("best_2", ["best_2", "step_1"]),
+        ("step_2", ["best_2", "step_1", "step_2"]),
+        ("best_4", ["best_2", "best_4", "step_1", "step_2"]),
+        ("best_5", ["best_2", "best_5", "step_1", "step_2"]),
+        ("step_6", ["best_5", "step_2", "step_6"]),
+    ):
+        save(tmp_path, name, 0)
+        prune(tmp_path, 2)
+        assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
-def test_damaged_snapshots_are_passed_over(tmp_path, caplog):
-    for step in range(1, 6):
-        save_snapshot(tmp_path, f"step_{step:08d}", {"step": step}, keep_last=4)
-    newest, second, third, fourth = list_snapshots(tmp_path)
-    newest.write_bytes(newest.read_bytes()[:-10])  # truncated
-    flipped = bytearray(second.read_bytes())
-    flipped[len(flipped) // 2] ^= 1
-    second.write_bytes(flipped)
-    third.write_text("no archive")
-    found = load_first_good(list_snapshots(tmp_path))
-    assert found is not None
-    assert (found[0]["step"], found[1]) == (2, fourth)
-    assert caplog.text.count("and passed over") == 3
-    fourth.write_bytes(b"")
-    with pytest.raises(ConfigError, match="none of the 4 snapshots .* type that and resume=<another snapshot>"):
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
+    (STATE, lambda path: path.write_bytes(path.read_bytes()[:-1]), "its state.pt is cut off"),
+    (STATE, flip, "the SHA-256 of its state.pt is another one"),
+    ("shard-00003-model-00001-of-00001.safetensors", Path.unlink, "its shard-00003-model-00001-of-00001.saf"),
+    ("shard-00002-model-00001-of-00001.safetensors", flip, "the SHA-256 of its shard-00002-model-00001-of-00001.saf"),
+    (MANIFEST, lambda path: path.write_text("{"), "its manifest.json cannot be read"),
+    (MANIFEST, Path.unlink, "it has no manifest.json"),
+]
+
+
+def test_damaged_snapshots_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in range(len(DAMAGES) + 1):
+        save(tmp_path, f"step_{step:08d}", step, cut=True)
+    *damaged, good = list_snapshots(tmp_path)
+    for path, (name, damage, _) in zip(damaged, DAMAGES, strict=True):
+        damage(path / name)
+    assert loaded(list_snapshots(tmp_path)) == (0, good)
+    for path, (_, _, said) in zip(damaged, DAMAGES, strict=True):
+        assert f"snapshot {path} is damaged ({said}" in caplog.text
+    shutil.rmtree(good)
+    for keys, way in ((MODE, "type mode.snapshot=<a snapshot>"), (PYTHON, "type which=<a snapshot>")):
+        with pytest.raises(ConfigError, match=f"none of the 6 snapshots in .* can be read; {way}$"):
+            load_first_good(list_snapshots(tmp_path), keys[1])
+    save(tmp_path, "best_00000001", 1)
+    with pytest.raises(ConfigError, match="and to go on from another one that and resume=.*/best_00000001$"):
         load_first_good(list_snapshots(tmp_path))
-
-
-def test_a_damaged_snapshot_that_was_named_moves_no_good_ones(tmp_path):
-    save(tmp_path, "step_00000001", 1)
-    save(tmp_path, "best", 1)
-    (tmp_path / "best.pt").write_bytes(b"")
-    with pytest.raises(ConfigError, match="can be read; type resume=<another snapshot>$"):
-        load_first_good(find_snapshots(tmp_path / "best.pt", tmp_path / "elsewhere"))
-
-
-def test_an_older_snapshot_that_cannot_be_removed_costs_a_warning(tmp_path, caplog):
-    (tmp_path / "step_00000001.pt").mkdir()  # which unlink refuses
-    for step in range(2, 6):
-        save(tmp_path, f"step_{step:08d}", step)
-    assert [step_of(path) for path in list_snapshots(tmp_path)] == [5, 4, 1]
-    assert value_of(tmp_path / "step_00000005.pt") == 5
-    *_, warning = caplog.messages
-    said = f"{tmp_path}/step_00000005.pt is saved, but not all older ones are removed: "
-    assert warning.startswith(said)
-    assert warning.endswith(f"check {tmp_path}; training goes on")
-
-
-def test_leftovers_that_cannot_be_removed_cost_a_warning(tmp_path, caplog):
-    (tmp_path / "best.pt.tmp").mkdir()
-    (tmp_path / "step_00000001.pt.tmp").write_bytes(b"half")
-    remove_leftovers(tmp_path)
-    assert list(tmp_path.iterdir()) == [tmp_path / "best.pt.tmp"]
-    (warning,) = caplog.messages
-    assert warning.startswith(f"{tmp_path}/best.pt.tmp is of no snapshot and cannot be removed (")
-    assert warning.endswith("); move it away")
 
 
 class Evil:
@@ -124,99 +153,133 @@ class Evil:
         return os.system, (f"touch {self.harm}",)
 
 
-def test_a_snapshot_that_would_run_code_is_not_loaded(tmp_path, caplog):
-    save_snapshot(tmp_path, "step_00000001", {"evil": Evil(tmp_path / "harm")}, keep_last=1)
-    with pytest.raises(ConfigError, match="none of the 1 snapshots in .* can be read; to start afresh type mv "):
-        load_first_good([tmp_path / "step_00000001.pt"])
+def test_a_strangers_snapshot_runs_no_code_and_reads_no_other_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_snapshot(tmp_path, "step_00000001", {"evil": Evil(tmp_path / "harm")}, {})
+    with pytest.raises(
+        ConfigError, match="none of the 1 snapshots in .* can be read; to start afresh type hydra.run.dir="
+    ):
+        load_first_good([path])
     assert "it holds more than tensors and plain values, and loading that could run code" in caplog.text
     assert "weights_only" not in caplog.text  # torch's advice is to switch the check off
     assert not (tmp_path / "harm").exists()
+    (tmp_path / "secret").write_bytes(b"8 bytes.")
+    manifest = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps(manifest | {"files": {"../secret": [8, "0"]}}))
+    with pytest.raises(ValueError, match="its secret is missing"):
+        verify(path)
+    (path / MANIFEST).write_text(json.dumps(manifest | {"format": 5}))
+    with pytest.raises(ConfigError, match="format 5, and this version reads format 6; type resume="):
+        load_first_good([path])
 
 
-def test_resume_wants_a_snapshot(tmp_path):
-    torch.save({"weight": torch.zeros(1)}, tmp_path / "model.pt")
-    for name in ("notes.txt", "run.json"):
-        (tmp_path / name).write_text("hello")
-    save_snapshot(tmp_path / "snapshots", "step_00000007", {"step": 7}, keep_last=1)
-    elsewhere = tmp_path / "elsewhere"
-    weights = f"model.pt holds only weights, and training also needs the optimizer's state; type resume={tmp_path}"
-    for where, said in (
-        ("model.pt", weights),
-        ("notes.txt", f"notes.txt is not a snapshot; type resume={tmp_path}"),
-        ("run.json", f"run.json is not a snapshot; type resume={tmp_path}"),
-        ("nowhere", "nowhere does not exist; to start afresh leave resume= out"),
+def own_memory() -> int:
+    """Bytes that only this process has, without mapped files."""
+    (kilobytes,) = re.findall(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return int(kilobytes) * 2**10
+
+
+def test_the_ranks_of_a_machine_share_one_copy_of_what_they_read(tmp_path: Path) -> None:
+    path = write_snapshot(tmp_path, "step_00000001", {"weight": torch.ones(2**24)}, {})  # 64 MiB
+    before = own_memory()
+    saved, _ = load_first_good([path])
+    assert float(saved["weight"].sum()) == 2**24
+    assert own_memory() - before < 2**24
+
+
+def test_what_resume_names(tmp_path: Path) -> None:
+    run, new, none = tmp_path / "run", tmp_path / "new", tmp_path / "none"
+    old, step = tmp_path / "old", save(run / "snapshots", "step_00000007", 7)
+    best = save(run / "snapshots", "best_00000003", 3)
+    save(none / "snapshots", "best_00000001", 1)  # nothing to go on from
+    torch.save({"weight": torch.zeros(1)}, run / "model.pt")
+    (old / "snapshots").mkdir(parents=True)
+    (old / "snapshots" / "step_00000001.pt").touch()
+    for name, found in ((run, step), (run / "snapshots", step), (step, step), (best, best), (best / STATE, best)):
+        assert find_snapshots(name, new) == [found]
+    assert find_snapshots(None, new) == []
+    assert find_snapshots(best, run) == find_snapshots(None, run) == [step]  # its own come first
+    for name, said in (
+        (tmp_path / "nowhere", "nowhere does not exist; to start afresh leave resume= out, else type resume=<a run"),
+        (tmp_path / ("x" * 300), "does not exist"),
+        (run / "model.pt", "model.pt is no snapshot"),
+        (none, "none holds no finished snapshot"),
+        (old, "has snapshots of an earlier version of this project; type resume=<another folder>"),
     ):
         with pytest.raises(ConfigError) as refused:
-            find_snapshots(tmp_path / where, elsewhere)
+            find_snapshots(name, new)
         assert said in str(refused.value)
-    assert find_snapshots(tmp_path, elsewhere) == find_snapshots(tmp_path / "snapshots", elsewhere)
-    assert find_snapshots(None, elsewhere) == []
-    assert [path.stem for path in find_snapshots(None, tmp_path)] == ["step_00000007"]
+    with pytest.raises(ConfigError, match="of an earlier version .*; type hydra.run.dir=<another folder>"):
+        find_snapshots(None, old)
 
 
-def test_a_mode_takes_the_snapshots_that_were_named_wherever_it_was_typed(tmp_path, monkeypatch):
+def test_what_a_mode_and_python_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working directory with snapshots of its own is that of another run."""
     for name in ("here", "named"):
-        for file in ("step_00000001", "best"):
+        for file in ("step_00000001", "best_00000001"):
             save(tmp_path / name / "snapshots", file, 1)
     monkeypatch.chdir(tmp_path / "here")
-    for which in ("last", "best", "../named/snapshots/step_00000001.pt"):
-        paths = snapshots_to_try("../named", which, "evaluate")
-        assert [path.parent.parent for path in paths] == [Path("../named")]
+    for which, found in (("last", "step_00000001"), ("best", "best_00000001"), ("../named", "step_00000001")):
+        for run in ("../named", "../named/snapshots/step_00000001"):
+            assert snapshots_to_try(run, which, "evaluate") == [Path("../named/snapshots") / found]
+    for run, which, keys, said in (
+        (None, "last", MODE, "mode=evaluate needs a trained run; type resume=<a run folder>"),
+        ("../no", "last", PYTHON, "run=../no does not exist; type run=<a run folder or one of its snapshots/step_*>"),
+        (
+            "../named",
+            "no",
+            MODE,
+            "mode.snapshot=no does not exist; type mode.snapshot=<last, best or one of its snapshots/step_*>",
+        ),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            snapshots_to_try(run, which, "evaluate", keys)
+        assert str(refused.value).startswith(said)
 
 
-def test_what_a_mode_or_python_is_told_is_what_can_be_typed_there(tmp_path):
-    """Neither can start afresh."""
-    torch.save({"weight": torch.zeros(1)}, tmp_path / "model.pt")
-    save(tmp_path / "snapshots", "step_00000001", 1)
-    asked = [(str(tmp_path), str(tmp_path / "model.pt")), (str(tmp_path / "no"), "last"), (str(tmp_path), "no")]
-    for keys in (MODE, PYTHON):
-        sentences = []
-        for run, which in asked:
-            with pytest.raises(ConfigError) as refused:
-                snapshots_to_try(run, which, "evaluate", keys)
-            sentences.append(str(refused.value))
-        only_weights, no_run, no_snapshot = sentences
-        weights = f"{keys.which}={tmp_path}/model.pt holds only weights, and a snapshot also tells their step"
-        assert only_weights == f"{weights}; type {keys.which}=last"
-        folder = f"type {keys.run}=<a run folder or one of its snapshots/step_*.pt>"
-        assert no_run == f"{keys.run}={tmp_path}/no does not exist; {folder}"
-        assert no_snapshot.endswith(f"{keys.which}=best or {keys.which}={tmp_path}/snapshots/step_00000001.pt")
-        (tmp_path / "snapshots" / "step_00000001.pt").write_bytes(b"")
-        for best, way in ((False, "<another snapshot>"), (True, "best")):
-            if best:
-                save(tmp_path / "snapshots", "best", 1)
-            with pytest.raises(ConfigError, match=f"can be read; type {keys.which}={way}$"):
-                load_first_good(snapshots_to_try(str(tmp_path), "last", "evaluate", keys), keys)
-        (tmp_path / "snapshots" / "best.pt").unlink()
+def test_what_cannot_be_removed_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "step_00000001.tmp").write_text("a file")
+    (tmp_path / "step_00000002.tmp").mkdir()
+    remove_leftovers(tmp_path)
+    (warning,) = caplog.messages
+    assert warning == f"{tmp_path}/step_00000001.tmp is of no snapshot and cannot be removed; move it away"
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001.tmp"]
 
 
-def test_the_writer_is_never_more_than_two_snapshots_behind():
-    writer, gate, written = BackgroundWriter(max_pending=2), threading.Event(), []
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.uint16, torch.complex128])
+def test_any_window_of_a_tensor_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(sharded, "FILE_BYTES", 40)
+    matrix = MATRIX.remainder(5).to(dtype)
+    files = {
+        name
+        for rank in range(4)
+        for name in save_shards({f"a/{n}": in_four(matrix, rank) for n in range(3)}, tmp_path, rank)
+    }
+    assert files == {path.name for path in tmp_path.iterdir()}
+    for top in range(7):
+        for bottom in range(top, 8):
+            found = torch.empty(bottom - top, 2, dtype=dtype)
+            load_shards(tmp_path, {"a/1": Shard(found, (top, 1), (7, 4))})
+            assert found.tolist() == matrix[top:bottom, 1:3].tolist()
+    for name, shape, said in (("a/1", (9, 4), "28|56"), ("b", (7, 4), "0")):
+        with pytest.raises(ValueError, match=f"^({said}) of .* numbers of {name} are there$"):
+            load_shards(tmp_path, {name: Shard(torch.empty(shape, dtype=dtype), (0, 0), shape)})
 
-    def write(number: int) -> None:
-        gate.wait()
-        written.append(number)
 
-    writer.put(write, 0)
-    writer.put(write, 1)  # training goes on
-    threading.Timer(0.1, gate.set).start()
-    writer.put(write, 2)  # waits for the first
-    assert written[0] == 0
-    writer.close()
-    assert written == [0, 1, 2]
-
-
-def test_when_a_snapshot_is_due():
-    steps = SaveInterval("15steps")
-    assert [step for step in range(1, 47) if steps.due_after_step(step)] == [15, 30, 45]
-    epochs = SaveInterval("2epochs")
-    assert [epoch for epoch in range(1, 6) if epochs.due_after_epoch(epoch)] == [2, 4]
-    assert not epochs.due_after_step(2)
-    minutes = SaveInterval("10min")
-    assert not minutes.due_by_clock()
-    minutes.last_time -= 600
-    assert [minutes.due_by_clock(), minutes.due_by_clock()] == [True, False]
+def test_when_a_snapshot_is_due() -> None:
+    steps, epochs, minutes = map(Interval, ("15steps", "2epochs", "10min"))
+    assert [step for step in range(1, 47) if steps.ends("step", step)] == [15, 30, 45]
+    assert [epoch for epoch in range(1, 6) if epochs.ends("epoch", epoch)] == [2, 4]
+    assert [minutes.ends("min", passed) for passed in (0, 9.9, 10, 31)] == [False, False, True, True]
+    assert not epochs.ends("step", 2)
+    for wrong in ("", "0steps", "50", "1.5epochs", "steps 5"):
+        with pytest.raises(
+            ConfigError, match="should be epochs, steps or minutes, such as 50steps; type snapshot.every="
+        ):
+            Interval(wrong)
 
 
 def test_the_folder_of_a_logger_is_no_change_of_the_config(caplog: pytest.LogCaptureFixture) -> None:
@@ -230,11 +293,19 @@ def test_the_folder_of_a_logger_is_no_change_of_the_config(caplog: pytest.LogCap
 
 def test_a_net_of_other_code_is_no_other_model_that_was_typed() -> None:
     saved = {"model.width": 8, "seed": 0}
-    with pytest.raises(
-        ConfigError, match=r"another model: .*model.width \(8 in the snapshot, 9 here\); .* leave out model="
+    for ours, said in (
+        (
+            {"model.width": 9, "model.tied": False},
+            r"another model: .*model.width \(8 in the snapshot, 9 here\); .* model=",
+        ),
+        (
+            {"model.width": 8, "model.tied": False},
+            r"version of the code: model.tied \(nothing in .* type git checkout <",
+        ),
     ):
-        require_same_model(Path("a.pt"), saved, {"model.width": 9, "model.tied": False})
-    with pytest.raises(
-        ConfigError, match=r"version of the code: model.tied \(nothing in .* type git checkout <the commit"
-    ):
-        require_same_model(Path("a.pt"), saved, {"model.width": 8, "model.tied": False})
+        with pytest.raises(ConfigError, match=said):
+            require_same_model(Path("step_00000001"), saved, ours)
+
+
+def test_the_step_of_a_snapshot() -> None:
+    assert step_of(Path("run/snapshots/step_00000012")) == step_of(Path("best_12")) == 12

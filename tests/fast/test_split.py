@@ -15,7 +15,7 @@ from lockstep.data.reader import Request
 from lockstep.data.source import Tensors, of_each_sample, unwrapped
 from lockstep.data.split import hold_out
 from lockstep.errors import ConfigError
-from lockstep.snapshots.data_fingerprint import data_fingerprint
+from lockstep.snapshots.fingerprint import data_fingerprint
 from support.configs import composed
 from support.digits import digits
 

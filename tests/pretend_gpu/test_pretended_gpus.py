@@ -16,7 +16,7 @@ from lockstep.distributed.world import join_world
 from lockstep.errors import ConfigError
 from lockstep.preflight import preflight
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.data_parallel import UnevenDataParallel
+from lockstep.strategies.one_process import UnevenDataParallel
 from lockstep.tasks.tasks import CrossEntropy
 from lockstep.training.run import Progress
 from pretend_gpu import device

@@ -51,7 +51,7 @@ def test_a_training_has_the_weights_of_the_cpu(tmp_path: Path, name: str) -> Non
     (found,) = in_world(1, trained_on_gpus, command(tmp_path / "mps", *RUNS[name]), 1, "mps")
     assert found["error"] == ""
     assert found["weights_moved"] > 0
-    assert json.loads((tmp_path / "mps" / "run.json").read_text())["lives"][-1]["state"] == "finished"
+    assert json.loads((tmp_path / "mps" / "run.json").read_text())["starts"][-1]["state"] == "finished"
     words = [*RUNS[name], "trainer.channels_last=false"]  # as on that GPU
     in_world(1, train, command(tmp_path / "cpu", *words, backend="gloo"))
     assert distance(weights(tmp_path / "cpu"), weights(tmp_path / "mps")) < (1e-2 if "bf16" in name else 1e-5)

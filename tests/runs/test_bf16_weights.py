@@ -62,7 +62,7 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one_and_all_is_bfloat16(
 ) -> None:
     words = ["model=convnet", ema(0.9), *words]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    start = whole / "snapshots" / "step_00000010.pt"
+    start = whole / "snapshots" / "step_00000010"
     in_world(size, train_all, [runs(whole, *words), runs(resumed, *words, f"resume={start}")])
     assert same_bits(whole, resumed)
     saved = newest_snapshot(whole)

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.errors import EXIT_FAILED, EXIT_HANG
-from support.checked import misjudged
 from support.commands import PYTHON_TRAIN, Command, own_data, wait_for
-from zoo.checked_nets import RIGHT, WRONG
 
 Start = Callable[..., Command]
 BAD = """
@@ -88,13 +86,13 @@ class Slow(Unused):
 
 class OtherData(Dataset):
     def __init__(self, train):
-        self.samples, self.classes = torch.zeros(100, 64), np.random.default_rng().integers(10, size=100)
+        self.samples, self.targets = torch.zeros(100, 64), np.random.default_rng().integers(10, size=100)
 
     def __len__(self):
         return 100
 
     def __getitem__(self, index):
-        return self.samples[index], int(self.classes[index])
+        return self.samples[index], int(self.targets[index])
 """
 
 
@@ -182,11 +180,9 @@ def test_a_strategy_that_one_rank_cannot_run_is_refused(start: Start) -> None:
 
 
 def test_a_check_takes_the_options_of_a_training_on_more_ranks(start: Start) -> None:
-    words = ["mode=check", "strategy=fsdp", "strategy.replicas=2", "launch=fork", "launch.nproc_per_node=4"]
-    output = start(*PYTHON_TRAIN, *words, "model=mlp").finish().output
-    assert output.endswith("the ranks were checked with strategy.replicas=1, not 2\n")
-
-
-def test_some_faults_are_named_and_no_right_net_is_doubted(tmp_path: Path) -> None:
-    """Of others see tests/drills/test_check.py."""
-    assert misjudged([*WRONG[::8], *RIGHT[::8]], tmp_path) == []
+    words = ["mode=check", "strategy=tensor_parallel", "strategy.parallelize_plan=[{1:colwise},{4:rowwise}]"]
+    words += ["strategy.replicate=2", "strategy.shard=2", "launch=fork", "launch.nproc_per_node=8"]
+    output = start(*PYTHON_TRAIN, *words, "model=mlp", "model.dropout=0").finish().output
+    assert output.endswith(
+        "".join(f"the ranks were checked with strategy.{k}=1, not 2\n" for k in ("replicate", "shard"))
+    )

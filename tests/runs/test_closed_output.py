@@ -55,13 +55,13 @@ def test_a_failure_whose_output_is_closed_has_the_exit_code_of_others(start, tmp
     "starter",
     [
         f"python {TRAIN}",
-        f"python {TRAIN} sweep.slots=2",
+        f"python {TRAIN} hydra.launcher.n_jobs=2",
         f"{shlex.join(TORCHRUN)} --standalone {TRAIN}",
     ],
-    ids=["one slot", "two slots", "torchrun"],
+    ids=["one job", "two jobs at once", "torchrun"],
 )
 def test_a_sweep_whose_output_is_closed_runs_all_its_jobs(start, tmp_path, starter):
     words = f"{starter} -m seed=1,2 model=mlp trainer.max_steps=12 hydra.sweep.dir=s"
     run = start("bash", "-o", "pipefail", "-c", f"{words} | head -1", **environment(tmp_path)).finish(0)
     assert "Traceback" not in run.output
-    assert states(tmp_path / "s") == ["finished", "finished"]
+    assert list(states(tmp_path / "s").values()) == ["finished", "finished"]

@@ -13,10 +13,10 @@ PAGE = (ROOT / "docs" / "deciding.md").read_text()
 def test_from_a_sweep_to_the_number_that_is_reported(tmp_path: Path, start: Callable[..., Command]) -> None:
     copy_examples(PAGE, tmp_path)
     words = ("bash", "-c", "set -e\n" + "".join(COMMANDS.findall(PAGE)))
-    output = start(*words, cwd=tmp_path / "lockstep", **environment(tmp_path)).finish().output
-    winners = re.findall(r"^best: +(optimizer\.lr=\S+), by the mean of jobs (.*)$", output, re.MULTILINE)
-    assert [jobs.count(",") + 1 for _, jobs in winners][:2] == [5, 5]
-    assert len(re.findall(r"^  5 jobs +finished .*optimizer\.lr=", output, re.MULTILINE)) == 5
+    output = start(*words, cwd=tmp_path / "lockstep", **environment(tmp_path)).finish(limit=220).output
+    winners = re.findall(r"^best: +(optimizer\.lr=\S+), by the mean of (\d) runs", output, re.MULTILINE)
+    assert [count for _, count in winners][:2] == ["5", "5"]
+    assert len(re.findall(r"^finished .* \(5 runs\)$", output, re.MULTILINE)) == 5
     verdicts = re.findall(r"^(?:[AB] is better by|cannot be told apart|the same: ).*$", output, re.MULTILINE)
     assert len(verdicts) == 3
     assert re.match(r"B is better by \S+ points \(\S+ to \S+\)", verdicts[0])

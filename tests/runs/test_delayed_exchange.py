@@ -71,5 +71,5 @@ def test_a_stop_and_a_limit_of_time_are_heard_by_all_ranks_at_one_step(tmp_path:
     timed = composed(*SMALL, "trainer.epochs=100000", "trainer.max_time=2s", f"run_dir={tmp_path / 'timed'}")
     in_world(2, train_delayed, [timed])
     run = read_run(tmp_path / "timed")
-    assert run["lives"][-1]["state"] == "finished"
+    assert run["starts"][-1]["state"] == "finished"
     assert run["steps"] > 0

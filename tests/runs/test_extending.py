@@ -72,7 +72,7 @@ def test_a_task(run: Callable[[str], Command], reference: Command) -> None:
     command = run("A task")
     assert re.search(r"val loss \d\.\d+ top3 0\.9\d+", command.output)
     assert "accuracy" not in command.output
-    assert (command.folder / "snapshots" / "best.pt").exists()
+    assert list((command.folder / "snapshots").glob("best_*"))
     assert numbers(command) != numbers(reference)
 
 
@@ -104,8 +104,9 @@ def test_two_ranks_train_to_the_numbers_of_one(run: Callable[[str], Command], re
 def test_a_logger(run: Callable[[str], Command]) -> None:
     command = run("A logger")
     lines = [json.loads(line) for line in (command.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [10, 20, 21]
-    assert f"val loss {lines[-1]['val/loss']:.4f}" in command.output
+    assert [line["step"] for line in lines] == [10, 20, 21, 21]
+    assert f"val loss {lines[2]['val/loss']:.4f}" in command.output
+    assert f"test:       loss {lines[3]['test/loss']:.4f}" in command.output
     assert not list(command.folder.glob("events.out.*"))
 
 

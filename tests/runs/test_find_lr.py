@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
 from lockstep.data.partition import seeded
 from lockstep.models.tutorial import mlp
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.whole
 
 Start = Callable[..., Command]
 Train = Callable[..., Command]
-FIND = ["loader.validation=null", "mode=find_lr", "model=mlp", "trainer.precision=fp64", "logger=[tensorboard]"]
+FIND = ["loader.validation=null", "mode=find_lr", "model=mlp", "trainer.precision=fp64", "logger=[]"]
 
 
 def suggestion(command: Command) -> list[str]:
@@ -93,12 +92,10 @@ def test_ranks_find_the_same(found: Command, train: Train) -> None:
     assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in theirs], rel=1e-6)
 
 
-def test_it_leaves_a_picture_and_no_run(found: Command, train: Train) -> None:
+def test_it_leaves_curves_and_no_run(found: Command, train: Train) -> None:
     folder = found.cwd / "found"
     names = {path.relative_to(folder).parts[0] for path in folder.rglob("*")}
-    assert {name for name in names if not name.startswith("events.")} == {".lock", "find_lr.png", "logs", "train.log"}
-    colours = {colour for _, colour in Image.open(folder / "find_lr.png").convert("RGB").getcolors(10**6)}
-    assert (0xD1, 0x49, 0x5B) in colours  # the red dot
+    assert {name for name in names if not name.startswith("events.")} == {".lock", "logs", "train.log"}
     refused = train(f"resume={folder}", code=2)
     assert "type resume=" in refused.sentence
 
@@ -110,7 +107,7 @@ def test_all_rates_of_an_optimizer_are_scaled_by_the_same_factor(train: Train) -
         "optimizer.adamw_lr=0.002",
         "parameters.groups=[{match:1,lr:0.04}]",
     ]
-    lr, adamw_lr, groups = suggestion(train(*FIND, "logger=[]", *words))
+    lr, adamw_lr, groups = suggestion(train(*FIND, *words))
     rates = [float(word.rpartition("=")[2]) for word in (lr, adamw_lr)]
     (of_group,) = re.findall(r"^parameters\.groups=\[\{match:1,lr:([\d.e-]+)\}\]$", groups)
     assert [rate / rates[0] for rate in (rates[1], float(of_group))] == pytest.approx([0.1, 2], rel=0.05)
@@ -120,14 +117,13 @@ def test_a_loss_that_never_falls_gets_a_sentence(train: Train) -> None:
     refused = train(*FIND, "mode.max_lr=1e-5", "hydra.run.dir=flat", code=2)
     assert "the loss does not fall by more than batches differ from optimizer.lr=1e-06 to 1e-05" in refused.sentence
     assert refused.sentence.endswith("or mode.max_lr=0.001 mode.steps=400")
-    assert Image.open(refused.cwd / "flat" / "find_lr.png").size == (420, 300)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["mode.max_lr=1e-7"], "mode.max_lr=1e-07 must be above mode.min_lr=1e-06; type mode.max_lr=0.001"),
-        (["mode.steps=5"], "mode.steps=5 are too few for a curve; type mode.steps=40 or more"),
+        (["mode.steps=5"], "mode.steps=5 should be greater than or equal to 40; type mode.steps=200"),
         (
             ["resume=outputs/a"],
             "mode=find_lr reads no run; leave resume=outputs/a out, or type parameters.init=<a run> for its weig",

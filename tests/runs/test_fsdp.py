@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.errors import ConfigError
 from lockstep.models.tutorial import convnet
-from lockstep.strategies.fsdp import FSDP, blocks_to_wrap
+from lockstep.strategies.sharded import Sharded, blocks_to_wrap
 from lockstep.training.replicas import digest
 from support.commands import own_data
 from support.configs import composed, parts_of, with_values
@@ -56,7 +56,7 @@ def test_blocks_can_be_named_by_their_class() -> None:
 def test_a_parameter_without_dimensions_is_refused() -> None:
     model = nn.Module()
     model.temperature = nn.Parameter(torch.tensor(1.0))
-    strategy = FSDP(1, True, [], 0, False)
+    strategy = Sharded(1, True, [], 0)
     strategy.validate_model(model, 1)
     with pytest.raises(ConfigError, match="temperature has none; make it one .*type strategy=ddp"):
         strategy.validate_model(model, 2)
@@ -83,7 +83,7 @@ def shares_of_one_step(replicas: int) -> list[int]:
     from lockstep.tasks.base import Task
 
     with join_world("gloo", 60) as world:
-        strategy = FSDP(replicas, True, [], 1000, find_unused_parameters=False)
+        strategy = Sharded(replicas, True, [], 1000)
         strategy.setup(nn.Sequential(nn.Linear(100, 50), nn.Linear(50, 7)), Task().outputs, world, GradientSync())
         optimizer = torch.optim.AdamW(strategy.module.parameters())
         strategy.module(torch.ones(4, 100)).sum().backward()

@@ -59,7 +59,7 @@ def values_read(cfg: Any) -> list[str]:
     loop.train_epoch, loop.end_epoch = watched, unwatched(loop.end_epoch)
     exchange.LONG = math.inf  # a slow machine reads at once
     exchange.Exchange.__init__ = delayed  # type: ignore[method-assign]
-    exchange.Exchange._read = unwatched(exchange.Exchange._read)  # type: ignore[method-assign]
+    exchange.Exchange.drain = unwatched(exchange.Exchange.drain)  # type: ignore[method-assign]
     with Watch():
         torch.ones(1).item()
     assert len(read) == 1  # it does notice
@@ -80,7 +80,7 @@ def exchanges_read(cfg: Any) -> list[tuple[int, int]]:
     from lockstep.training import exchange
 
     found: list[tuple[int, int]] = []
-    create, read = exchange.Exchange.__init__, exchange.Exchange._read
+    create, read = exchange.Exchange.__init__, exchange.Exchange.drain
 
     def delayed(self: Any, *arguments: Any, **options: Any) -> None:
         create(self, *arguments, **options | {"delayed": True})
@@ -92,7 +92,7 @@ def exchanges_read(cfg: Any) -> list[tuple[int, int]]:
 
     exchange.LONG = math.inf  # a slow machine reads at once
     exchange.Exchange.__init__ = delayed  # type: ignore[method-assign]
-    exchange.Exchange._read = noted  # type: ignore[method-assign]
+    exchange.Exchange.drain = noted  # type: ignore[method-assign]
     train(cfg)
     return found
 

@@ -1,22 +1,20 @@
 """snapshot.mirror: copies of snapshots on a real S3 server, and runs that go on from there."""
 
-import json
 import shutil
 import signal
 import sys
 import time
 
 import pytest
-import torch
 
-from lockstep.errors import EXIT_RESUMABLE
-from lockstep.snapshots.mirror import Mirror
+from lockstep.errors import EXIT_RESUMABLE, ConfigError
+from lockstep.snapshots.files import verify, write_snapshot
+from lockstep.snapshots.mirror import Mirror, fetch
 from support.commands import TRAIN, wait_for
-from support.object_store import URL, ObjectStore, listed
+from support.object_store import MIRROR, URL, ObjectStore, listed
 from support.worlds import same_bits
 
 SMALL = ["model=linear", "trainer.batch_size=256", "logger=[console]"]
-MIRROR = f"snapshot.mirror={URL}"
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +37,11 @@ def test_a_lost_machine_costs_nothing_that_was_mirrored(train, store, tmp_path):
     train(*SMALL, "trainer.epochs=4", *two, "hydra.run.dir=unbroken")
     words = [*SMALL, MIRROR, "trainer.epochs=4", "snapshot.keep_last=2", *two]
     train(*words, "trainer.pause_after=3", "hydra.run.dir=first", **store.variables)
-    here = {path.stem for path in (tmp_path / "first" / "snapshots").glob("*.pt")}
+    here = {path.name for path in (tmp_path / "first" / "snapshots").iterdir()}
     there = set(listed(store))
-    assert {"best", "step_00000018"} <= there <= here  # one that a newer one has overtaken is left out
-    files = [path for path in store.files.ls("bucket/run") if path.endswith(".pt")]
-    assert len(files) == len(there)  # what is no longer here is gone there, too
+    assert "step_00000018" in there <= here  # one that a newer one has overtaken is left out
+    assert any(name.startswith("best") for name in there)
+    assert len(store.files.ls("bucket/run")) == len(there)  # what is no longer here is gone there, too
     shutil.rmtree(tmp_path / "first")
     output = train(*words, f"resume={URL}", "hydra.run.dir=second", **store.variables).output
     assert "resumed from" in output
@@ -53,28 +51,41 @@ def test_a_lost_machine_costs_nothing_that_was_mirrored(train, store, tmp_path):
     assert "has the snapshots of another run" in refused
 
 
-def test_a_numbered_snapshot_stays_there_until_a_newer_one_is_whole(tmp_path):
+def test_a_snapshot_stays_there_until_a_newer_one_of_its_kind_is_whole(tmp_path):
     here, there = tmp_path / "snapshots", tmp_path / "there"
-    here.mkdir()
-    for copied, left in (("step_1", {"step_1"}), ("best", {"step_1", "best"}), ("step_2", {"step_2", "best"})):
-        torch.save({}, here / f"{copied}.pt")
-        mirror = Mirror(there.as_uri(), here)
-        mirror.put(here / f"{copied}.pt")
+    left = set()
+    for name in ("best_1", "step_1", "best_2", "step_2", "step_2"):
+        mirror = Mirror(there.as_uri())
+        if not any(kept.startswith("step") for kept in left):
+            mirror.require_free(None, tmp_path / "another")  # what has the best one alone counts as empty
+        else:
+            with pytest.raises(ConfigError, match="has the snapshots of another run"):
+                mirror.require_free(None, tmp_path / "another")
+        mirror.require_free(there.as_uri(), tmp_path / "another")
+        mirror.start()
+        path = write_snapshot(here, name, {"number": len(left)}, {})
+        mirror.put(path)
         mirror.close()
-        (here / f"{copied}.pt").unlink()  # as one that a newer one has replaced here
-        assert {path.stem for path in there.glob("*.json")} == left
+        shutil.rmtree(path)  # as one that a newer one has replaced here
+        left = {kept for kept in left if kept[:4] != name[:4]} | {name}
+        assert {path.name.partition("-")[0] for path in there.iterdir()} == left
+        assert len(list(there.iterdir())) == len(left)
+    fetch(there.as_uri(), tmp_path / "fetched")
+    assert {path.name for path in (tmp_path / "fetched").iterdir()} == {"best_2", "step_2"}
+    for path in (tmp_path / "fetched").iterdir():
+        verify(path)
 
 
 def test_a_damaged_copy_is_passed_over(train, store, tmp_path):
     for epochs in (1, 2):  # the end of each waits for its copy
         pause = f"trainer.pause_after={epochs}"
         train(*SMALL, MIRROR, "trainer.epochs=2", pause, "hydra.run.dir=first", **store.variables)
-    newest = json.loads(store.files.cat_file("bucket/run/step_00000012.json"))
-    store.files.pipe_file(f"bucket/run/{newest['file']}", b"cut")
+    (newest,) = store.files.glob("bucket/run/step_00000012-*")
+    store.files.pipe_file(f"{newest}/state.pt", b"cut")
     words = [*SMALL, "trainer.epochs=2", f"resume={URL}", "hydra.run.dir=second"]
     output = train(*words, **store.variables).output
-    assert "step_00000012 cannot be taken (its SHA-256 is another one" in output
-    assert "step_00000006.pt" in output
+    assert f"{newest.rpartition('/')[2]} cannot be taken (its state.pt is cut off)" in output
+    assert "step_00000006" in output
     assert same_bits(tmp_path / "first", tmp_path / "second")
 
 
@@ -83,16 +94,16 @@ def test_a_store_that_is_lost_ends_nothing(start, tmp_path):
     try:
         words = [*SMALL, MIRROR, "trainer.epochs=100000", "snapshot.every=100epochs", "hydra.run.dir=run"]
         run = start(sys.executable, TRAIN, *words, "evaluation.every=100000", **store.variables)
-        wait_for(lambda: store.files.glob("bucket/run/*.json"), "a copy")
+        wait_for(lambda: store.files.glob("bucket/run/*/manifest.json"), "a copy")
         store.stop()
         time.sleep(3)
         store.start()
         store.files.makedirs("bucket", exist_ok=True)  # the training may have made it already
-        wait_for(lambda: store.files.glob("bucket/run/*.json"), "a copy in the store that has come back")
+        wait_for(lambda: store.files.glob("bucket/run/*/manifest.json"), "a copy in the store that has come back")
         run.send(signal.SIGTERM)
         output = run.finish(EXIT_RESUMABLE).output
         assert output.count("is tried again, and the training goes on") <= 1  # s3fs waits for some seconds itself
-        newest = max(path.stem for path in (tmp_path / "run" / "snapshots").glob("step_*.pt"))
+        newest = max(path.stem for path in (tmp_path / "run" / "snapshots").glob("step_*[0-9]"))
         assert newest in listed(store), output
     finally:
         store.stop()
@@ -101,9 +112,9 @@ def test_a_store_that_is_lost_ends_nothing(start, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["snapshot.mirror=gs://bucket/run"], "needs gcsfs; type pip install gcsfs"),
-        (["snapshot.mirror=nothing://bucket/run"], "type snapshot.mirror=s3://<bucket>/<folder>"),
-        ([MIRROR, "strategy=fsdp"], "type snapshot.format=full"),
+        ([MIRROR, "snapshot.mirror.to=gs://bucket/run"], "needs gcsfs; type pip install gcsfs"),
+        ([MIRROR, "snapshot.mirror.to=no://bucket/run"], "type snapshot.mirror.to=s3://<bucket>/<folder>"),
+        (["snapshot.mirror=s3://bucket/run"], "snapshot.mirror"),
         (["resume=file:///nowhere/run"], "lists no snapshot"),
     ],
 )

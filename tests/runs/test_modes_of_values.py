@@ -61,7 +61,7 @@ def test_an_evaluation_names_samples_that_cannot_be_read_and_those_with_nan(of_v
     output = evaluated("BrokenValues", 1).output
     assert "sample 5 of the test data cannot be read (OSError: image file is truncated)" in output
     output = evaluated("NaNValues", 1).output
-    assert "step_00000001.pt is nan; in the test data sample 5 has NaN in its inputs; repair these samples" in output
+    assert "step_00000001 is nan; in the test data sample 5 has NaN or infinite values; repair these" in output
     assert not (of_values / "NaNValues.json").exists()
 
 

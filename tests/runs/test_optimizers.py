@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from lockstep.errors import ConfigError
-from lockstep.training.optimizers import MuonWithAdamW, require_fit
+from lockstep.training.optimizers import MuonWithAdamW
 from lockstep.training.schedules import Plateau, TorchSchedule
 from support.commands import ON_TEST, Command
 from support.configs import with_values
@@ -150,12 +149,3 @@ def test_muon_and_a_schedule_with_warm_up_go_on_where_they_stopped(tmp_path: Pat
     expected = [0.02 * 0.5 ** ((step - 1) // 8) * min(1, step / 12) for step in range(1, 25)]
     found = [rate for _, rate in scalars(tmp_path / "whole")["train/lr"]]
     assert found[:-1] == pytest.approx(expected[1:], rel=1e-5)
-
-
-def test_an_optimizer_that_wants_a_closure_is_refused() -> None:
-    class Closure(torch.optim.SGD):
-        def step(self, closure: Any) -> None:  # type: ignore[override]
-            closure()
-
-    with pytest.raises(ConfigError, match=r"Closure.step needs closure, .*; type optimizer=adamw, or def step"):
-        require_fit(Closure(nn.Linear(1, 1).parameters()), [])

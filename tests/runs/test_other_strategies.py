@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.strategies.data_parallel import UnevenDataParallel, part_sizes
-from lockstep.strategies.model_parallel import rank_devices
+from lockstep.strategies.one_process import UnevenDataParallel, part_sizes, rank_devices
 from support.commands import ema
 from support.configs import composed
 from support.digits import PAIRS_ON_TEST
@@ -38,7 +37,7 @@ def test_data_parallel_without_a_gpu_and_model_parallel_have_one_processes_numbe
 
 def devices_of(configs: list[Any]) -> list[int]:
     """Trainings in this rank -> over how many devices each strategy=model_parallel among them spread its model."""
-    from lockstep.strategies import model_parallel
+    from lockstep.strategies import one_process
 
     found = []
 
@@ -46,7 +45,7 @@ def devices_of(configs: list[Any]) -> list[int]:
         found.append(count)
         return rank_devices(world, count)
 
-    model_parallel.rank_devices = noted
+    one_process.rank_devices = noted
     train_all(configs)
     return found
 

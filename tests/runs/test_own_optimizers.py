@@ -16,16 +16,7 @@ CHOSEN = [
 CHOSEN += [Combination("Tied", "tensors", "one", "ScheduleFree", "saved", after) for after in ("evaluate", "load")]
 CHOSEN += [Combination("linear", "tensors", "fsdp, two", "ScheduleFree", after="resume")]
 REFUSED = [
-    (
-        ["optimizer._target_=zoo.optimizers.Hidden"],
-        "no snapshot has the state of matrices, others; write self.matrices",
-    ),
-    (["optimizer._target_=zoo.optimizers.Both"], "Both.state_dict gives matrices, others, and a snapshot needs state"),
     (["optimizer._target_=zoo.optimizers.ScheduleFree", ema(0.9)], "itself; type trainer.ema=null"),
-    (
-        ["optimizer._target_=zoo.optimizers.Lookahead", "strategy=fsdp", "launch=fork", "launch.nproc_per_node=2"],
-        "Lookahead keeps slow, steps beside its state, and each rank holds a part of it",
-    ),
     (
         ["optimizer._target_=zoo.optimizers.Recent", "trainer.max_steps=1"],
         r"Recent keeps a deque in state_dict()['state'][0]['last'], and a snapshot holds tensors",

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.preflight import preflight
-from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.gradient_sync import GradientSync
+from lockstep.strategies.sharded import Sharded
 from lockstep.strategies.virtual_ranks import VirtualRanks
 from support.commands import PYTHON_TRAIN, Command
 from support.configs import composed
@@ -34,7 +34,7 @@ def test_parts_can_be_pickled(tmp_path: Path, name: str, launch: str) -> None:
         one, other = getattr(parts, part), getattr(copies, part)
         assert type(one) is type(other)
         assert plain(one) == plain(other)
-    assert isinstance(copies.strategy, VirtualRanks if name == "virtual_ranks" else FSDP) or name == "powersgd"
+    assert isinstance(copies.strategy, VirtualRanks if name == "virtual_ranks" else Sharded) or name == "powersgd"
     assert isinstance(copies.gradient_sync, GradientSync)
 
 

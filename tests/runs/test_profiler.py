@@ -17,7 +17,7 @@ def test_a_profiled_run_has_a_trace_of_its_steps_and_ends_with_the_same_bits(tmp
     assert first == second
     assert same_bits(tmp_path / "on", tmp_path / "off")
     traces = sorted((tmp_path / "on" / "trace").iterdir())
-    assert [path.name for path in traces] == [f"rank{rank}.3.pt.trace.json" for rank in (0, 1)]
+    assert [path.name.split(".")[:2] for path in traces] == [["rank0", "3"], ["rank1", "3"]]
     for path in traces:
         names = [event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]]
         assert len({name for name in names if name.startswith("ProfilerStep")}) == 2

@@ -25,17 +25,13 @@ def assert_refused(run: Command, *said: str) -> None:
     [
         (["trainer.epoch=3"], "trainer.epoch is no key of this config; type trainer.epochs=3"),
         (["+experiment=x"], "experiment=x is no option, and experiment has the options cifar10_speed, "),
-        (["hydra/sweeper=optuna"], "hydra/sweeper has the options basic, lockstep; type hydra/sweeper="),
+        (["hydra/sweeper=optun"], "hydra/sweeper has the options basic, optuna; type hydra/sweeper="),
         (["~scheduler"], "scheduler is missing; type the command without ~scheduler"),
         (["trainer.epochs={"], "trainer.epochs={ cannot be read; type trainer.epochs="),
         (["hydra.run.dir=/proc/x"], "/proc/x cannot be written (No such file or directory); type hydra.run.dir="),
         (["hydra.run.dir=/etc/passwd"], "/etc/passwd cannot be written (File exists); type hydra.run.dir="),
         (["-m", "hydra.sweep.dir=/proc/x", "seed=1,2"], "the run folder /proc/x cannot be written"),
-        (["-m", "optimizer.lr=interval(0.1,1)"], "type sweep.search=random sweep.trials=20"),
-        (
-            ["-m", "hydra/sweeper=basic", "optimizer.lr=interval(0.1,1)"],
-            "optimizer.lr=interval(0.1,1) has several values",
-        ),
+        (["-m", "optimizer.lr=interval(0.1,1)"], "type hydra/sweeper=optuna hydra.sweeper.n_trials=20"),
         (["optimizer.lr=nan", "launch=torchrun"], "optimizer.lr=nan should be a finite number; type optimizer.lr=0.05"),
         (
             ["launch=torchrun", "dataset=random"],
@@ -53,11 +49,11 @@ def test_bad_input_ends_in_one_sentence(train, typed, said):
     [
         (
             "train: {_target_: own.Data\ntest: x\n",
-            "line 2, cannot be read (expected ',' or '}', but got ':'); type ",
+            "expected ',' or '}', but got ':' in ",
         ),
-        ("train:\n\t_target_: own.Data\n", "line 2, cannot be read (found character"),
-        ("shape: [4]\nshape: [5]\n", "found duplicate key shape); type each key once, as `key: value`"),
-        ("train: 'own.Data\n", "found unexpected end of stream); type each key once, as `key: value`"),
+        ("train:\n\t_target_: own.Data\n", "found character"),
+        ("shape: [4]\nshape: [5]\n", "found duplicate key shape in "),
+        ("train: 'own.Data\n", "found unexpected end of stream in "),
     ],
     ids=["bracket", "tab", "twice", "quote"],
 )
@@ -65,7 +61,7 @@ def test_a_config_file_that_is_no_yaml_is_named_with_its_line(train, tmp_path, t
     (tmp_path / "conf" / "dataset").mkdir(parents=True)
     (tmp_path / "conf" / "dataset" / "own.yaml").write_text(text)
     run = train("--config-dir=conf", "dataset=own", "launch=fork", code=2)
-    assert_refused(run, "conf/dataset/own.yaml, line ", said)
+    assert_refused(run, 'conf/dataset/own.yaml", line 2', said, "; type each key once, as `key: value`")
 
 
 CUT_MIX = "loader.batch_transforms=[{_target_:torchvision.transforms.v2.CutMix,num_classes:2}]"

@@ -1,6 +1,5 @@
 """What evaluations show as images: the worst mistakes, the confusion matrix, predicted against true values."""
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,14 +8,9 @@ from PIL import Image
 from torch import Tensor
 
 from lockstep.distributed.world import join_world
-from lockstep.tasks.reports import (
-    RIGHT,
-    ClassReport,
-    Tile,
-    ValueReport,
-    draw_confusion,
-    draw_tiles,
-)
+from lockstep.tasks.reports import RIGHT, class_figures, draw_confusion, draw_tiles, value_figures
+from lockstep.tasks.tasks import CrossEntropy
+from lockstep.training.evaluate import SampleResults
 from support.configs import composed, with_values
 from support.event_files import images
 from support.worlds import in_world, train_all
@@ -32,82 +26,65 @@ def outputs_and_targets() -> tuple[Tensor, Tensor]:
     return outputs, torch.randint(CLASSES, (SAMPLES,), generator=generator)
 
 
-def class_report() -> tuple[list[list[float]], list[tuple[int, int, int, float]]]:
-    """The confusion matrix and the shown samples, as this rank has them at the end."""
+def sample_results() -> dict[str, list[float]]:
+    """The table of samples, as this rank has it at the end."""
     outputs, targets = outputs_and_targets()
+    targets[5] = -100
+    task = CrossEntropy()
     with join_world("gloo", 60) as world:
-        report = ClassReport("test", images=60)
+        results = SampleResults(task, SAMPLES, draws=True)
         for rows in torch.arange(SAMPLES)[world.rank :: world.size].split(7):
-            report.add(outputs[rows], targets[rows], rows)
-        report.reduce(world)
-        assert report.confusion is not None
-        shown = [(one.number, one.prediction, one.truth, one.confidence) for one in report.shown]
-        return report.confusion.tolist(), shown
+            results.add(task(outputs[rows], targets[rows]), outputs[rows], targets[rows], rows)
+        results.reduce(world)
+        return {name: column.tolist() for name, column in results.columns.items()}
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_mistakes_come_first_and_every_sample_is_counted_once(ranks: int) -> None:
+def test_the_table_has_every_labelled_sample_once(ranks: int) -> None:
     outputs, targets = outputs_and_targets()
-    confidences, predictions = (column.tolist() for column in outputs.softmax(1).max(1))
-    expected = Counter(zip(targets.tolist(), predictions, strict=True))
-    is_right = [prediction == truth for prediction, truth in zip(predictions, targets.tolist(), strict=True)]
-    surest = sorted(range(SAMPLES), key=lambda n: (is_right[n], confidences[n] if is_right[n] else -confidences[n]))
-    for confusion, shown in in_world(ranks, class_report):
-        assert confusion == [[expected[truth, guess] for guess in range(CLASSES)] for truth in range(CLASSES)]
-        assert [number for number, _, _, _ in shown] == surest[:60]
-        for number, prediction, truth, confidence in shown:
-            assert (prediction, truth) == (predictions[number], int(targets[number]))
-            assert confidence == pytest.approx(confidences[number])
+    numbers = [number for number in range(SAMPLES) if number != 5]
+    for columns in in_world(ranks, sample_results):
+        assert columns["number"] == numbers
+        assert columns["target"] == targets[numbers].tolist()
+        assert columns["prediction"] == outputs.argmax(1)[numbers].tolist()
+        losses = torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+        assert columns["loss"] == pytest.approx(losses[numbers].tolist())
 
 
-def value_points() -> list[list[float]]:
-    with join_world("gloo", 60) as world:
-        report = ValueReport("test", 2500)
-        for rows in torch.arange(2500)[world.rank :: world.size].split(100):
-            report.add(rows[:, None] + 0.5, rows[:, None].float(), rows)
-        report.reduce(world)
-        return report.points.tolist()
+def test_mistakes_come_first_and_those_of_the_largest_loss_before_others() -> None:
+    columns = {"loss": [0.1, 0.5, 2.0, 0.9, 3.0, 1.0], "target": [0, 1, 1, 2, 0, float("nan")]}
+    columns |= {"number": [2, 3, 5, 7, 8, 9], "prediction": [0, 1, 0, 2, 1, 1]}
+    read = []
+
+    def sample(number: int) -> Tensor:
+        read.append(number)
+        return torch.zeros(1, 8, 8)
+
+    samples = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
+    assert class_figures(samples, sample, ["a"], 4).keys() == {"worst_first", "confusion_matrix"}
+    assert read[1:] == [8, 5, 7, 3]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_every_third_value_of_2500_is_shown_at_any_number_of_ranks(ranks: int) -> None:
-    for points in in_world(ranks, value_points):
-        assert points == [[number + 0.5, number] for number in range(0, 2500, 3)]
+def test_a_point_is_drawn_where_its_values_are() -> None:
+    columns = {"target": [0.0, 1.0, 1.0], "prediction": [0.0, 1.0, 0.0]}
+    image = value_figures({name: torch.tensor(column) for name, column in columns.items()})["predicted_against_true"]
+    is_red = (image[0] > 0.5) & (image[1] < 0.3)
+    for top, left in ((362, 0), (16, 347), (362, 347)):
+        assert is_red[top : top + 3, left : left + 3].any()
+    assert not is_red[16:19, :3].any()
 
 
 def test_a_cell_has_the_colour_of_its_share_and_a_tile_the_pixels_of_its_sample() -> None:
-    matrix = draw_confusion([[4.0, 0.0], [0.0, 0.0]], ["cat", "dog"])
-    green = ((matrix - torch.tensor(RIGHT)[:, None, None] / 255).abs().sum(0) < 0.01).nonzero()
-    (top, left), cell = green.amin(0).tolist(), 35
-    assert green.amax(0).tolist() == [top + cell - 3, left + cell - 3]  # without its frame
-    for row, column in ((0, 1), (1, 0), (1, 1)):
-        assert bool((matrix[:, top + cell * row :, left + cell * column :][:, : cell - 2, : cell - 2] == 1).all())
-    beside = matrix[:, :, left + 2 * cell :] < 0.5
-    assert int(beside[:, top : top + cell].sum()) > int(beside[:, top + cell :].sum()) > 0  # 100 and -
+    matrix = draw_confusion(torch.tensor([[4, 0], [0, 0]]), ["cat", "a dog whose name is longer than its margin"])
+    green, cell = (torch.tensor(RIGHT) / 255)[:, None], (350 - 110) // 8
+    corners = matrix[:, 15:, 110:][:, 1::cell, 1::cell][:, :2, :2].flatten(1)
+    assert torch.allclose(corners[:, :1], green)
+    assert bool((corners[:, 1:] == 1).all())
     sample = torch.arange(64, dtype=torch.uint8).view(1, 8, 8)
-    tile = draw_tiles([Tile(sample, "1 (90%)", "is 2", False)])
+    tile = draw_tiles([(sample, "a class with a name longer than its tile", "b")])
     pixels = tile[0, 6 : 6 + 80, 6 : 6 + 80].mul(255).round().to(torch.uint8)
     assert torch.equal(pixels[5::10, 5::10], sample[0])
-
-
-BREEDS = ["American_bulldog", "American_pit_bull_terrier", "cat", *(f"English_breed_number_{n}" for n in range(10))]
-
-
-def test_long_names_stay_inside_their_tile_their_row_and_their_column() -> None:
-    """The pixels between two tiles, and those between names and matrix, are white; no two names look alike."""
-    tiles = draw_tiles([Tile(torch.zeros(1, 8, 8), f"99% {name}", f"is {name}", False) for name in BREEDS])
-    for gap in range(3):
-        left = 6 + 80 + gap * 86
-        assert bool((tiles[:, :, left : left + 6] == 1).all())
-    counts = [[1234.0 if row == column else 0.0 for column in range(13)] for row in range(13)]
-    matrix = draw_confusion(counts, BREEDS)
-    left, cell = 116, (350 - 116 - 33) // 13
-    assert matrix.shape[2] == 350
-    top = matrix.shape[1] - 6 - 13 * cell
-    assert bool((matrix[:, top:, left - 6 : left] == 1).all())
-    rows = [matrix[:, top + cell * row :, 6 : left - 6][:, :cell].flatten().tolist() for row in range(13)]
-    columns = [matrix[:, 27 : top - 1, left + cell * row :][:, :, :cell].flatten().tolist() for row in range(13)]
-    assert len(set(map(tuple, rows))) == len(set(map(tuple, columns))) == 13
+    assert bool((tile[:, :, 86:] == 1).all())
 
 
 def test_a_run_draws_its_last_evaluation_and_the_option_says_how_much(tmp_path: Path) -> None:

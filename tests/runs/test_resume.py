@@ -1,7 +1,7 @@
 """Resuming: what the snapshot decides, what the typed config decides, and what is refused."""
 
-import hashlib
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from lockstep.errors import ConfigError
 from lockstep.runs.record import read_run
+from lockstep.snapshots.files import list_snapshots, step_of
 from support.commands import ON_TEST, ema
 from support.configs import composed
 from support.digits import FEW, FEW_ON_TEST
@@ -28,12 +29,10 @@ def test_a_resumed_run_ends_with_the_same_bits_as_an_unbroken_one(tmp_path):
     adamw = ["optimizer=adamw", "scheduler=one_cycle", "model.dropout=0.2", "trainer.epochs=3", ema(0.9)]
     adamw += ["snapshot.every=5steps"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    start = whole / "snapshots/step_00000010.pt"
+    start = whole / "snapshots/step_00000010"
     parts = [runs(resumed, *adamw, f"resume={start}", "trainer.pause_after=2"), runs(resumed, *adamw)]
     in_world(1, train_all, [runs(whole, *adamw), *parts])
     assert same_bits(whole, resumed)
-    assert read_run(resumed)["data"]["resume"] == hashlib.sha256(start.read_bytes()).hexdigest()[:16]
-    assert "resume" not in read_run(whole)["data"]
     assert "resumed from" in read_log(resumed)
     assert "in the snapshot" not in read_log(resumed)  # nothing has changed
 
@@ -45,7 +44,7 @@ def test_what_a_model_and_an_optimizer_draw_is_the_same_after_a_resume_in_mid_ep
     own += ["snapshot.every=1steps", "snapshot.keep_last=20"]
     whole, steps = tmp_path / "whole", (2, 3, 5, 8)  # with `late`, step 4 is the first one that draws
     in_world(1, train, composed(f"run_dir={whole}", *own))
-    starts = {tmp_path / str(step): f"resume={whole}/snapshots/step_{step:08}.pt" for step in steps}
+    starts = {tmp_path / str(step): f"resume={whole}/snapshots/step_{step:08}" for step in steps}
     in_world(1, train_all, [composed(f"run_dir={folder}", *own, resume) for folder, resume in starts.items()])
     assert all(same_bits(whole, folder) for folder in starts)
 
@@ -82,6 +81,49 @@ def test_an_evaluation_at_max_steps_counts_where_the_last_epoch_ends(tmp_path):
     assert newest_snapshot(tmp_path / "18")["progress"] == newest_snapshot(tmp_path / "null")["progress"]
 
 
+def train_with_a_fast_clock(cfg: Any, rank: str) -> None:
+    """On this rank every interval of minutes is over at once."""
+    from lockstep.snapshots.checkpointer import Checkpointer
+
+    if os.environ["RANK"] == rank:
+        Checkpointer.due_by_clock = lambda self: True  # type: ignore[method-assign]
+    train(cfg)
+
+
+def test_only_rank_zeros_clock_says_when_minutes_are_over(tmp_path):
+    minutes = ["snapshot.every=10min", "snapshot.keep_last=99", "logging.every=1", "trainer.epochs=1"]
+    for rank in ("0", "1"):
+        in_world(2, train_with_a_fast_clock, runs(tmp_path / rank, *minutes), rank)
+    steps = [sorted(map(step_of, list_snapshots(tmp_path / rank / "snapshots"))) for rank in ("0", "1")]
+    assert steps == [[1, 2, 3, 4, 5, 6], [6]]
+
+
+def train_on_a_slow_disk(cfg: Any) -> int:
+    """The most snapshots that were in memory at once."""
+    from lockstep.snapshots import checkpointer
+
+    collect, write, held = checkpointer.collect, checkpointer.write_snapshot, [0]
+
+    def counted(*given: Any) -> Any:
+        held.append(held[-1] + 1)
+        return collect(*given)
+
+    def slow(*given: Any) -> Path:
+        time.sleep(0.5)
+        held.append(held[-1] - 1)
+        return write(*given)
+
+    checkpointer.collect, checkpointer.write_snapshot = counted, slow
+    train(cfg)
+    return max(held)
+
+
+def test_training_goes_on_while_two_snapshots_at_most_wait_for_the_disk(tmp_path):
+    slow = runs(tmp_path, "snapshot.every=1steps", "snapshot.keep_last=9", "trainer.epochs=1")
+    assert in_world(1, train_on_a_slow_disk, slow) == [2]
+    assert list(map(step_of, list_snapshots(tmp_path / "snapshots"))) == [6, 5, 4, 3, 2, 1]
+
+
 def resume_unseen(cfg: Any, elsewhere: Path) -> str:
     """What this rank says of a snapshot that rank 0 alone sees, as if it was deleted when rank 0 had read it."""
     if os.environ["RANK"] == "1":
@@ -100,7 +142,7 @@ def test_a_snapshot_that_is_gone_before_all_ranks_have_read_it_is_one_sentence(t
     second = runs(tmp_path / "second", "resume=first")
     one, other = in_world(2, resume_unseen, second, tmp_path / "elsewhere")
     assert one == other
-    assert one.startswith("ConfigError: rank 1 cannot read first/snapshots/step_00000006.pt (")
+    assert one.startswith("ConfigError: rank 1 cannot read first/snapshots/step_00000006 (")
     assert "a run that still trains may have deleted or replaced it; type the command again" in one
 
 
@@ -115,6 +157,16 @@ def test_the_typed_optimizer_settings_win_over_the_snapshots(tmp_path):
     log = read_log(second)
     assert "optimizer.lr (0.002 in the snapshot, 1e-09 now)" in log
     assert "optimizer.weight_decay (0.01 in the snapshot, 0.3 now)" in log
+
+
+def test_what_an_optimizer_counts_in_its_groups_goes_on_with_other_settings(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    counting = ["optimizer=sgd", "optimizer._target_=support.models.CountingSGD", "scheduler=constant"]
+    changed = ["optimizer.lr=0.02", f"resume={first}", "trainer.epochs=2"]
+    ways = [runs(first, *counting, "optimizer.lr=0.01", "trainer.epochs=1"), runs(second, *counting, *changed)]
+    in_world(1, train_all, ways)
+    (group,) = newest_snapshot(second)["groups"]
+    assert (group["lr"], group["steps"]) == (0.02, 12)
 
 
 def last_rate(folder: Path) -> float:
@@ -174,7 +226,7 @@ def test_a_ddp_snapshot_with_fused_sgd_goes_on_under_fsdp(tmp_path):
     ddp, fsdp = tmp_path / "ddp", tmp_path / "fsdp"
     configs = [
         runs(ddp, *exact, "snapshot.every=8steps", "optimizer.fused=true"),
-        runs(fsdp, *exact, "strategy=fsdp", f"resume={ddp}/snapshots/step_00000008.pt"),
+        runs(fsdp, *exact, "strategy=fsdp", f"resume={ddp}/snapshots/step_00000008"),
     ]
     in_world(2, train_all, configs)
     assert distance(weights(ddp), weights(fsdp)) < 1e-12
@@ -182,8 +234,8 @@ def test_a_ddp_snapshot_with_fused_sgd_goes_on_under_fsdp(tmp_path):
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
-    paths = [*folder.glob("snapshots/*"), folder / "model.pt"]
-    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
+    paths = [*folder.glob("snapshots/*/*"), folder / "model.pt"]
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
 
 
 def test_a_run_that_has_reached_its_end_trains_nothing_and_says_so(tmp_path):
@@ -207,7 +259,7 @@ def test_a_run_that_has_reached_its_end_trains_nothing_and_says_so(tmp_path):
 
     # A model.pt that is older than the snapshot is of an earlier step: the run was killed between the two files.
     torch.save({}, run / "model.pt")
-    old = (run / "snapshots/step_00000012.pt").stat().st_mtime - 10
+    old = (run / "snapshots/step_00000012").stat().st_mtime - 10
     os.utime(run / "model.pt", (old, old))
     in_world(1, train_all, configs[:1])
     assert same_bits(run, other)
@@ -234,7 +286,7 @@ def test_a_snapshot_of_another_run_is_refused_and_what_differs_is_named(tmp_path
     differs = ["seed=1", ON_TEST, "model.width=17", "optimizer=adamw"]
     second = runs(other, f"resume={first}", "trainer.epochs=2", *differs)
     (sentence,) = in_world(1, _refusal, runs(first, "trainer.max_steps=5"), second)
-    assert f"{first}/snapshots/step_00000005.pt does not fit this run: " in sentence
+    assert f"{first}/snapshots/step_00000005 does not fit this run: " in sentence
     for named in (
         "seed (0 in the snapshot, 1 here)",
         "training samples (360 in the snapshot, 1437 here)",

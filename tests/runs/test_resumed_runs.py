@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -12,18 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.snapshots.files import list_snapshots, save_snapshot
-from lockstep.snapshots.resume import load_first_good
+from lockstep.snapshots.files import list_snapshots, prune, step_of, write_snapshot
+from lockstep.snapshots.find import load_first_good
 from support.commands import ON_TEST, ema, wait_for
 from support.event_files import scalars
-from support.run_folders import newest_snapshot
+from support.run_folders import best_snapshot, newest_snapshot
 from support.worlds import PRELOAD, same_bits
 
 pytestmark = pytest.mark.whole
 
 
 def steps_of_snapshots(folder: Path) -> list[int]:
-    return [int(path.stem.removeprefix("step_")) for path in reversed(list_snapshots(folder / "snapshots"))]
+    return [step_of(path) for path in reversed(list_snapshots(folder / "snapshots"))]
 
 
 def test_the_same_folder_goes_on_by_itself(train, tmp_path):
@@ -40,16 +41,14 @@ def test_the_same_folder_goes_on_by_itself(train, tmp_path):
     # The second epoch's training loss counts the steps before the stop, too.
     assert dict(curves["train/loss"])[46] == dict(expected["train/loss"])[46]
     record = sorted(path.name for path in (same / ".hydra").iterdir())
-    until = ["config.until_step_00000030.yaml", "overrides.until_step_00000030.yaml"]
-    assert record == sorted(["config.yaml", "overrides.yaml", *until])
-    assert "max_steps: 30" in (same / ".hydra" / until[0]).read_text()
+    assert record == ["config.yaml", "overrides.yaml"]
     assert "max_steps: null" in (same / ".hydra" / "config.yaml").read_text()
 
 
 def test_a_finished_run_typed_again_says_so_and_stays_as_it_is(train, tmp_path):
     typed = ["model=mlp", "trainer.epochs=2", "hydra.run.dir=run"]
     first = train(*typed)
-    files = [*tmp_path.glob("run/.hydra/*"), *tmp_path.glob("run/snapshots/*"), tmp_path / "run/model.pt"]
+    files = [*tmp_path.glob("run/.hydra/*"), *tmp_path.glob("run/snapshots/*/*"), tmp_path / "run/model.pt"]
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
     again = train(*typed, "trainer.max_steps=10")
     assert "nothing to train: the run is at step 46 already; type trainer.max_steps=<more> to go on" in again.output
@@ -69,7 +68,7 @@ def test_average_best_and_patience_survive_a_restart(train, tmp_path):
     assert len(whole.epochs) < 40
     assert same_bits(tmp_path / "whole", tmp_path / "parts")
     curve = scalars(tmp_path / "whole")["val/accuracy"]
-    best = torch.load(tmp_path / "parts" / "snapshots" / "best.pt", weights_only=True)["progress"]
+    best = best_snapshot(tmp_path / "parts")["progress"]
     assert best["best"] == pytest.approx(max(value for _, value in curve), abs=1e-6)
     assert best["step"] == curve[-3][0]
     assert len(steps_of_snapshots(tmp_path / "parts")) == 1
@@ -87,10 +86,20 @@ def test_how_often_a_run_saves_and_logs_and_how_much_it_keeps(train, tmp_path):
 def test_a_damaged_snapshot_takes_no_place_of_a_good_one(train, tmp_path):
     run = ["model=mlp", "hydra.run.dir=run", "snapshot.keep_last=2"]
     train(*run, "snapshot.every=10steps", "trainer.max_steps=20")
-    (tmp_path / "run/snapshots/step_00000020.pt").write_bytes(b"damaged")
+    (tmp_path / "run/snapshots/step_00000020/state.pt").write_bytes(b"damaged")
     resumed = train(*run, "snapshot.every=15steps", "trainer.max_steps=30")
-    assert "step_00000020.pt is damaged" in resumed.output
+    assert "step_00000020 is damaged" in resumed.output
     assert steps_of_snapshots(tmp_path / "run") == [15, 30]
+    assert (tmp_path / "run/snapshots/step_00000020.damaged").is_dir()
+
+
+def test_a_best_one_of_steps_that_are_trained_again_does_not_count(train, tmp_path):
+    run = ["model=mlp", "hydra.run.dir=run", ON_TEST]
+    train(*run, "trainer.max_steps=23")
+    snapshots = tmp_path / "run" / "snapshots"
+    shutil.copytree(list_snapshots(snapshots, "best")[0], snapshots / "best_00000099")
+    train(*run, "trainer.epochs=2")
+    assert step_of(list_snapshots(snapshots, "best")[0]) == newest_snapshot(tmp_path / "run")["progress"]["best_step"]
 
 
 def test_what_is_advised_when_all_snapshots_are_damaged_works(train, tmp_path):
@@ -98,14 +107,14 @@ def test_what_is_advised_when_all_snapshots_are_damaged_works(train, tmp_path):
     train(*run, "snapshot.every=10steps", "trainer.max_steps=30")
     snapshots = tmp_path / "run" / "snapshots"
     for path in list_snapshots(snapshots):
-        path.write_bytes(b"damaged")
+        (path / "state.pt").write_bytes(b"damaged")
     sentence = train(*run, code=2).sentence
-    advice = f"to go on from best.pt, which can be read, type that and resume={snapshots}.damaged/best.pt"
-    assert f"to start afresh type mv {snapshots} {snapshots}.damaged and the command again; {advice}" in sentence
-    subprocess.run(re.search(r"mv \S+ \S+", sentence)[0].split(), check=True)
-    resumed = train(*run, re.search(r"resume=\S+", sentence)[0])
-    assert f"resumed from {snapshots}.damaged/best.pt" in resumed.output
-    assert steps_of_snapshots(tmp_path / "run")[-1] == 46
+    assert (
+        "to start afresh type hydra.run.dir=<a new folder>, and to go on from another one that and resume=" in sentence
+    )
+    new = [*run, "hydra.run.dir=new", re.search(r"resume=\S+", sentence)[0]]
+    assert f"resumed from {snapshots}/best_000000" in train(*new).output
+    assert steps_of_snapshots(tmp_path / "new")[-1] == 46
 
 
 def test_the_toy_preset_saves_every_ten_epochs_and_learns(train):
@@ -119,7 +128,8 @@ def test_the_toy_preset_saves_every_ten_epochs_and_learns(train):
 def _save_for_ever(folder: Path) -> None:
     for step in itertools.count(1):
         contents = {"step": step, "weights": torch.zeros(200_000)}
-        save_snapshot(folder, f"step_{step:08d}", contents, keep_last=2)
+        write_snapshot(folder, f"step_{step:08d}", contents, {})
+        prune(folder, keep_last=2)
 
 
 def test_killed_at_random_while_it_writes_a_process_leaves_a_whole_snapshot(tmp_path, caplog):
@@ -134,9 +144,8 @@ def test_killed_at_random_while_it_writes_a_process_leaves_a_whole_snapshot(tmp_
         process.kill()
         process.join()
         newest = list_snapshots(folder)[0]
-        found = load_first_good([newest])
-        assert found is not None
-        assert found[0]["step"] == int(newest.stem[5:])
+        saved, _ = load_first_good([newest])
+        assert saved["step"] == step_of(newest)
     assert "and passed over" not in caplog.text
 
 

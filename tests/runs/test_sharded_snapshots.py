@@ -1,5 +1,6 @@
-"""snapshot.format: which runs save parts, what a rank's part holds, and what reads such a snapshot."""
+"""Snapshots of ranks that hold parts: what a rank writes, and what reads such a snapshot."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 
 import lockstep
 from lockstep.config.nodes import instantiate
-from lockstep.snapshots.files import list_snapshots, parts_of
+from lockstep.errors import ConfigError
+from lockstep.snapshots.files import list_snapshots
 from lockstep.snapshots.initial_weights import load_initial_weights
 from support.commands import ema
 from support.configs import composed
@@ -18,36 +20,26 @@ from support.worlds import in_world, same_bits, train
 pytestmark = pytest.mark.whole
 
 # 360 training samples in batches of 64: 6 steps an epoch.
-SMALL = ["model=mlp", "logger=[]", "evaluation.batch_size=360", ema(0.9)]
+SMALL = ["model=mlp", "logger=[]", "evaluation.batch_size=360", "strategy=fsdp", ema(0.9)]
 SMALL += ["trainer.precision=fp64", "optimizer=adamw", "trainer.epochs=3", "snapshot.keep_last=1", FEW_ON_TEST]
 
 
-def train_with_limit(cfg: Any, limit: int) -> float:
-    """A training in which snapshot.format=auto saves parts from `limit` bytes on."""
-    from lockstep.snapshots import manager
-
-    manager.SHARDED_ABOVE = limit
-    return train(cfg)
-
-
-def test_a_large_state_is_saved_in_parts_and_read_by_all(tmp_path: Path) -> None:
+def test_each_rank_writes_its_part_and_all_read_it(tmp_path: Path) -> None:
     run, again = tmp_path / "run", tmp_path / "again"
-    in_world(2, train_with_limit, composed(f"run_dir={run}", *SMALL, "strategy=fsdp"), 10_000)
+    in_world(2, train, composed(f"run_dir={run}", *SMALL))
     model = torch.load(run / "model.pt", weights_only=True)
     numbers = 4 * sum(value.numel() for value in model.values())  # weights, two moments and the average
-    paths = [*list_snapshots(run / "snapshots"), run / "snapshots" / "best.pt"]
-    assert {path.name for path in (run / "snapshots").glob("*.parts.*")} == {
-        parts.name for path in paths for parts in parts_of(path)
-    }
+    paths = [*list_snapshots(run / "snapshots"), *list_snapshots(run / "snapshots", "best")]
+    assert sorted(paths) == sorted((run / "snapshots").iterdir())
     for path in paths:
-        sizes = [file.stat().st_size for file in parts_of(path)[0].iterdir()]
+        sizes = [file.stat().st_size for file in path.glob("*.safetensors")]
         assert len(sizes) == 2
         assert max(sizes) < 0.6 * sum(sizes)
-        assert 8 * numbers <= sum(sizes) < 8.1 * numbers
-        assert path.stat().st_size < 0.2 * sum(sizes)
+        assert 8 * numbers <= sum(sizes) < 8.2 * numbers
+        assert (path / "state.pt").stat().st_size < 0.2 * sum(sizes)
     net = lockstep.load(run)
     assert all(torch.equal(value, model[name]) for name, value in net.net.state_dict().items())
-    cfg = composed(f"run_dir={again}", *SMALL, f"resume={run}", "snapshot.format=full")
+    cfg = composed(f"run_dir={again}", *SMALL, f"resume={run}", "strategy=ddp")
     with torch.device("meta"):
         load_initial_weights(instantiate(cfg.model), str(paths[0]), [])  # as before a start
     begun = instantiate(cfg.model).double()
@@ -57,20 +49,27 @@ def test_a_large_state_is_saved_in_parts_and_read_by_all(tmp_path: Path) -> None
     assert same_bits(run, again)
 
 
-def test_the_parts_of_a_snapshot_that_could_not_be_written_are_removed(tmp_path: Path) -> None:
-    (tmp_path / "snapshots" / "step_00000012.pt.tmp").mkdir(parents=True)  # where a file should be written
-    cfg = composed(f"run_dir={tmp_path}", *SMALL, "strategy=fsdp", "snapshot.format=sharded", "snapshot.keep_last=9")
-    in_world(2, train, cfg)
+def test_what_cannot_be_written_or_removed_costs_a_warning(tmp_path: Path) -> None:
     snapshots = tmp_path / "snapshots"
-    assert [path.stem for path in list_snapshots(snapshots)] == ["step_00000018", "step_00000006"]
-    assert not list(snapshots.glob("step_00000012.parts.*"))
-    assert len(list(snapshots.glob("step_*.parts.*"))) == 2
-    assert "no snapshot at step 12: " in (tmp_path / "train.log").read_text()
+    snapshots.mkdir()
+    (snapshots / "step_00000012.tmp").touch()  # where a folder should be
+    in_world(2, train, composed(f"run_dir={tmp_path}", *SMALL, "snapshot.keep_last=9"))
+    assert [path.name for path in list_snapshots(snapshots)] == ["step_00000018", "step_00000006"]
+    assert [path.name for path in snapshots.glob("*.tmp")] == ["step_00000012.tmp"]
+    assert "no snapshot at step 12: rank 0: " in (tmp_path / "train.log").read_text()
+    (snapshots / "step_00000001").touch()  # an older one that cannot be removed
+    in_world(2, train, composed(f"run_dir={tmp_path}", *SMALL, "trainer.epochs=4"))
+    assert [path.name for path in list_snapshots(snapshots)] == ["step_00000024"]
+    assert "0024 is saved, but not all older ones are removed: " in (tmp_path / "train.log").read_text()
 
 
-def test_a_small_state_is_saved_in_one_file(tmp_path: Path) -> None:
-    cfg = composed(f"run_dir={tmp_path}", *SMALL, "strategy=fsdp", "trainer.epochs=1")
-    in_world(2, train_with_limit, cfg, 10_000_000)
-    assert not list(tmp_path.glob("snapshots/*.parts.*"))
-    saved = torch.load(list_snapshots(tmp_path / "snapshots")[0], weights_only=True)
-    assert all(torch.is_tensor(value) for value in saved["model"].values())
+def without_safetensors(cfg: Any) -> str:
+    sys.modules["safetensors"] = None  # type: ignore[assignment]
+    with pytest.raises(ConfigError) as refused:
+        train(cfg)
+    return str(refused.value)
+
+
+def test_without_safetensors_it_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    for said in in_world(2, without_safetensors, composed(f"run_dir={tmp_path}", *SMALL)):
+        assert said.endswith("holds a part of the weights needs safetensors; type pip install safetensors")

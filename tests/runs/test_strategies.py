@@ -12,6 +12,7 @@ from lockstep.errors import StoppedEarly
 from support.commands import ON_TEST, Command, ema, wait_for
 from support.configs import composed
 from support.digits import PAIRS_ON_TEST
+from support.run_folders import newest_snapshot
 from support.worlds import distance, in_world, train, train_all, weights
 
 # 61 test samples by 20: with three ranks one of them evaluates one more batch than the others.
@@ -47,7 +48,7 @@ def test_every_strategy_trains_to_the_numbers_of_one_process(tmp_path: Path) -> 
     one = trained(1, tmp_path / "data_parallel", [*AVERAGED, "strategy=data_parallel"])
     two = trained(2, tmp_path, [*IMAGES, *fsdp], [*HALVES, *together], [*HALVES, *piped, "trainer.max_grad_norm=1e3"])
     three = trained(3, tmp_path, [*AVERAGED, *fsdp, "strategy.reshard_after_forward=false"], [*AVERAGED, *piped])
-    four = trained(4, tmp_path, [*AVERAGED, *fsdp, "strategy.replicas=2", "trainer.gradient_accumulation_steps=2"])
+    four = trained(4, tmp_path, [*AVERAGED, *fsdp, "strategy.replicate=2", "trainer.gradient_accumulation_steps=2"])
     expected = [averaged, images, halves, halves, averaged, averaged, averaged]
     pairs = zip(expected, [*one, *two, *three, *four], strict=True)
     for (objective, values), (found_objective, found) in pairs:
@@ -79,22 +80,23 @@ def stop_after_two_steps(cfg: Any) -> str:
 
 
 def test_a_snapshot_moves_between_strategies_and_world_sizes(tmp_path: Path) -> None:
-    from lockstep.snapshots.files import list_snapshots, parts_of
+    from lockstep.snapshots.files import list_snapshots
 
-    moving = [*AVERAGED, "scheduler=one_cycle", "trainer.epochs=12"]  # 48 steps, and six stops after up to 7
+    moving = [*AVERAGED, "scheduler=one_cycle", "trainer.epochs=12"]  # 48 steps, and seven stops after up to 6
     objective, whole = trained(1, tmp_path, moving)[0]
     cfg = [f"run_dir={tmp_path / 'moved'}", *moving]
-    stops = [("data_parallel", 1, "DataParallel"), ("fsdp", 2, "FSDP"), ("ddp", 3, "DDP"), ("fsdp", 4, "FSDP")]
-    for strategy, size, name in [*stops, ("tensor_parallel", 2, "TensorParallel"), ("pipeline", 2, "Pipeline")]:
-        more = ["strategy.plan=[{1:colwise},{4:rowwise}]"] if strategy == "tensor_parallel" else []
-        more += ["strategy.replicas=2"] if size == 4 else []
-        sharded = (strategy, size) in (("fsdp", 4), ("tensor_parallel", 2), ("pipeline", 2))
-        more += ["snapshot.format=sharded"] if sharded else []
+    stops = [("data_parallel", 1, "DataParallel"), ("fsdp", 2, "Sharded"), ("ddp", 3, "DDP"), ("fsdp", 4, "Sharded")]
+    tensors = [("tensor_parallel", size, "Sharded") for size in (2, 4)]
+    for strategy, size, name in [*stops, *tensors, ("pipeline", 2, "Pipeline")]:
+        more = ["strategy.parallelize_plan=[{1:colwise},{4:rowwise}]"] if strategy == "tensor_parallel" else []
+        more += [f"strategy.{'replicate' if strategy == 'fsdp' else 'shard'}=2"] if size == 4 else []
         assert in_world(size, stop_after_two_steps, composed(*cfg, f"strategy={strategy}", *more)) == [name] * size
         newest = list_snapshots(tmp_path / "moved" / "snapshots")[0]
-        assert [len(list(parts.iterdir())) for parts in parts_of(newest)] == ([size] if sharded else [])
+        files = list(newest.glob("*.safetensors"))
+        writers = 0 if strategy in ("data_parallel", "ddp") else 2  # of replicas the first saves
+        assert len(files) == (4 if (strategy, size) == ("tensor_parallel", 4) else writers)
     answers = in_world(2, train, composed(*cfg))
-    saved = torch.load(list_snapshots(tmp_path / "moved" / "snapshots")[0], weights_only=True)
+    saved = newest_snapshot(tmp_path / "moved")
     assert list(saved["optimizer"]) == list(saved["model"])
     assert answers == [pytest.approx(objective, rel=1e-9)] * 2
     assert distance(whole, weights(tmp_path / "moved")) < 1e-9

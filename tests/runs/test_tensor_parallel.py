@@ -14,13 +14,18 @@ from lockstep.data.loader import LoadedPart
 from lockstep.errors import ConfigError
 from lockstep.loggers.csv_logger import read_rows
 from lockstep.models.gpt import gpt
-from lockstep.snapshots.files import list_snapshots
-from lockstep.strategies.tensor_parallel import TensorParallel
+from lockstep.strategies.sharded import Sharded
 from lockstep.tasks.base import Task
 from support.commands import ema
 from support.configs import composed, with_values
+from support.run_folders import newest_snapshot
 from support.small_text import small_gpt
 from support.worlds import distance, in_world, train_all, weights
+
+
+def tensor_parallel(plan: list[dict[str, str]], replicate: int = 1) -> Sharded:
+    return Sharded(replicate, True, [], 1000, plan)
+
 
 PLAN = [{"*.queries_keys_values": "colwise"}, {"*.widen": "colwise"}, {"*.projection": "rowwise"}]
 
@@ -29,19 +34,21 @@ def grad_norms(folder: Path) -> list[float]:
     return [value for _, tag, value in read_rows(folder / "metrics.csv") if tag == "train/grad_norm"]
 
 
-def test_two_replicas_of_two_ranks_have_one_processs_numbers(tmp_path: Path) -> None:
+def test_two_groups_of_two_ranks_have_one_processs_numbers(tmp_path: Path) -> None:
     options = [ema(0.8), "trainer.gradient_accumulation_steps=2", "trainer.max_steps=6", "logging.every=1"]
     base = small_gpt(tmp_path, *options, "logger=[csv]", "trainer.max_grad_norm=0.1", "optimizer.fused=false")
-    two_by_two = ["strategy=tensor_parallel", "strategy.replicas=2"]
+    ways = ("replicate", "shard")  # the two groups hold the same, or fsdp cuts what they hold
+    spread = {way: composed(*base, "strategy=tensor_parallel", f"strategy.{way}=2") for way in ways}
     in_world(1, train_all, [composed(*base, f"run_dir={tmp_path / 'alone'}")])
-    in_world(4, train_all, [composed(*base, *two_by_two, f"run_dir={tmp_path / 'spread'}")])
-    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "spread")) < 1e-11
+    for way, cfg in spread.items():  # torch keeps what it has made for the groups of a world
+        in_world(4, train_all, [with_values(cfg, f"run_dir={tmp_path / way}")])
+    alone = newest_snapshot(tmp_path / "alone")
     assert len(grad_norms(tmp_path / "alone")) == 6
-    assert grad_norms(tmp_path / "spread") == pytest.approx(grad_norms(tmp_path / "alone"), rel=1e-9)
-    alone, spread = (
-        torch.load(list_snapshots(tmp_path / name / "snapshots")[0], weights_only=True) for name in ("alone", "spread")
-    )
-    assert spread["meter"]["totals"].tolist() == pytest.approx(alone["meter"]["totals"].tolist(), rel=1e-12)
+    for way in ways:
+        assert distance(weights(tmp_path / "alone"), weights(tmp_path / way)) < 1e-11
+        assert grad_norms(tmp_path / way) == pytest.approx(grad_norms(tmp_path / "alone"), rel=1e-9)
+        saved = newest_snapshot(tmp_path / way)
+        assert saved["meter"]["totals"].tolist() == pytest.approx(alone["meter"]["totals"].tolist(), rel=1e-12)
 
 
 def values_after_setup(rank_plan: Any) -> dict[str, int]:
@@ -50,7 +57,7 @@ def values_after_setup(rank_plan: Any) -> dict[str, int]:
     from lockstep.strategies.gradient_sync import GradientSync
 
     with join_world("gloo", 60) as world:
-        strategy = TensorParallel(1, rank_plan)
+        strategy = tensor_parallel(rank_plan)
         strategy.setup(
             gpt([8], 28, layers=1, heads=2, width=16, dropout=0.0, tied=True, variant="gpt2"),
             Task().outputs,
@@ -76,26 +83,28 @@ def test_a_gpt_that_cannot_be_cut_is_refused() -> None:
     with torch.device("meta"):
         model = gpt([8], 28, layers=1, heads=2, width=24, dropout=0.0, tied=True, variant="gpt2")
     with pytest.raises(ConfigError, match="share the 2 heads of block1.attention among 3 ranks; type model.heads=3"):
-        TensorParallel(1, PLAN).validate_model(model, 3)
+        tensor_parallel(PLAN).validate_model(model, 3)
     with pytest.raises(ConfigError, match="embedding.tokens.weight, which is also head.linear.weight; .*tied=false"):
-        TensorParallel(1, [{"embedding.tokens": "rowwise"}]).validate_model(model, 2)
+        tensor_parallel([{"embedding.tokens": "rowwise"}]).validate_model(model, 2)
     with pytest.raises(ConfigError, match=r"the nearest names are .*block1.mlp.widen.*; type model=gpt"):
-        TensorParallel(1, [{"block1.mlp.wide": "colwise"}]).validate_model(model, 2)
+        tensor_parallel([{"block1.mlp.wide": "colwise"}]).validate_model(model, 2)
     with pytest.raises(ConfigError, match="the model has no .*, as it is one layer; type model=gpt"):
-        TensorParallel(1, PLAN).validate_model(torch.nn.Linear(2, 2), 2)
-    TensorParallel(1, PLAN).validate_model(model, 2)
-    TensorParallel(2, PLAN).validate_model(model, 4)
+        tensor_parallel(PLAN).validate_model(torch.nn.Linear(2, 2), 2)
+    tensor_parallel(PLAN).validate_model(model, 2)
+    tensor_parallel(PLAN, 2).validate_model(model, 4)
 
 
 def test_layers_that_have_no_weight_to_cut_are_refused() -> None:
     normed = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)))
-    with pytest.raises(ConfigError, match="0 computes its weight from others, .* type strategy.plan=.* without it"):
-        TensorParallel(1, [{"0": "gathered"}]).validate_model(normed, 2)
+    with pytest.raises(
+        ConfigError, match="0 computes its weight from others, .* type .*parallelize_plan=.* without it"
+    ):
+        tensor_parallel([{"0": "gathered"}]).validate_model(normed, 2)
     sparse = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
     with pytest.raises(
         ConfigError, match="several ranks add up dense gradients, .* sparse=True; make it with sparse=False"
     ):
-        TensorParallel(1, [{"1": "gathered"}]).validate_model(sparse, 2)
+        tensor_parallel([{"1": "gathered"}]).validate_model(sparse, 2)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -129,18 +138,16 @@ def distance_of_gradients(reentrant: bool) -> float:
         model = nn.Sequential(nn.Linear(4, 4), Recomputed(reentrant), nn.Linear(4, 4), nn.ReLU(inplace=True)).double()
         plain, inputs, targets = copy.deepcopy(model), torch.rand(3, 4).double(), torch.rand(3, 4).double()
         nn.functional.mse_loss(plain(inputs), targets).backward()
-        strategy = TensorParallel(1, [{"1.0": "colwise"}, {"1.2": "rowwise"}, {"2": "gathered"}])
+        strategy = tensor_parallel([{"1.0": "colwise"}, {"1.2": "rowwise"}, {"2": "gathered"}])
         strategy.setup(model, Task().outputs, world, GradientSync())
         strategy.forward_backward(part_of(inputs, targets), nn.functional.mse_loss, torch.ones(()).double(), last=True)
-        found = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
-        pairs = zip(found, plain.parameters(), strict=True)
-        return max(float((gradient - p.grad).abs().max()) for gradient, p in pairs)
+        return distance_from(plain, model)
 
 
 def test_a_whole_weight_between_cut_layers_gets_its_whole_gradient(tmp_path: Path) -> None:
     words = ["model=linear", "model._target_=support.models.whole_inside", "trainer.precision=fp64", "logger=[]"]
     base = composed(*words, "trainer.epochs=2", "trainer.batch_size=300", "trainer.max_grad_norm=0.5")
-    plan = ["strategy=tensor_parallel", "strategy.plan=[{1:colwise},{3:rowwise}]"]
+    plan = ["strategy=tensor_parallel", "strategy.parallelize_plan=[{1:colwise},{3:rowwise}]"]
     cut = composed(*words, *plan, "trainer.epochs=2", "trainer.batch_size=300", "trainer.max_grad_norm=0.5")
     accumulated = with_values(cut, "trainer.gradient_accumulation_steps=3")
     in_world(1, train_all, [with_values(base, f"run_dir={tmp_path / 'one'}")])
@@ -162,31 +169,31 @@ class UsedTwice(nn.Module):
         return out
 
 
-def test_a_whole_weight_that_is_used_inside_and_outside_is_refused() -> None:
-    for found in in_world(2, sentences_of_used_twice):
-        assert found[0].startswith("relu.weight is used between layers that strategy=tensor_parallel cuts and outside")
-        assert found[1:] == [""]
+def test_a_whole_weight_that_is_used_inside_and_outside_gets_its_whole_gradient() -> None:
+    for apart in in_world(2, distance_of_one_used_twice):
+        assert apart < 1e-12
 
 
-def sentences_of_used_twice() -> list[str]:
+def distance_of_one_used_twice() -> float:
+    """From the gradients of the plain model."""
     from lockstep.distributed.world import join_world
     from lockstep.strategies.gradient_sync import GradientSync
 
-    found = []
     with join_world("gloo", 60, None) as world:
-        blocks = [layer for _ in range(2) for layer in (nn.Linear(4, 8), nn.PReLU(), nn.Linear(8, 4), nn.PReLU())]
-        plans = [["wide", "narrow"], ["0", "2", "4", "6"]]
-        for model, names in zip((UsedTwice(), nn.Sequential(*blocks)), plans, strict=True):
-            styles = zip(names, ["colwise", "rowwise"] * 2, strict=False)
-            strategy = TensorParallel(1, [{name: style} for name, style in styles])
-            strategy.setup(model, Task().outputs, world, GradientSync())
-            inputs, targets = torch.rand(3, 4), torch.rand(3, 4)
-            try:
-                strategy.forward_backward(part_of(inputs, targets), nn.functional.mse_loss, torch.ones(()), last=True)
-                found.append("")
-            except ConfigError as error:
-                found.append(str(error))
-    return found
+        torch.manual_seed(0)
+        model = UsedTwice().double()
+        plain, inputs, targets = copy.deepcopy(model), torch.randn(3, 4).double(), torch.rand(3, 4).double()
+        nn.functional.mse_loss(plain(inputs), targets).backward()
+        strategy = tensor_parallel([{"wide": "colwise"}, {"narrow": "rowwise"}])
+        strategy.setup(model, Task().outputs, world, GradientSync())
+        strategy.forward_backward(part_of(inputs, targets), nn.functional.mse_loss, torch.ones(()).double(), last=True)
+        return distance_from(plain, model)
+
+
+def distance_from(plain: nn.Module, cut: nn.Module) -> float:
+    found = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in cut.parameters()]
+    pairs = zip(found, plain.parameters(), strict=True)
+    return max(float((gradient - p.grad).abs().max()) for gradient, p in pairs)
 
 
 def test_heads_and_stages_draw_masks_of_their_own() -> None:
@@ -201,12 +208,11 @@ def masks() -> tuple[list[bool], list[bool], list[int]]:
     from lockstep.distributed.world import join_world
     from lockstep.strategies.gradient_sync import GradientSync
     from lockstep.strategies.pipeline import Pipeline
-    from lockstep.strategies.tensor_parallel import TensorParallel
 
     with join_world("gloo", 60, None) as world:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 64), nn.Dropout(), nn.Linear(64, 32), nn.Dropout())
-        strategy, kept = TensorParallel(1, [{"0": "colwise"}, {"2": "rowwise"}]), list[list[bool]]()
+        strategy, kept = tensor_parallel([{"0": "colwise"}, {"2": "rowwise"}]), list[list[bool]]()
         strategy.setup(model, Task().outputs, world, GradientSync())
         for dropout in (model[1], model[3]):
             dropout.register_forward_hook(lambda module, inputs, outputs: kept.append((outputs == 0).tolist()))

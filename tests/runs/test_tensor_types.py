@@ -14,13 +14,12 @@ import lockstep
 from lockstep.data.vision import RandomPairs
 from lockstep.errors import ConfigError
 from lockstep.models.base import matching_parameters
-from lockstep.modes.export import write_weights
-from lockstep.snapshots.files import list_snapshots
+from lockstep.modes.export import weights_as
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.state import require_plain, trained_weights
 from lockstep.strategies.base import refuse_changing_weights
-from lockstep.strategies.fsdp import FSDP
-from lockstep.strategies.tensor_bytes import to_bytes
+from lockstep.strategies.messages import to_bytes
+from lockstep.strategies.sharded import Sharded
 from lockstep.tasks.tasks import Regression
 from lockstep.training.ema import Average
 from lockstep.training.schedules import one_cycle
@@ -29,6 +28,7 @@ from support.commands import ema
 from support.configs import composed, with_values
 from support.models import MadeInForward, OddTensors
 from support.reference import train_reference
+from support.run_folders import newest_snapshot
 from support.small_text import small_gpt
 from support.worlds import distance, in_world, same_bits, train, train_all, weights
 
@@ -74,9 +74,9 @@ def test_each_type_and_layout_is_trained_averaged_saved_and_resumed(tmp_path: Pa
     assert torch.allclose(dense, dense[0] * torch.arange(1, 7))
     for form, read in (("state_dict", torch.load), ("safetensors", load_file)):
         some = {name: value for name, value in trained.items() if form == "state_dict" or name != "sparse"}
-        write_weights(some, tmp_path / form, form)
+        (tmp_path / form).write_bytes(weights_as(some, form))
         assert_same(some, read(tmp_path / form))
-    saved = torch.load(list_snapshots(tmp_path / "whole" / "snapshots")[0], weights_only=True)
+    saved = newest_snapshot(tmp_path / "whole")
     averaged = {"layer.weight", "layer.bias", "filter", "gain", "shift", "coarse", "running_mean"}
     assert saved["ema"].keys() - {"empty"} == averaged
     assert saved["ema"]["shift"].dtype == torch.float32, "bfloat16 rounds small changes of an average away"
@@ -172,9 +172,9 @@ def test_the_average_of_a_shared_weight_is_under_all_its_names(tmp_path: Path, s
     cfg = composed(*words)
     in_world(2, train_all, [cfg])
     saved = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
-    newest = torch.load(list_snapshots(tmp_path / "run" / "snapshots")[0], weights_only=True)
+    newest = newest_snapshot(tmp_path / "run")
     shared = ["embedding.tokens.weight", "head.linear.weight"]
-    for held in (saved, trained_weights(newest, averaged=True)):
+    for held in (saved, trained_weights(newest, tmp_path, averaged=True)):
         assert torch.equal(held[shared[0]], held[shared[1]])
     assert not torch.equal(newest["model"][shared[0]], saved[shared[0]])
 
@@ -207,7 +207,7 @@ def test_optimizer_state_of_other_types_than_its_weight_is_resumed(tmp_path: Pat
     whole, parts = (with_values(base, f"run_dir={tmp_path / name}") for name in ("whole", "parts"))
     in_world(2, train_all, [whole, with_values(parts, "trainer.pause_after=1"), parts])
     assert same_bits(tmp_path / "whole", tmp_path / "parts")
-    newest = torch.load(list_snapshots(tmp_path / "parts" / "snapshots")[0], weights_only=True)
+    newest = newest_snapshot(tmp_path / "parts")
     state = newest["optimizer"]["1.weight"]
     assert (state["velocity"].dtype, state["changes"].dtype) == (torch.float64, torch.int16)
 
@@ -306,7 +306,7 @@ def test_a_layer_that_changes_weights_in_its_forward_pass_is_refused_on_several_
 def test_fsdp_refuses_what_it_cannot_add_up(add: str, said: str) -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     model.register_parameter(add, nn.Parameter(torch.ones(2).double() if add == "gain" else torch.ones(0)))
-    strategy = FSDP(1, True, [], 1000, False)
+    strategy = Sharded(1, True, [], 1000)
     strategy.validate_model(model, 1)
     with pytest.raises(ConfigError, match=f"{said}.*type strategy=ddp"):
         strategy.validate_model(model, 2)

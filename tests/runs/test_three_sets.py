@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from lockstep.errors import EXIT_RESUMABLE
+from lockstep.runs.samples import read_samples
+from lockstep.runs.stats import wilson
 from support.commands import TRAIN, ema
 from support.configs import composed, parts_of, record_of
 from support.digits import digits
@@ -45,8 +47,15 @@ def test_the_default_run_chooses_on_validation_and_reads_the_test_set_once(train
         "last": 0,
     }
     assert [value for tag, _, value in rows if tag.startswith("test/")] == [tested["loss"], tested["accuracy"]]
-    shown = f"loss {tested['loss']:.4f}, accuracy {tested['accuracy']:.4f}, with the weights of step 6, chosen on val"
-    assert f"test:       {shown}" in output
+    (shown,) = [line for line in output.splitlines() if line.startswith("test: ")]
+    low, high = wilson(tested["accuracy"], 360)
+    assert shown.startswith(f"test:       loss {tested['loss']:.4f} (")
+    told = f", accuracy {tested['accuracy']:.4f} ({low:.4f} to {high:.4f}), with the weights of step 6, chosen on val"
+    assert shown.endswith(told)
+    samples = read_samples(tmp_path / "run")
+    assert len(samples) == 360
+    assert samples["loss"].mean() == pytest.approx(tested["loss"])
+    assert samples["right"].mean() == pytest.approx(tested["accuracy"])
     (numbers,) = {run["data"]["validation_numbers"]}
     assert len(numbers.split()) == 144
     assert run["data"]["validation_samples"] == 144
@@ -104,20 +113,20 @@ def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(numb
     assert run["steps"] == 12
     if number == signal.SIGTERM:
         assert "stopped early at step 12, before the test; go on there with" in first.output
-        assert run["lives"][-1]["state"] == "stopped"
-    snapshots = {path.name: path.read_bytes() for path in (tmp_path / "run" / "snapshots").iterdir()}
-    for _ in range(2):  # the second time all is done, and the test set is not read again
+        assert run["starts"][-1]["state"] == "stopped"
+    snapshots = {path: path.read_bytes() for path in (tmp_path / "run").glob("snapshots/*/*")}
+    for starts in (2, 3):  # the last time all is done, and the test set is not read again
         output = start(*typed).finish().output
         assert "with the weights of step 6, chosen on val" in output
         run = run_of(tmp_path / "run")
         assert run["test"]["step"] == 6
-        assert len(run["lives"]) == 2
-        assert [life["state"] for life in run["lives"]][-1] == "finished"
+        assert len(run["starts"]) == starts
+        assert [life["state"] for life in run["starts"]][-1] == "finished"
         curve = scalars(tmp_path / "run")["test/loss"]
         assert [step for step, _ in curve] == ([6, 12] if more else [6])
         assert run["test"]["metrics"]["loss"] == pytest.approx(curve[0][1], rel=1e-6)
     assert (tmp_path / "run" / "model.pt").read_bytes() == model
-    assert {path.name: path.read_bytes() for path in (tmp_path / "run" / "snapshots").iterdir()} == snapshots
+    assert {path: path.read_bytes() for path in (tmp_path / "run").glob("snapshots/*/*")} == snapshots
 
 
 def test_a_finished_run_does_not_read_its_test_set_again(train, start, tmp_path):
@@ -159,14 +168,11 @@ def test_another_split_is_refused_when_a_run_goes_on(train, tmp_path):
 def test_the_jobs_of_a_sweep_share_the_split_and_folds_validate_each_sample_once(start, tmp_path):
     sweep = [sys.executable, TRAIN, "-m", "model=linear", "trainer.epochs=1", "trainer.batch_size=256", "logger=[]"]
     same = start(*sweep, "seed=0,1", "hydra.sweep.dir=seeds", "trainer.epochs=2", *FIRST_IS_BEST).finish().output
-    runs = [run_of(tmp_path / "seeds" / folder) for folder in ("0_seed=0", "1_seed=1")]
+    runs = [run_of(tmp_path / "seeds" / folder) for folder in ("seed=0", "seed=1")]
     assert len({run["data"]["validation_numbers"] for run in runs}) == 1
     assert "val/loss" in same
-    with (tmp_path / "seeds" / "sweep.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    for run, row in zip(runs, rows, strict=True):  # both numbers of a job are those of the weights that it has chosen
-        assert float(row["objective"]) == run["objective"]["best"] != run["objective"]["last"]
-        assert float(row["test"]) == run["test"]["metrics"]["loss"]
+    for run in runs:  # the number of a job is that of the weights that it has chosen
+        assert run["objective"]["best"] != run["objective"]["last"]
     start(*sweep, "loader.folds=5", "loader.fold=range(0,5)", "hydra.sweep.dir=folds").finish()
     runs = [run_of(path.parent) for path in sorted((tmp_path / "folds").glob("*/run.json"))]
     numbers = [int(number) for run in runs for number in run["data"]["validation_numbers"].split()]
@@ -192,7 +198,7 @@ def test_a_final_training_takes_all_data_and_reads_the_test_set_once(train, tmp_
 STRATEGIES = {
     "ddp": [],
     "fsdp": ["strategy=fsdp"],
-    "sharded": ["strategy=fsdp", "snapshot.format=sharded", ema(0.5)],
+    "sharded": ["strategy=fsdp", ema(0.5)],
     "pipeline": ["strategy=pipeline", "model=mlp"],
     "virtual_ranks": ["strategy=virtual_ranks", "strategy.count=4"],
     "async_parameter_server": ["strategy=async_parameter_server"],

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.data.vision import RandomPairs
+from lockstep.errors import ConfigError
 from lockstep.models.tutorial import mlp
+from support.commands import ema
 from support.configs import composed, with_values
 from support.event_files import scalars
 from support.reference import Reference, saved_parameters, train_reference
@@ -140,3 +142,15 @@ def tf32_flags(cfg):
 def test_float32_on_gpus_is_as_exact_as_asked_for(words, flags, tmp_path):
     short = ["model=linear", "trainer.max_steps=1", "logger=[]", f"run_dir={tmp_path}"]
     assert in_world(1, tf32_flags, composed(*short, *words)) == [flags]
+
+
+def replaced(cfg: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        train(cfg)
+    return str(refused.value)
+
+
+def test_a_weight_that_becomes_another_tensor_is_not_averaged(tmp_path: Path) -> None:
+    cfg = composed(*BASE, ema(0.9), "callbacks=[{_target_: support.damage.Replaces}]", f"run_dir={tmp_path}")
+    for said in in_world(2, replaced, cfg):
+        assert "is another tensor now than when trainer.ema began to average it; change it in place" in said

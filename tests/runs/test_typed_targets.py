@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.runs.record import read_run
 from support.commands import PYTHON_TRAIN, Command
 from support.configs import composed
 from support.refusals import answer
@@ -108,13 +109,12 @@ def test_the_line_that_evaluates_a_run_can_be_typed_as_it_is(start: Start, path:
         assert "evaluated: test loss" in again.output
 
 
-def test_the_best_job_of_a_sweep_can_be_run_again_as_the_summary_says(
-    start: Start, path: dict[str, Path], option: str
-) -> None:
+def test_a_job_of_a_sweep_can_be_run_again_as_its_record_says(start: Start, path: dict[str, Path], option: str) -> None:
     words = ["-m", option, "model=linear_net", "seed=1,2", "trainer.max_steps=2"]
     run = start(*PYTHON_TRAIN, *words, **path).finish()
-    (typed,) = re.findall(r"^run it again: (.*)$", run.output, re.MULTILINE)
-    start(sys.executable, *shlex.split(typed)[1:], **path).finish()
+    (folder,) = re.findall(r"^sweep: 2 jobs; in (.*)$", run.output, re.MULTILINE)
+    typed = read_run(run.cwd / folder / "seed=2")["command"]
+    assert "finished: " in start(sys.executable, *shlex.split(typed)[1:], **path).finish().output
 
 
 def test_a_loss_and_a_metric_of_ones_own_have_the_same_numbers_on_two_ranks(start: Start) -> None:
@@ -136,5 +136,5 @@ def test_a_yaml_file_with_keys_that_its_class_does_not_take_is_refused(start: St
     (tmp_path / "mine" / "scheduler" / "own.yaml").write_text(text)
     words = [*PYTHON_TRAIN, "--config-dir=mine", "scheduler=own", "trainer.max_steps=2"]
     sentence = start(*words).finish(2).sentence
-    assert "lockstep.training.schedules.step takes no warmup_epochs or final_lr_ratio" in sentence
+    assert "lockstep.training.schedules.step takes no shape or warmup_epochs or final_lr_ratio" in sentence
     start(*words, *shlex.split(sentence.rpartition("; type ")[2])).finish()

@@ -14,8 +14,6 @@ REFUSED = [  # in the first step; what a later one leaves out is a hang, whose c
 REFUSED += [Combination("LateExperts", "tensors", "fsdp, two"), Combination("Unused", "tensors", "two, ring")]
 EQUAL = [
     Combination("Experts", "tensors", "two, unused", "accumulation", after="resume"),
-    Combination("Experts", "tensors", "fsdp, unused", "adamw", after="resume"),
-    Combination("LateExperts", "tensors", "fsdp, unused", "all"),
     Combination("Unused", "tensors", "fsdp, two", "adamw"),
 ]
 

@@ -78,20 +78,20 @@ def test_a_damaged_weight_of_one_rank_is_named(tmp_path: Path) -> None:
     for (stopped,) in in_world(3, _train_all, [first]):
         assert stopped.startswith(
             "the weights differ between ranks at step 20: rank 1 has other values in 4.bias than rank 0; rank 2 has "
-            f"other values in 4.bias than rank 0; the last good snapshot is {tmp_path}/first/snapshots/step_00000012.pt"
+            f"other values in 4.bias than rank 0; the last good snapshot is {tmp_path}/first/snapshots/step_00000012"
         )
         assert f"hydra.run.dir={tmp_path}/first" in stopped
     for *went_on, save in in_world(3, _train_all, configs):
         assert save.startswith("the weights differ between ranks at step 12: rank 2 has other values in 1.weight than")
         assert "no snapshot was saved before" in save
         assert went_on == ["", ""]
-    assert sorted(path.name for path in (tmp_path / "first" / "snapshots").glob("*.pt")) == ["step_00000012.pt"]
-    assert not list((tmp_path / "save").glob("snapshots/*.pt"))
+    assert sorted(path.name for path in (tmp_path / "first" / "snapshots").iterdir()) == ["step_00000012"]
+    assert not list((tmp_path / "save").glob("snapshots/*/state.pt"))
     assert "weights differ" not in (tmp_path / "off" / "train.log").read_text()
 
 
 def test_copies_of_a_part_are_compared(tmp_path: Path) -> None:
-    replicas = ["strategy=fsdp", "strategy.replicas=3", "watch.weights_every=5"]
+    replicas = ["strategy=fsdp", "strategy.replicate=3", "watch.weights_every=5"]
     configs = [
         composed(f"run_dir={tmp_path / 'whole'}", *damaged(0, 1000, 0, "bit"), *replicas, "watch.weights_every=1"),
         composed(f"run_dir={tmp_path / 'bit'}", *damaged(3, 4, 0, "bit"), *replicas),
@@ -106,14 +106,14 @@ def test_copies_of_a_part_are_compared(tmp_path: Path) -> None:
         assert every.startswith("the weights differ between ranks at step 10: ")
         assert "rank 4 has other values in" in every
         assert "than rank 0" in every
-    two = composed(f"run_dir={tmp_path / 'two'}", *damaged(1, 4, 0, "bit"), *replicas, "strategy.replicas=2")
+    two = composed(f"run_dir={tmp_path / 'two'}", *damaged(1, 4, 0, "bit"), *replicas, "strategy.replicate=2")
     for sentence in in_world(4, _train_all, [two]):
         assert "rank 3 has other values in 1.weight than rank 1" in sentence[0]
 
 
 def test_copies_of_a_cut_matrix_are_compared(tmp_path: Path) -> None:
     text = [word for word in small_gpt(tmp_path, "trainer.precision=fp32") if word != "optimizer=adamw"]
-    two_by_two = ["strategy=tensor_parallel", "strategy.replicas=2", "watch.weights_every=2"]
+    two_by_two = ["strategy=tensor_parallel", "strategy.replicate=2", "watch.weights_every=2"]
     damage = [word for word in damaged(3, 2, 3, "bit") if word not in SMALL]
     cfg = composed(f"run_dir={tmp_path / 'bit'}", *text, *damage, *two_by_two)
     for (sentence,) in in_world(4, _train_all, [cfg]):

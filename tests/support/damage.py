@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lockstep.data import Tensors
 from lockstep.models.tutorial import mlp
+from lockstep.training.callbacks import Callback
 from lockstep.training.replicas import local_part
 from support.digits import digits
 
@@ -32,6 +33,14 @@ class DamagedSGD(torch.optim.SGD):
         if self.steps_left == 0 and os.environ["RANK"] == str(self.rank):
             damage(local_part(self.param_groups[0]["params"][self.parameter]), self.change)
         return result
+
+
+class Replaces(Callback):
+    """Gives a weight another tensor, in the place of other values."""
+
+    def on_step_end(self, run: Any) -> None:
+        weight = next(run.model.parameters())
+        weight.data = weight.data.clone()
 
 
 def damage(parameter: Tensor, change: float | str) -> None:

@@ -42,8 +42,10 @@ class Disk:
         self.count, self.last = 0, 0
         for module in (lockstep.files, lockstep.snapshots.files):
             monkeypatch.setattr(module, "open", self.open, raising=False)
-        for owner, name in ((os, "replace"), (os, "fsync"), (os, "unlink"), (Path, "unlink")):
+        for owner, name in ((os, "replace"), (os, "fsync"), (os, "unlink"), (os, "rmdir"), (os, "rename")):
             monkeypatch.setattr(owner, name, self.guarded(getattr(owner, name)))
+        for name in ("unlink", "rename"):
+            monkeypatch.setattr(Path, name, self.guarded(getattr(Path, name)))
         torch_save = torch.save
         monkeypatch.setattr(torch, "save", lambda value, file: self.write(file.file, partial(torch_save, value)))
 

@@ -1,24 +1,31 @@
 """What a run tells its loggers."""
 
+from types import SimpleNamespace
+
 from lockstep.loggers.base import EpochSummary, RunInfo
 
 
-def run_info(folder, start_step=0, world_size=1, batch_size=64):
-    return RunInfo(
-        run_dir=folder,
-        config_yaml="seed: 0\n",
-        hyperparameters={"optimizer.lr": 0.1, "model": "mlp", "trainer.ema": True},
-        metrics=["loss", "accuracy"],
-        world_size=world_size,
-        data_parallel_size=world_size,
-        train_samples=1293,
-        eval_samples=360,
+def run_info(folder, step=0, world_size=1, batch_size=64, **changes):
+    """changes: other facts."""
+    run = SimpleNamespace(
+        config=SimpleNamespace(
+            run_dir=str(folder),
+            trainer=SimpleNamespace(epochs=2, final=None, max_grad_norm=None),
+            evaluation=SimpleNamespace(metrics={}),
+        ),
+        world=SimpleNamespace(size=world_size),
+        strategy=SimpleNamespace(data_share_of=lambda size: size),
+        task=SimpleNamespace(better={"loss": "min", "accuracy": "max"}),
+        loaders=SimpleNamespace(
+            train=range(1293), val=SimpleNamespace(reader=range(144)), test=SimpleNamespace(reader=range(360))
+        ),
         batch_size=batch_size,
-        epochs=2,
-        start_step=start_step,
         objective="val/accuracy",
-        val_samples=144,
+        progress=SimpleNamespace(step=step, epoch=0, samples=0, best=None, best_step=None),
     )
+    facts = {"overrides": [], "tags": [], "notes": None, "data": {}, "environment": {}, "sweep": None, "flags": []}
+    facts |= {"options": {}, "config": {"seed": 0}, "start": {"world_size": world_size}}
+    return RunInfo(run, facts | {"command": "python src/train.py"} | changes)
 
 
 def epoch(number):

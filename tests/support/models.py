@@ -189,6 +189,20 @@ class Langevin(torch.optim.SGD):
                 parameter.add_(torch.randn_like(parameter), alpha=0.001)
 
 
+class CountingSGD(torch.optim.SGD):
+    """Keeps the number of its steps, and a function, in its groups."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay=weight_decay)
+        for group in self.param_groups:
+            group |= {"steps": 0, "next": lambda steps: steps + 1}
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group["next"](group["steps"])
+        return super().step(closure)
+
+
 def watched_layers(shape: list[int], classes: int, width: int = 128, depth: int = 2) -> nn.Sequential:
     """`depth` equal linear layers, a first and a last one. WATCHED refers to their parameters."""
     middle = [nn.Linear(width, width) for _ in range(depth)]

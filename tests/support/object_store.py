@@ -14,6 +14,7 @@ import torch
 from support.ports import free_port
 
 URL = "s3://bucket/run"
+MIRROR = f'snapshot.mirror={{_target_:lockstep.snapshots.mirror.Mirror,to:"{URL}"}}'
 KEYS = {"AWS_ACCESS_KEY_ID": "own", "AWS_SECRET_ACCESS_KEY": "own", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
@@ -53,13 +54,14 @@ class ObjectStore:
 
 
 def listed(store):
-    """{name: contents} of the snapshots that the store lists: each has the digest that is written there."""
+    """{name: contents} of the whole snapshots in the store: each file has the digest that is written there."""
     found = {}
-    for path in store.files.ls("bucket/run") if store.files.exists("bucket/run") else []:
-        if path.endswith(".json"):
-            entry = json.loads(store.files.cat_file(path))
-            contents = store.files.cat_file(f"bucket/run/{entry['file']}")
-            assert hashlib.sha256(contents).hexdigest() == entry["sha256"]
-            assert len(contents) == entry["bytes"]
-            found[path.rpartition("/")[2].removesuffix(".json")] = torch.load(io.BytesIO(contents))
+    for path in store.files.glob("bucket/run/*/manifest.json"):
+        folder = path.rpartition("/")[0]
+        contents = {}
+        for name, (size, digest) in json.loads(store.files.cat_file(path))["files"].items():
+            contents[name] = store.files.cat_file(f"{folder}/{name}")
+            assert hashlib.sha256(contents[name]).hexdigest() == digest
+            assert len(contents[name]) == size
+        found[folder.rpartition("/")[2].partition("-")[0]] = torch.load(io.BytesIO(contents["state.pt"]))
     return found

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.data import Pair
 from lockstep.distributed.environment import read_rank_info
-from lockstep.loggers.base import Logger
+from lockstep.loggers.base import EpochSummary, Logger, RunInfo
 from lockstep.strategies.ddp import DDP
 from support.commands import own_data
 from support.digits import digits
@@ -99,15 +99,15 @@ class LateDDP(DDP):
 
 
 class SlowLogger(Logger):
-    """Lingers in "snapshot" before each snapshot, and in "end" after the training."""
+    """Lingers in "snapshot" before the snapshot of an epoch, and in "end" after the training."""
 
     def __init__(self) -> None:
         pass
 
-    def flush(self) -> None:
+    def epoch(self, summary: EpochSummary) -> None:
         linger("snapshot")
 
-    def on_fit_end(self, run_dir: Path, metrics: dict[str, float]) -> None:
+    def end(self, run: RunInfo, state: str) -> None:
         linger("end")
 
 

@@ -11,6 +11,7 @@ from lockstep.runs.record import read_run
 from lockstep.snapshots.files import list_snapshots
 from support.commands import TORCHRUN, TRAIN, Command
 from support.configs import composed
+from support.run_folders import contents
 from support.worlds import in_world, train
 
 LIMITS = {"fp64": 1e-9, "fp32": 1e-4}
@@ -57,7 +58,7 @@ def differences(one: Path, other: Path) -> tuple[float, float]:
 
 def _losses(folder: Path) -> Tensor:
     """The mean training loss so far in its epoch after every step but the last, and then the test loss."""
-    states = [torch.load(path, weights_only=True) for path in reversed(list_snapshots(folder / "snapshots"))]
+    states = [contents(path) for path in reversed(list_snapshots(folder / "snapshots"))]
     means = [state["meter"]["totals"][0] / state["meter"]["totals"][-1] for state in states]
     return torch.tensor([*means[:-1], read_run(folder)["test"]["metrics"]["loss"]], dtype=torch.float64)
 

@@ -32,8 +32,8 @@ def answer(*typed: str) -> str | None:
 def accepted(*typed: str) -> RunConfig:
     """The config of `python src/train.py <typed>`, which passes every check of `main`, in its order."""
     config = composed(*cli.with_overrides_of_run(list(typed)), whole=False)
-    for group in ("launch", "mode"):
-        check_nodes(group, getattr(config, group))
+    check_nodes(config.launch, "launch")
+    check_nodes(config.mode, "mode")
     launcher, mode = instantiate_as(Launcher, config.launch, "launch"), instantiate_as(Mode, config.mode, "mode")
     build_parts(config, CalledHere(launcher) if mode.starts_ranks else launcher, mode)
     check_run_folder(config.run_dir)

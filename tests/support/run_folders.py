@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lockstep.snapshots.files import list_snapshots
+from lockstep.snapshots.files import STATE, list_snapshots, load_tensors
+from lockstep.snapshots.state import SECTIONS, as_held
 from support.event_files import scalars
 
 # A training slow enough to be interrupted, with a snapshot every few steps. Its bits do not depend on the interruption.
@@ -29,17 +28,27 @@ def has_logged(folder: Path, words: str) -> bool:
 
 
 def newest_snapshot(folder: Path) -> dict[str, Any]:
-    """The contents of the newest numbered snapshot."""
-    contents: dict[str, Any] = torch.load(list_snapshots(folder / "snapshots")[0], weights_only=True)
-    return contents
+    """What the newest snapshot holds."""
+    return contents(list_snapshots(folder / "snapshots")[0])
+
+
+def best_snapshot(folder: Path) -> dict[str, Any]:
+    """That of the best evaluation."""
+    return contents(list_snapshots(folder / "snapshots", "best")[0])
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """What a snapshot holds, with all tensors, those of its shards too, whole."""
+    saved: dict[str, Any] = load_tensors(path / STATE)
+    return saved | {section: as_held(saved[section], {}, path) for section in SECTIONS if saved[section] is not None}
 
 
 def position(folder: Path) -> tuple[int, int]:
     """(step, world size) of the newest snapshot of a run that goes on; (0, 0) before the first."""
     for path in list_snapshots(folder / "snapshots")[:2]:
         try:
-            contents = torch.load(path, weights_only=True)
-            return contents["progress"]["step"], contents["world_size"]
+            saved = load_tensors(path / STATE)
+            return saved["progress"]["step"], saved["world_size"]
         except FileNotFoundError:  # the run has just deleted it
             pass
     return 0, 0

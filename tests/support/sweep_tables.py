@@ -1,19 +1,18 @@
-"""The table of a sweep, as a test reads it."""
+"""The runs of a sweep, as a test reads them."""
 
-import csv
 from pathlib import Path
 
-
-def rows_of(folder: Path) -> list[dict[str, str]]:
-    """The rows of `sweep.csv` in a sweep's folder."""
-    with open(folder / "sweep.csv", newline="") as file:
-        return list(csv.DictReader(file))
+from lockstep.runs.record import Run, best_of, find_runs, read_run, state_of
 
 
-def column(folder: Path, name: str) -> list[str]:
-    """One column, in the order of the jobs' numbers."""
-    return [row[name] for row in rows_of(folder)]
+def runs_of(folder: Path) -> dict[str, Run]:
+    """{name of the job's folder: its run.json} in a sweep's folder."""
+    return {path.name: read_run(path) for path in find_runs([str(folder)])}
 
 
-def states(folder: Path) -> list[str]:
-    return column(folder, "state")
+def states(folder: Path) -> dict[str, str]:
+    return {name: state_of(run) for name, run in runs_of(folder).items()}
+
+
+def objectives(folder: Path) -> dict[str, float | None]:
+    return {name: best_of(run)[0] for name, run in runs_of(folder).items()}

@@ -853,7 +853,7 @@ RIGHT: list[Animal] = [
     (Table, []),
     (OtherNames, []),
     (LayerNormed, ["strategy=fsdp", "trainer.gradient_accumulation_steps=2"]),
-    (Activated, ["strategy=tensor_parallel", "strategy.plan=[{0:colwise},{2:rowwise}]"]),
+    (Activated, ["strategy=tensor_parallel", "strategy.parallelize_plan=[{0:colwise},{2:rowwise}]"]),
     (BatchNormed, ["strategy=virtual_ranks"]),
     (LayerNormed, PIPELINE),
     ("a gpt with dropout", [*TEXT, "model.dropout=0.1", ema(0.9), "optimizer=adamw"]),

@@ -63,17 +63,16 @@ WAYS = {
     "two, all_reduce": Way(2, 3, ("gradient_sync=all_reduce",)),
     "two, unused": Way(2, 3, ("strategy.find_unused_parameters=true",)),
     "fsdp, two": Way(2, 3, ("strategy=fsdp", "strategy.wrap_min_parameters=1")),
-    "fsdp, unused": Way(2, 3, ("strategy=fsdp", "strategy.find_unused_parameters=true")),
     "fsdp, three": Way(3, 2, ("strategy=fsdp", "strategy.reshard_after_forward=false")),
-    "fsdp, two by two": Way(4, 4, ("strategy=fsdp", "strategy.replicas=2")),
+    "fsdp, two by two": Way(4, 4, ("strategy=fsdp", "strategy.replicate=2")),
     "pipeline": Way(2, 2, ("strategy=pipeline", "strategy.micro_batches=2"), 2),
     "virtual_ranks": Way(2, 1, ("strategy=virtual_ranks", "strategy.count=2")),
     "virtual_ranks, one": Way(1, 2, ("strategy=virtual_ranks", "strategy.count=2")),
     "model_parallel": Way(2, 1, ("strategy=model_parallel", "strategy.devices=2")),
     "tensor_parallel": Way(2, 1, ("strategy=tensor_parallel",)),
-    "tensor_parallel, two by two": Way(4, 4, ("strategy=tensor_parallel", "strategy.replicas=2")),
+    "tensor_parallel, two by two": Way(4, 4, ("strategy=tensor_parallel", "strategy.replicate=2")),
 }
-FSDP = ("fsdp, two", "fsdp, unused", "fsdp, three", "fsdp, two by two")
+FSDP = ("fsdp, two", "fsdp, three", "fsdp, two by two")
 VIRTUAL = ("virtual_ranks", "virtual_ranks, one")
 TENSOR_PARALLEL = ("tensor_parallel", "tensor_parallel, two by two")
 SHARDED = (*FSDP, *TENSOR_PARALLEL, "pipeline")
@@ -141,7 +140,6 @@ EQUAL = {
     "workers": ("loader.num_workers=1",),
     "watched": ("watch.weights_every=2",),
     "saved": ("snapshot.every=1steps",),
-    "sharded": ("snapshot.format=sharded",),
     "contiguous": ("trainer.channels_last=false",),
     "deterministic": ("trainer.deterministic=true",),
     "curves": ("logger=[tensorboard,csv]", "logging.every=1"),
@@ -166,10 +164,10 @@ NEVER = [
     ({"AlwaysNoise"}, {way for way in WAYS if WAYS[way].ranks > 1} | {"resume"}),
     # A later part of a step that leaves weights out is a hang, whose cause is told.
     ({"Experts", "LateExperts"}, {"accumulation", "all"}),
-    ({"sharded"}, {way for way in WAYS if way not in SHARDED}),
+    ({"scaled_batches"}, {"small evaluations"}),  # its collate_fn draws for a batch, in evaluations, too
     ({"accumulation", "all"}, set(VIRTUAL)),
     ({"accumulation", "all"}, {"tensor_parallel, two by two"}),  # a batch norm gets single samples there
-    ({*OWN_OPTIMIZERS}, {way for way in WAYS if way not in ("one", "two", "three")} | {"unfused", "sharded", *CHANGED}),
+    ({*OWN_OPTIMIZERS}, {way for way in WAYS if way not in ("one", "two", "three")} | {"unfused", *CHANGED}),
 ]
 # {what a refusal says: the two values, of two axes, that it is of; an empty set is any value}
 REFUSALS: dict[str, tuple[set[str], set[str]]] = {
@@ -189,16 +187,19 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "add up dense gradients": ({"EmbeddedSparse"}, {way for way in WAYS if WAYS[way].ranks > 1} | {"resume"}),
     "type optimizer=sgd, or make the embedding": ({"EmbeddedSparse"}, {"adamw"}),
     "has a hook for its gradient": ({"OwnFunction"}, {*FSDP, *TENSOR_PARALLEL}),
-    "passes one tensor from rank to rank": ({"dicts_of_two", "nested"}, {"pipeline"}),
+    "passes one tensor from rank to rank": ({"dicts", "dicts_of_two", "nested"}, {"pipeline"}),
     "the forward pass changes the weight": ({"Teacher", "EmbeddedMaxNorm"}, {*FSDP, *VIRTUAL}),
-    "adds up the gradients of a block in one type": ({"Complex", "OddParameters"}, set(FSDP)),
+    "adds up the gradients of a block in one type": (
+        {"Complex", "OddParameters"},
+        {*FSDP, "tensor_parallel, two by two"},
+    ),
     "keeps beside them": ({"ExtraState"}, set(VIRTUAL)),
     "batch norm has one value": ({name for name in CHANGED if "norm" in name} | {"Residual"}, {"pipeline"}),
     "changes a value in place": ({"Teacher"}, {"pipeline"}),
     "would change it twice": ({"Teacher"}, {"checkpointed"}),
     "cannot compute body again": ({"scripted"}, {"checkpointed"}),
     "which torch.jit has made": ({"scripted"}, {*SHARDED, "model_parallel"}),
-    "along its first dimension": ({"OddParameters"}, set(FSDP)),
+    "along its first dimension": ({"OddParameters"}, {*FSDP, "tensor_parallel, two by two"}),
     ", which is also": ({"Tied", "twice_the_same"}, set(TENSOR_PARALLEL)),
     "computes its weight from others": (
         {"spectral_norm", "old_spectral_norm", "weight_norm", "orthogonal"},
@@ -250,7 +251,7 @@ class Combination(NamedTuple):
 def plan(body: str) -> str:
     """What tensor_parallel cuts: linear layers, so no stem of images."""
     stem = "" if BODIES[body][0] == "map" else "{stem.layer:gathered},"
-    return f"strategy.plan=[{stem}{{head.layer:gathered}},{PLANS.get(body, '')}]".replace(",]", "]")
+    return f"strategy.parallelize_plan=[{stem}{{head.layer:gathered}},{PLANS.get(body, '')}]".replace(",]", "]")
 
 
 ONCE = [Combination("linear", kind, "two") for kind in data.REFUSED]
@@ -469,9 +470,7 @@ def resume(combination: Combination, place: Path, found: dict[str, Any], loss: f
     answer = answer_of(first, place)
     if answer.problem() or answer.code:
         return Outcome(combination, "wrong", f"with a snapshot of each step: {answer}")
-    snapshot = place / "first" / "snapshots" / f"step_{step:08}.pt"
-    if not snapshot.exists():
-        snapshot = snapshot.with_suffix("")
+    snapshot = place / "first" / "snapshots" / f"step_{step:08}"
     answer = answer_of(
         [*combination.words_on(WAYS[combination.way].resumed_on), "run_dir=second", f"resume={snapshot}"], place
     )

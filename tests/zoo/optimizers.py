@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -124,27 +124,6 @@ class OddState(Optimizer):
                 state["counts"] = [state["counts"][0] + 1, state["counts"][1] + 1]
                 rate = group["lr"] / float(state["counts"][0][0] + state["counts"][1])
                 parameter.sub_((rate * momentum).view(parameter.shape))
-
-
-class Hidden(Optimizer):
-    """Two optimizers whose state is not in this one's."""
-
-    def __init__(self, params: Parameters, lr: float) -> None:
-        both = list(params)
-        self.matrices = SGD([p for p in both if isinstance(p, nn.Parameter) and p.dim() > 1], lr, momentum=0.9)
-        self.others = Adam([p for p in both if isinstance(p, nn.Parameter) and p.dim() < 2], lr)
-        super().__init__([*self.matrices.param_groups, *self.others.param_groups], {"lr": lr})
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self.matrices.step()
-        self.others.step()
-
-
-class Both(Hidden):
-    """... whose state dict is one of both."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"matrices": self.matrices.state_dict(), "others": self.others.state_dict()}
 
 
 class Recent(SGD):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from difflib import get_close_matches
-from functools import cache
 from typing import Any, TypeVar
 
 import hydra.utils
@@ -16,7 +15,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.compat import hydra_may_call_all
-from lockstep.config.check import check_values, default_of, flatten, join
+from lockstep.config.check import check_value, flatten, join, with_default
 from lockstep.config.schema import FROM_DATA, LATER, Node
 from lockstep.errors import ConfigError
 from lockstep.text import show
@@ -28,12 +27,14 @@ ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 Kind = TypeVar("Kind")
 
 
-def nodes_in(value: object, key: str) -> Iterator[tuple[str, Node]]:
-    """(key, node) of every node inside `value`, itself included."""
+def nodes_in(value: object, key: str = "") -> Iterator[tuple[str, Node]]:
+    """(key, node) of every node inside `value`, itself included. Those below vars are one's own."""
+    if is_dataclass(value):
+        value = vars(value)
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from nodes_in(item, f"{key}[{index}]")
-    if isinstance(value, dict):
+    if isinstance(value, dict) and key != "vars":
         if "_target_" in value:
             yield key, value
         for name, item in value.items():
@@ -42,10 +43,9 @@ def nodes_in(value: object, key: str) -> Iterator[tuple[str, Node]]:
 
 def locate(key: str, path: object) -> Callable[..., Any]:
     """What the dotted `path` names. Raises ConfigError with the error of the import."""
-    group, names, found = key.partition(".")[0], str(path).split("."), None
-    advice = f"{group}={default_of(group)}" if key == group else f"{key}._target_=<module>.<class>"
+    names, found = str(path).split("."), None
     try:
-        if len(names) < 2 or not all(names):
+        if len(names) < 2:
             raise ImportError("it names no module and class")
         found = importlib.import_module(names[0])
         for count, name in enumerate(names[1:], start=2):
@@ -56,10 +56,9 @@ def locate(key: str, path: object) -> Callable[..., Any]:
             raise TypeError("it is neither a class nor a function")
     except Exception as error:  # a module of the user's may raise anything
         missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
-        if missing == names[0]:
-            advice = f"--config-dir=<a folder beside {missing}.py>, or PYTHONPATH=<its folder> before the command"
-        elif missing and not str(path).startswith(missing):
-            advice = f"pip install {missing.partition('.')[0]}"
+        advice = with_default(key, f"{key}._target_=<module>.<class>")
+        if missing and (missing == names[0] or not str(path).startswith(missing)):
+            advice = f"PYTHONPATH=<the folder of {missing}.py> before the command, or pip install {missing}"
         elif inspect.ismodule(found) and (meant := get_close_matches(names[-1], dir(found), 1)):
             advice = f"{key}._target_={found.__name__}.{meant[0]}"
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -81,45 +80,35 @@ def takes(target: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
-def check_nodes(group: str, value: object) -> None:
-    """Raise ConfigError if a node inside `value`, the config of `group`, names nothing, or does not take its arguments,
-    or needs others."""
-    for key, node in nodes_in(value, group):
+def check_nodes(value: object, section: str = "") -> None:
+    """Raise ConfigError if a node inside `value`, a whole config or a section of it, names nothing, or does not take
+    its arguments, or needs others."""
+    for key, node in nodes_in(value, section):
         target, path = locate(key, node["_target_"]), str(node["_target_"])
         parameters = signature_of(target).parameters
         count, later = LATER.get(key, (0, frozenset[str]()))
         given = {name: value for name, value in node.items() if name not in HYDRA_KEYS}
         positional = [name for name, one in parameters.items() if one.kind <= one.POSITIONAL_OR_KEYWORD]
         filled = {*positional[: count + len(node.get("_args_") or ())], *later}
-        free = [name for name in parameters if name not in given and name not in filled]
+        names = [name for name, one in parameters.items() if one.kind not in ANY_NUMBER]
+        free = [name for name in names if name not in given and name not in filled]
         unknown = [name for name in given if not takes(target, name) or (name in filled and name in parameters)]
         if unknown:
             words = [f"~{join(key, name)}" for name in unknown]
             words += [f"+{join(key, one)}={show(given[unknown[0]])}" for one in get_close_matches(unknown[0], free, 1)]
             other = f", but {', '.join(free)}" if free else ""
             raise ConfigError(f"{path} takes no {' or '.join(unknown)}{other}; type {' '.join(words)}")
-        needed = [name for name in free if parameters[name].default is inspect.Parameter.empty]
-        missing = [name for name in needed if parameters[name].kind not in ANY_NUMBER]
+        missing = [name for name in free if parameters[name].default is inspect.Parameter.empty]
         if missing and (count or not node.get("_partial_")):
             words = [f"+{join(key, name)}=<value>" for name in missing]
             raise ConfigError(f"{path} needs {' and '.join(missing)}; type {' '.join(words)}")
         if path.startswith(CHECKED_BY_TYPE) or (key == "dataset" and is_dataclass(target)):
-            null = {name for name in FROM_DATA if given.get(name) is None}  # the data will tell
-            nodes = {name for name, value in given.items() if any(nodes_in(value, name))}  # objects later
-            names = tuple(name for name in given if name not in null | nodes)
-            check_values(key, {name: node[name] for name in names}, _model_of(target, names), path)
-
-
-@cache
-def _model_of(target: Callable[..., Any], names: tuple[str, ...]) -> Any:
-    """A pydantic model with the annotations of these parameters."""
-    import pydantic
-
-    function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
-    annotations = inspect.get_annotations(function, eval_str=True)
-    fields: dict[str, Any] = {f"{name}_": (annotations.get(name, Any), pydantic.Field(alias=name)) for name in names}
-    config = pydantic.ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False, protected_namespaces=())
-    return pydantic.create_model("Arguments", __config__=config, **fields)
+            function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+            annotations = inspect.get_annotations(function, eval_str=True)
+            for name, value in given.items():
+                comes_later = any(nodes_in(value, name)) or (value is None and name in FROM_DATA)
+                if not comes_later:
+                    check_value(annotations.get(name, Any), value, join(key, name), path)
 
 
 def instantiate(node: Node | Sequence[Node] | None, *first: Any, **later: Any) -> Any:
@@ -141,9 +130,9 @@ def instantiate_as(kind: type[Kind], node: Node, key: str, *first: Any, **later:
     target = locate(key, node.get("_target_"))
     made = instantiate(node, *first, **{name: value for name, value in later.items() if takes(target, name)})
     if not isinstance(made, kind):
-        group, wanted = key.partition(".")[0], f"{kind.__module__}.{kind.__qualname__}"
-        advice = f"{group}={default_of(group)}" if key == group else f"{key}._target_=<a class below {wanted}>"
+        wanted = f"{kind.__module__}.{kind.__qualname__}"
         what = f"gives an object of {type(made).__name__}, and {wanted} is wanted"
+        advice = with_default(key, f"{key}._target_=<a class below {wanted}>")
         raise ConfigError(f"{key}._target_={node['_target_']} {what}; type {advice}")
     return made
 
@@ -155,14 +144,14 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     takes it. The literal values of the option's YAML are those of the other class; a class that inherits its
     constructor from one of this project keeps them, too.
     """
-    cfg, typed = cfg.copy(), dict[str, Any]()
+    cfg, typed = cfg.copy(), list[str]()
     for override in OverridesParser.create().parse_overrides(list(overrides)):
-        value, key = override.value(), override.key_or_group
-        typed |= {} if override.is_delete() else {key: value} | flatten(value, key)  # an empty dict has no keys
-    for key in [key.removesuffix("._target_") for key in typed if key.endswith("._target_")]:
-        node, target = OmegaConf.select(cfg, key), str(OmegaConf.select(cfg, f"{key}._target_"))
-        found = locate(key, target)
+        if not override.is_delete():
+            typed += [override.key_or_group, *flatten(override.value(), override.key_or_group)]
+    for key in [one.removesuffix("._target_") for one in typed if one.endswith("._target_")]:
+        node: Any = OmegaConf.select(cfg, key)
         written: Any = OmegaConf.to_container(node, resolve=False)
+        target, found = node["_target_"], locate(key, node["_target_"])
         links = {name for name, value in written.items() if "${" in str(value)}
         of_constructor = str(getattr(getattr(found, "__init__", None), "__module__", ""))
         inherits = of_constructor.startswith("lockstep.") and not target.startswith("lockstep.")
@@ -172,8 +161,8 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         with open_dict(node):
             for name in left_out:
                 del node[name]
-            if key == "dataset" and not inherits:  # other keys refer to these; null: the data tells
-                node.update(dict.fromkeys({"shape", "classes"} - own))
+            if key == "dataset":  # other keys refer to these; null: the data tells
+                node.update(dict.fromkeys(left_out & FROM_DATA))
         if left_out - links and os.environ.get("RANK", "0") == "0":
             names = ", ".join(sorted(left_out - links))
             with suppress(OSError):  # nobody reads it

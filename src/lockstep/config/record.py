@@ -16,8 +16,8 @@ from lockstep.source_code import ROOT
 
 RECORD = ".hydra"
 # Where and how a run computes, and what it writes: the numbers do not depend on it.
-NOT_COMPUTED: tuple[str, ...] = ("resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir", "backend")
-NOT_COMPUTED += ("strategy", "gradient_sync", "sync_bn", "snapshot", "watch", "logging")
+NOT_COMPUTED: tuple[str, ...] = ("resume", "mode", "launch", "logger", "hydra", "run_dir", "backend")
+NOT_COMPUTED += ("strategy", "gradient_sync", "sync_bn", "snapshot", "watch", "logging", "tags", "notes")
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def record_config(cfg: DictConfig, config: RunConfig, hydra_cfg: HydraConf, argv
     written = flatten(OmegaConf.to_container(cfg, resolve=False))
     overrides = typed_overrides(hydra_cfg)
     options = {str(group): name for group, name in hydra_cfg.runtime.choices.items()}
-    for group in options:
-        typed = [one.partition("=")[2] for one in overrides if one.lstrip("+").startswith(f"{group}._target_=")]
-        options |= {group: typed[-1]} if typed else {}
+    for key, equals, target in (one.lstrip("+").partition("._target_=") for one in overrides):
+        if equals and key in options:
+            options[key] = target
     script, *words = argv
     flags = config_flags(words)
     if not script.endswith("train.py"):  # another program than the shell has started this
@@ -76,13 +76,12 @@ def typed_overrides(hydra_cfg: HydraConf) -> list[str]:
 def as_shown(flat: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
     """`flat` without the values that an environment variable decides, directly or by another key. written: its text."""
 
-    def is_secret(text: object, depth: int = 0) -> bool:
-        named = [key for key in written if f"${{{key}}}" in str(text)]
-        return "oc.env" in str(text) or (depth < 9 and any(is_secret(written[key], depth + 1) for key in named))
-
-    secret = {key: text for key, text in written.items() if "${" in str(text) and is_secret(text)}
+    secret = set[str]()
+    for _ in range(9):  # a key may name a key that names one
+        links = ["oc.env", *(f"${{{key}}}" for key in secret)]
+        secret = {key for key, text in written.items() if any(link in str(text) for link in links)}
     return {
-        key: next((text for one, text in secret.items() if f"{key}.".startswith(f"{one}.")), value)
+        key: next((written[one] for one in secret if f"{key}.".startswith(f"{one}.")), value)
         for key, value in flat.items()
     }
 

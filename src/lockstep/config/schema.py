@@ -7,7 +7,7 @@ project's own classes, which are checked alike. No torch and no pydantic here.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, Predicate
 
@@ -54,17 +54,11 @@ LATER: dict[str, tuple[int, frozenset[str]]] = {
     "trainer.ema": (1, frozenset()),
     "step": (0, STEP | {"max_grad_norm", "skip", "ignores"}),
 }
-FROM_DATA = ("shape", "classes", "num_classes")  # null in a node: the training data tells
-
-
-class Section:
-    """Other keys than the fields are refused."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False}
+FROM_DATA = frozenset({"shape", "classes", "num_classes"})  # null in a node: the training data tells
 
 
 @dataclass(frozen=True)
-class Trainer(Section):
+class Trainer:
     epochs: Count
     max_steps: Count | None
     max_time: str | None
@@ -85,7 +79,7 @@ class Trainer(Section):
 
 
 @dataclass(frozen=True)
-class Parameters(Section):
+class Parameters:
     init: str | None
     new_layers: Names
     freeze: Names
@@ -94,7 +88,7 @@ class Parameters(Section):
 
 
 @dataclass(frozen=True)
-class Evaluation(Section):
+class Evaluation:
     batch_size: Count
     every: Count
     patience: Count | None
@@ -103,40 +97,27 @@ class Evaluation(Section):
 
 
 @dataclass(frozen=True)
-class Snapshot(Section):
+class Snapshot:
     every: str
     keep_last: Count
-    mirror: str | None
-    format: Literal["auto", "full", "sharded"]
+    mirror: Node | None
 
 
 @dataclass(frozen=True)
-class Logging(Section):
+class Logging:
     every: Count
 
 
 @dataclass(frozen=True)
-class Watch(Section):
+class Watch:
     weights_every: Whole
     nan: Literal["stop", "skip"]
     timeout: Positive | None
     on_hang: Literal["stop", "report"]
 
 
-# until issue 45
 @dataclass(frozen=True)
-class Sweep(Section):
-    retry: Literal["failed"] | None
-    changes: Literal["refuse", "accept"]
-    max_failures: Count | None
-    slots: Count | Literal["auto"]
-    search: Literal["list", "random", "tpe"]
-    trials: Count | None
-    seed: Seed
-
-
-@dataclass(frozen=True)
-class Backend(Section):
+class Backend:
     name: Literal["auto", "gloo", "nccl", "mpi"]
     timeout: Annotated[float, Ge(1)]
     socket_ifname: str | None
@@ -146,12 +127,12 @@ class Backend(Section):
 
 
 @dataclass(frozen=True)
-class SyncBN(Section):
+class SyncBN:
     mode: Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True)
-class Loader(Section):
+class Loader:
     validation: Positive | None
     folds: Annotated[int, Ge(2)] | None
     fold: Whole | None
@@ -168,7 +149,7 @@ class Loader(Section):
 
 
 @dataclass(frozen=True)
-class RunConfig(Section):
+class RunConfig:
     """Every value of a run."""
 
     seed: Seed
@@ -176,6 +157,8 @@ class RunConfig(Section):
     run_dir: str
     resume: str | None
     monitor: str | None
+    tags: list[str]
+    notes: str | None
     vars: dict[str, Any]
     trainer: Trainer
     parameters: Parameters
@@ -183,7 +166,6 @@ class RunConfig(Section):
     snapshot: Snapshot
     logging: Logging
     watch: Watch
-    sweep: Sweep
     backend: Backend
     sync_bn: SyncBN
     loader: Loader
@@ -223,25 +205,23 @@ class RunConfig(Section):
 
     def refuse_contradictions(self) -> None:
         """Raise ConfigError for values that would together do something else than what they say."""
-        data, monitor, final, search = self.loader, self.monitor or "", self.trainer.final, self.sweep.search
-        fold, folds, chooses, metric = data.fold, data.folds, self.chooses, monitor.partition("/")[2]
+        share, fold, folds = self.loader.validation or 0, self.loader.fold, self.loader.folds
+        monitor, final, chooses = self.monitor or "", self.trainer.final, self.chooses
+        metric = monitor.partition("/")[2]
         plateau = self.scheduler.get("_target_") == "lockstep.training.schedules.Plateau"
         all_folds = f"loader.fold=0, or -m 'loader.fold=range(0,{folds})'"
         hold_out = "trainer.final=null" if final else "loader.validation=0.1"
-        held_out = data.validation is not None or folds is not None
         compares = "compares evaluations, and here nothing is chosen"
         right = f"monitor=val/{metric}" if metric else "monitor=auto"
-        no_share = data.validation is not None and data.validation > 1 and data.validation % 1 != 0
         rules = [
-            (no_share, f"loader.validation={data.validation} is no number", "loader.validation=0.1"),
+            (share > 1 and share % 1, f"loader.validation={share} is no number", "loader.validation=0.1"),
             (folds and (fold is None or fold >= folds), f"loader.folds={folds} needs a fold below it", all_folds),
             (fold is not None and not folds, f"loader.fold={fold} and there are no folds", "loader.folds=5"),
-            (final and not held_out, f"trainer.final={final}: nothing is held out", "trainer.final=null"),
+            (final and not share and not folds, f"trainer.final={final}: nothing is held out", "trainer.final=null"),
             (monitor not in ("", "auto", f"val/{metric}"), f"monitor={monitor}: val/... alone can choose", right),
             (metric and not self.holds_out, f"monitor={monitor} needs a validation set", hold_out),
             (self.evaluation.patience and not chooses, f"evaluation.patience {compares}", "evaluation.patience=null"),
             (plateau and not chooses, f"scheduler=plateau {compares}", "scheduler=cosine"),
-            (search == "tpe" and not chooses, f"sweep.search {compares}", "sweep.search=list"),
         ]
         for wrong, what, advice in rules:
             if wrong:

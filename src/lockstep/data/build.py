@@ -229,34 +229,23 @@ def loader_of(
     batch_size: int,
 ) -> Loader:
     """What reads a split for a rank. parts, share: as of `Loader`."""
-    section, transforms, augment = config.loader, list[BatchWide](), None
-    order = Order(len(reader), config.seed, shuffle=not isinstance(reader.dataset, Stream))
+    section, is_stream, transforms, augment = config.loader, isinstance(reader.dataset, Stream), list[BatchWide](), None
+    draws = weights = shards = None
     if is_trained:
-        weights, shards = None, of_each_sample(reader.dataset, "shards")
         if section.sampling is not None:
             weights = sampling_weights(reader.dataset, section.sampling)
         draws = getattr(unwrapped(reader.dataset)[0], "draws", None)
-        shards = None if shards is None else torch.as_tensor(shards)
-        order = Order(len(reader), config.seed, draws, weights, shards, shuffle=order.shuffle)
+        if (files := of_each_sample(reader.dataset, "shards")) is not None:
+            shards = torch.as_tensor(files)
         if section.augment is not None:
             augment = instantiate_as(ShiftFlip, section.augment, "loader.augment", epochs=config.trainer.epochs)
         transforms = [BatchWide(one) for one in instantiate(section.batch_transforms)]
-        if transforms and not order.shuffle:
+        if transforms and is_stream:
             what = "loader.batch_transforms mix in other samples, and a stream gives each once"
             raise ConfigError(f"{what}; type loader.batch_transforms=[]")
-    return Loader(
-        reader,
-        order,
-        converter,
-        device,
-        config.seed,
-        batch_size,
-        parts,
-        share,
-        augment,
-        transforms,
-        section.num_workers,
-    )
+    order = Order(len(reader), config.seed, draws, weights, shards, shuffle=not is_stream)
+    workers, seed = section.num_workers, config.seed
+    return Loader(reader, order, converter, device, seed, batch_size, parts, share, augment, transforms, workers)
 
 
 def sampling_weights(dataset: Any, sampling: str) -> Tensor:

@@ -8,7 +8,6 @@ import signal
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
@@ -202,9 +201,7 @@ class CsvImages(ImageSource):
     weight_column: str | None
 
     def listed(self) -> dict[str, dict[str, Any]]:
-        if not find_spec("pandas"):
-            raise ConfigError("dataset=image_csv needs pandas; type pip install pandas")
-        import pandas as pd  # type: ignore[import-untyped]
+        import pandas as pd
 
         def require(holds: Any, what: str) -> None:
             if not holds.all():

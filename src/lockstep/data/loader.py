@@ -1,5 +1,6 @@
 """The loader that gives one rank its parts of every global batch, on its device, as model and task take them."""
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -162,8 +163,7 @@ class Loader:
         asked, waiting = tee(self._plan(position))
         loaded = self._loaded(share for _, _, shares in asked for share in shares)
         for number, count, shares in waiting:
-            parts = [LoadedPart(share.part.number, share.part.start, *next(loaded), share.numbers) for share in shares]
-            yield Batch(number, count, parts)
+            yield Batch(number, count, [next(loaded) for _ in shares])
 
     def evaluation(self, batch_size: int) -> Iterator[LoadedPart]:
         """Parts of at most `batch_size` samples of the whole job; over all ranks each sample comes once, and every rank
@@ -176,9 +176,7 @@ class Loader:
                 numbers = torch.arange(min(start + rank, stop), stop, size)
                 yield _Share(EVALUATION, start, len(numbers), Part(rank, start, start + len(numbers)), numbers)
 
-        asked, waiting = tee(shares())
-        for share, pair in zip(waiting, self._loaded(asked), strict=True):
-            yield LoadedPart(rank, share.start, *pair, share.numbers)
+        return self._loaded(shares())
 
     def read(self, numbers: Tensor, epoch: int = EVALUATION) -> tuple[Tensor, Any, Any]:
         """(their numbers in the whole data set, inputs, targets) of these samples (n,), as model and task take them,
@@ -226,8 +224,8 @@ class Loader:
         first = part.start - self.before
         return torch.arange(first, part.stop) % count + start
 
-    def _loaded(self, shares: Iterator[_Share]) -> Iterator[tuple[Any, Any]]:
-        """(inputs, targets) of each share, as model and task take them."""
+    def _loaded(self, shares: Iterator[_Share]) -> Iterator[LoadedPart]:
+        """Each share, as model and task take it."""
         for group, raw in self._read(shares):
             inputs, targets = self._to_device(raw)
             is_training = group[0].epoch != EVALUATION
@@ -239,7 +237,8 @@ class Loader:
             if len(group) > 1:
                 of_each = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
             for share, pair in zip(group, of_each, strict=True):
-                yield self._mixed(share, *pair) if is_training else pair
+                found = self._mixed(share, *pair) if is_training else pair
+                yield LoadedPart(share.part.number, share.part.start, *found, share.numbers)
 
     def _where(self, group: Sequence[_Share]) -> Places:
         first, numbers = group[0], torch.cat([share.numbers for share in group])
@@ -289,9 +288,7 @@ class Loader:
 
     def _gathered(self, group: Sequence[_Share]) -> tuple[Tensor, Tensor]:
         numbers = group[0].numbers if len(group) == 1 else torch.cat([share.numbers for share in group])
-        if self.indices is not None:
-            numbers = self.indices.index_select(0, numbers)
-        inputs, targets = self.memory.gather(numbers.long())
+        inputs, targets = self.memory.gather(self.whole(numbers).long())
         return inputs, targets
 
     def _pinned(self, group: Sequence[_Share]) -> tuple[Tensor, Tensor]:
@@ -313,3 +310,15 @@ class Loader:
 
     def _to_device(self, value: Any) -> Any:
         return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), value)
+
+
+def files_of(loader: Loader) -> Sequence[str]:
+    """The names of the files of images in their folder, in their order; empty for other data."""
+    whole, _ = unwrapped(loader.reader.dataset)
+    files = getattr(whole, "files", None)
+    if files is None:  # the folders of torchvision
+        samples, root = getattr(whole, "samples", ()), getattr(whole, "root", None)
+        are_files = root is not None and all(isinstance(sample, tuple) for sample in samples[:1])
+        files = [os.path.relpath(path, root) for path, _ in samples] if are_files else []
+    names = [os.fsdecode(name) for name in files]
+    return names if loader.indices is None or not names else [names[number] for number in loader.indices.tolist()]

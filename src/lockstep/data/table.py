@@ -52,14 +52,12 @@ class Table(DataSource):
     def splits(self) -> Splits:
         try:
             return self._splits()
-        except ImportError as error:
-            raise ConfigError("dataset=table needs pandas; type pip install pandas pyarrow") from error
-        except (KeyError, OSError, TypeError, ValueError) as error:
+        except (ImportError, KeyError, OSError, TypeError, ValueError) as error:  # parquet needs pyarrow
             what = f"{self.path} is no table with the columns that are named ({first_line(error)})"
             raise ConfigError(f"{what}; type dataset.path=<a CSV or parquet file>, or other columns") from error
 
     def _splits(self) -> Splits:
-        import pandas as pd  # type: ignore[import-untyped]
+        import pandas as pd
 
         is_csv, is_class = not self.path.endswith(".parquet"), self.labels == "classes"
         frame = pd.read_csv(self.path, sep=self.separator, low_memory=False) if is_csv else pd.read_parquet(self.path)

@@ -28,9 +28,8 @@ class Digits(DataSource):
     """1437 and 360 images (N, 1, 8, 8) uint8. Their file is read as it is: to import scikit-learn takes a second."""
 
     def splits(self) -> Splits:
-        if not (package := find_spec("sklearn")):
-            raise ConfigError("dataset=digits needs scikit-learn; type pip install scikit-learn")
-        with gzip.open(Path(str(package.origin)).parent / "datasets" / "data" / "digits.csv.gz") as file:
+        package = Path(str(find_spec("sklearn").origin)).parent  # type: ignore[union-attr]
+        with gzip.open(package / "datasets" / "data" / "digits.csv.gz") as file:
             table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.uint8))
         table = table[torch.randperm(len(table), generator=torch.Generator().manual_seed(0))]
         images, targets = (table[:, :64] * 15).reshape(-1, 1, 8, 8), table[:, 64].long()  # pixels are 0 to 16 there

@@ -1,13 +1,9 @@
 # until issue 46
 """What packages that are not written anew yet still need of the world, beside `World`.
 
-gather_state with strategies, snapshots (44) and modes (45); disk_access with
-snapshots (44).
+gather_state with snapshots (44) and modes (45).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,23 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.distributed.world import World
-from lockstep.failures.record import heartbeat
 
-DISK_TIMEOUT = timedelta(hours=1)  # for a slow disk
 PLAIN = (bool, int, float, str, type(None))
-
-
-@contextmanager
-def disk_access(world: World) -> Iterator[None]:
-    """Inside the block ranks read and write files. At its end they wait for each other, however slow a disk is.
-
-    Every rank calls this. One that raises in the block does not come to its end, and the others notice its exit.
-    They would not notice the loss of a machine, so with several machines they wait for `timeout` only.
-    """
-    with heartbeat.during("disk"):
-        yield
-    # In another phase: the watchdog is only patient with a rank that uses its disk.
-    world.barrier(DISK_TIMEOUT if world.local_size >= world.size else None)
 
 
 def gather_state(world: World, state: dict[str, Any]) -> list[dict[str, Any]]:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SWEEP_RESUME = "LOCKSTEP_SWEEP_RESUME"  # the environment variable that tells the ranks of a job what resumes its sweep
 LIMITS = ("trainer.epochs", "trainer.max_steps", "trainer.max_time", "trainer.pause_after", "evaluation.patience")
 LEAST_BYTES = 2**16  # free on the disk of a run folder at the start: for the first lines of its logs
 
@@ -55,8 +54,11 @@ def folder_of_run(resume: str) -> Path:
     raise ConfigError(f"resume={resume} {what}; type resume=<a run folder, with {RECORD}/ inside, or a snapshot in it>")
 
 
-def require_same_run(record: ConfigRecord, run_dir: str) -> None:
-    """Raise ConfigError if `run_dir` has snapshots of a run of other values: one folder, one config."""
+def require_same_run(record: ConfigRecord, run_dir: str, elsewhere: str | None = None) -> None:
+    """Raise ConfigError if `run_dir` has snapshots of a run of other values: one folder, one config.
+
+    elsewhere: what to type to train with these values.
+    """
     folder = Path(run_dir)
     path = folder / RECORD / "config.yaml"
     if not path.is_file() or not any(folder.glob("snapshots/step_*")):
@@ -64,10 +66,10 @@ def require_same_run(record: ConfigRecord, run_dir: str) -> None:
     then, now = (flatten(yaml.safe_load(text) or {}) for text in (path.read_text(), record.files["config.yaml"]))
     for key, (before, value) in differing(then, now).items():
         if not sets(key, (*NOT_COMPUTED, *LIMITS, "data_dir")) and not key.endswith("run_dir"):
+            elsewhere = elsewhere or f"hydra.run.dir=<a new folder>, with resume={folder} to begin with its snapshot"
             raise ConfigError(
                 f"{folder} holds a run with {key}={show(before)}, and here it is {show(value)}; type "
-                f"{word(key, before)} to go on with it, or hydra.run.dir=<a new folder>, with resume={folder} to "
-                f"begin with its snapshot"
+                f"{word(key, before)} to go on with it, or {elsewhere}"
             )
 
 
@@ -84,9 +86,8 @@ def unwritable(folder: str | Path, error: OSError, key: str = "hydra.run.dir") -
 
 
 def go_on_words(folder: str | Path) -> str:
-    """What to add to the command to go on in the run folder, or in the sweep that it is in."""
-    resume = os.environ.get(SWEEP_RESUME)
-    return path_word("hydra.run.dir", folder) if resume is None else f"-m {resume}"
+    """What to add to the command to go on in the run folder."""
+    return path_word("hydra.run.dir", folder)
 
 
 class HeldFolder:

@@ -214,7 +214,7 @@ class OtherData(ConfigError):
 def require_same_data(world: World, name: str, length: int, fingerprint: str) -> None:
     """Raise OtherData, on all ranks, if a data set differs between ranks. A collective.
 
-    fingerprint: see `lockstep.snapshots.data_fingerprint`.
+    fingerprint: see `lockstep.snapshots.fingerprint`.
     """
     (count, first), *others = world.all_gather_json([length, fingerprint])
     for rank, (samples, other) in enumerate(others, start=1):

@@ -107,7 +107,7 @@ def make_report(failures: Sequence[dict[str, Any]], command: list[str]) -> Repor
     folder = None if first["run_dir"] is None else Path(first["run_dir"])
     newest, saved_step = first["resumed"] or (None, 0)
     if folder is not None and (own := newest_snapshot(folder)) is not None:
-        newest, saved_step = str(own), int(own.stem.removeprefix("step_"))
+        newest, saved_step = str(own), int(own.name.removeprefix("step_"))
     report = {
         "schema": SCHEMA,
         "first": first,
@@ -233,20 +233,16 @@ def read_report(folder: Path) -> Report | None:
 
 def newest_snapshot(run_dir: Path) -> Path | None:
     """The newest numbered snapshot."""
-    found = run_dir.glob("snapshots/step_*.pt")
-    return max((path for path in found if re.fullmatch(r"step_\d+", path.stem)), default=None)
+    found = run_dir.glob("snapshots/step_*")
+    return max((path for path in found if re.fullmatch(r"step_\d+", path.name)), default=None)
 
 
 def resume_command(words: list[str], run_dir: str | None) -> str:
-    """The command that goes on in the same run folder, or in the same folder of a sweep."""
+    """The command that goes on in the same run folder."""
     if not words or run_dir is None:
         return ""
-    folder, script = Path(run_dir), next((index for index, word in enumerate(words) if word.endswith("train.py")), 0)
-    added = [f"hydra.run.dir={path_value(folder)}"]
-    if {"-m", "--multirun"} & set(words[script:]):
-        added = [f"hydra.sweep.dir={path_value(folder.parent)}", "sweep.retry=failed"]
-    keys = tuple(f"{word.partition('=')[0]}=" for word in added)
-    return shlex.join([*(word for word in words if not word.startswith(keys)), *added])
+    kept = [word for word in words if not word.startswith("hydra.run.dir=")]
+    return shlex.join([*kept, f"hydra.run.dir={path_value(Path(run_dir))}"])
 
 
 def typed_command(started_by: str = "python") -> list[str]:
@@ -273,6 +269,19 @@ def typed_command(started_by: str = "python") -> list[str]:
 
 
 # The screen.
+
+
+def in_one_line(report: Report) -> str:
+    """For example: rank 1 of 2: RuntimeError: mat1 and mat2 shapes cannot be multiplied."""
+    first = report["first"]
+    if first["kind"] in RAISED_BY_ALL:
+        return str(first["message"])
+    what = f"hangs: {first['verdict']}" if "verdict" in first else str(first.get("signal") or first["kind"])
+    if first["kind"] == "killed":
+        what = f"{what}: {first['meaning']}"
+    if "type" in first:
+        what = f"{first['type']}: {next(iter(first['message'].splitlines()), '')}"
+    return f"rank {first['rank']} of {report['world_size']}: {what}"
 
 
 def screen(report: Report) -> str:

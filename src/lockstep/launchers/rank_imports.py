@@ -28,7 +28,7 @@ import lockstep.build
 import lockstep.loggers.console
 import lockstep.loggers.rank_logs
 import lockstep.loggers.tensorboard
-import lockstep.snapshots.resume
+import lockstep.snapshots.find
 import lockstep.strategies.ddp
 import lockstep.training.loop
 import lockstep.training.setup

@@ -5,145 +5,116 @@ import shlex
 import sys
 import threading
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 from lockstep.errors import path_value
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
+from lockstep.runs.record import FINISHED, PAUSED
+from lockstep.runs.stats import over_samples
 
 log = logging.getLogger(__name__)
+
+HOLD_OUT = "; type loader.validation=0.1 to hold some data out"
 
 
 class ConsoleLogger(Logger):
     """One line per epoch, and a few at the start and the end. `rank_logs` decides where the lines go."""
 
-    def __init__(self) -> None:
-        self._last: EpochSummary | None = None  # of this process
-        self._test = ""  # the line about the test
-
-    def on_fit_start(self, run: RunInfo) -> None:
-        self._run = run
-        share, rest = divmod(run.batch_size, run.data_parallel_size)
+    def start(self, info: RunInfo) -> None:
+        run, size = info.run, info.run.world.size
+        share, rest = divmod(run.batch_size, run.strategy.data_share_of(size))
         more = f" or {share + 1}" if rest else ""
-        log.info(
-            "%d training%s and %d test samples; batches of %d samples%s",
-            run.train_samples,
-            f", {run.val_samples} validation" if run.val_samples else "",
-            run.eval_samples,
-            run.batch_size,
-            "" if run.world_size == 1 else f", {share}{more} for each of {run.world_size} ranks",
-        )
-        if run.is_final:
+        held_out = "" if run.loaders.val is None else f", {len(run.loaders.val.reader)} validation"
+        shares = "" if size == 1 else f", {share}{more} for each of {size} ranks"
+        sets = f"{len(run.loaders.train)} training{held_out} and {len(run.loaders.test.reader)} test samples"
+        log.info("%s; batches of %d samples%s", sets, run.batch_size, shares)
+        if run.config.trainer.final is not None:
             log.info("trained on training and validation data: nothing is chosen, and its number is the test's alone")
         elif run.objective is None:
-            way = "" if run.val_samples else "; type loader.validation=0.1 to hold some data out"
-            log.info("nothing is chosen: the last weights are the result%s", way)
+            log.info("nothing is chosen: the last weights are the result%s", "" if held_out else HOLD_OUT)
 
-    def on_epoch_end(self, summary: EpochSummary) -> None:
+    def epoch(self, summary: EpochSummary) -> None:
         """For example: epoch 5/5   step 115   train loss 0.0180 accuracy 0.9979   val loss 0.0447   3667 samples/s"""
-        self._last = summary
         columns = [f"epoch {summary.epoch}/{summary.epochs}", f"step {summary.step}"]
         for group, means in summary.metrics.items():
-            numbers = [f"{name} {value:.4f}" for name, value in means.items()]
-            columns.append(" ".join([group, *numbers]))
-        if summary.samples_per_second is not None:
-            speeds = {"samples": summary.samples_per_second} | summary.counted_per_second
-            columns += [f"{speed:.0f} {name}/s" for name, speed in speeds.items()]
+            columns.append(" ".join([group, *(f"{name} {value:.4f}" for name, value in means.items())]))
+        speeds = {} if summary.samples_per_second is None else {"samples": summary.samples_per_second}
+        columns += [f"{speed:.0f} {name}/s" for name, speed in (speeds | summary.counted_per_second).items()]
         log.info("%s", "   ".join(columns))
 
-    def on_test(self, metrics: dict[str, float], step: int, is_logged: bool) -> None:
-        chosen = ", the last ones" if self._run.objective is None else ", chosen on val"
-        self._test = f"{_in_words(metrics)}, with the weights of step {step}{chosen}"
-
-    def on_fit_end(self, run_dir: Path, metrics: dict[str, float]) -> None:
-        log.info("finished: %s", f"val {_in_words(metrics)}" if metrics else "nothing was evaluated on the way")
-        if self._test:
-            log.info("test:       %s", self._test)
-        log.info("run folder: %s", run_dir)
-        last = self._last
-        if last is None:  # a finished run was started again
+    def end(self, info: RunInfo, state: str) -> None:
+        if state not in (FINISHED, PAUSED):
             return
-        if last.best_step is not None:
-            ((name, value),) = last.best.items()
-            file = "model.pt" if last.best_step == last.step else "model_best.pt"
-            # It is not there if the run was resumed in another folder, and has not become better since.
-            where = f", in {file}; mode.snapshot=best takes its weights" if (run_dir / file).exists() else ""
-            log.info("best:       val %s %.4f at step %s%s", name, value, last.best_step, where)
-        run = self._run
-        resume = f"resume={path_value(run_dir)}"
-        log.info("evaluate:   %s", shlex.join(["python", str(run.script), "mode=evaluate", resume, *run.flags]))
-        table = ["python", str(run.script.with_name("runs.py")), "table", str(run_dir.parent)]
-        log.info("table:      %s", shlex.join(table))
-        if last.epoch == last.epochs:
-            words = shlex.join([resume, f"trainer.epochs={2 * last.epochs}"])
-            log.info("train on:   the same command with %s", words)
+        run, progress, folder = info.run, info.run.progress, info.run.config.run_dir
+        numbers = ", ".join(f"{name} {value:.4f}" for name, value in info.last.items())
+        log.info("%s: %s", state, f"val {numbers}" if numbers else "nothing was evaluated on the way")
+        if progress.best_step not in (None, progress.step):
+            log.info("best:       %s %.4f at step %d", run.objective, progress.best, progress.best_step)
+        if info.test is not None:
+            chosen = ", the last ones" if run.objective is None else ", chosen on val"
+            log.info("test:       %s, with the weights of step %d%s", of_test(info.test), info.test["step"], chosen)
+        if info.facts["sweep"] is None:
+            log.info("run folder: %s", folder)
+            script = shlex.split(info.facts["command"])[1]
+            evaluate = ["python", script, "mode=evaluate", f"resume={path_value(folder)}", *info.facts["flags"]]
+            log.info("evaluate:   %s", shlex.join(evaluate))
+            log.info("curves:     tensorboard --logdir %s", shlex.quote(folder))
 
 
-def _in_words(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+def of_test(test: Mapping[str, Any]) -> str:
+    """The numbers of a test with intervals of 95 % for new samples: loss 0.1, accuracy 0.9639 (0.9394 to 0.9787)."""
+    parts = []
+    for name, value in test["metrics"].items():
+        found = over_samples(name, value, test.get("errors", {}).get(name), test.get("samples"))
+        parts.append(f"{name} {value:.4f}" + ("" if found is None else " ({:.4f} to {:.4f})".format(*found)))
+    return ", ".join(parts)
 
 
 class ProgressBarLogger(Logger):
-    """A tqdm bar on stderr over the samples of an epoch, with the running loss. It disappears when the training of the
-    epoch ends.
-
-    A log line takes the bar's place, and the bar comes back below it with the next step.
-    """
+    """A tqdm bar on stderr over the samples of an epoch, with the running loss. It moves every `logging.every` steps,
+    and is gone at the epoch's end. A log line takes its place, and it comes back below."""
 
     def __init__(self) -> None:
-        from tqdm import tqdm  # not needed by logger=[console]
+        self.bar: Any = None
+        self.stack = ExitStack()
 
-        # tqdm's own lock adds a semaphore for several processes, which Python calls leaked when a rank exits.
-        tqdm.set_lock(threading.RLock())
-        self._bar: tqdm[Any] | None = None
-        self._samples_left = 0
+    def start(self, info: RunInfo) -> None:
+        self.run = info.run
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+            from tqdm.contrib.logging import logging_redirect_tqdm
 
-    def on_epoch_start(self, epoch: int, epochs: int, samples: int, samples_done: int) -> None:
-        self._samples_left = samples - samples_done
-        from tqdm import tqdm
+            # tqdm's own lock adds a semaphore for several processes, which Python calls leaked when a rank exits.
+            tqdm.set_lock(threading.RLock())
+            self.stack.enter_context(logging_redirect_tqdm())
 
-        self._bar = tqdm(
-            total=samples,
-            initial=samples_done,
-            desc=f"epoch {epoch}/{epochs}",
-            unit=" samples",
-            leave=False,
-            # The loss is to be seen on 50 columns, too.
-            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}, {rate_fmt}]",
-            disable=None,  # on if stderr is a terminal
-        )
-        for handler in _console_handlers():
-            handler.addFilter(self._clear_line)
-
-    def on_step(self, step: int, samples: int) -> None:
-        if self._bar is not None:
-            self._bar.update(samples)
-            self._samples_left -= samples
-            if self._samples_left <= 0:
-                self.close()  # not during the evaluation, which may take long
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+    def log(self, metrics: dict[str, float], step: int) -> None:
         loss = metrics.get("train/running_loss")
-        if self._bar is not None and loss is not None:
-            self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+        if loss is None or not sys.stderr.isatty():
+            return
+        progress = self.run.progress
+        if self.bar is None:
+            from tqdm import tqdm
 
-    def on_epoch_end(self, summary: EpochSummary) -> None:
-        self.close()  # an epoch that trainer.max_steps ends leaves samples over
+            self.bar = tqdm(
+                total=len(self.run.loaders.train),
+                desc=f"epoch {progress.epoch + 1}/{self.run.config.trainer.epochs}",
+                unit=" samples",
+                leave=False,
+                initial=progress.samples,
+                # The loss is to be seen on 50 columns, too.
+                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}, {rate_fmt}]",
+            )
+        self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+        self.bar.update(progress.samples - self.bar.n)
+
+    def epoch(self, summary: EpochSummary) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-            for handler in _console_handlers():
-                handler.removeFilter(self._clear_line)
-
-    def _clear_line(self, record: logging.LogRecord) -> bool:
-        """Called before a log line is written."""
-        if self._bar is not None and not self._bar.disable:
-            self._bar.clear()
-        return True
-
-
-def _console_handlers() -> list[logging.Handler]:
-    streams = (sys.stdout, sys.stderr)
-    return [handler for handler in logging.getLogger().handlers if getattr(handler, "stream", None) in streams]
+        if self.bar is not None:
+            self.bar.close()
+        self.stack.close()

@@ -7,7 +7,7 @@ keys. docs/modes.md tells what users see. No torch at the top: `main` imports th
 import errno
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from lockstep.distributed import signals
 from lockstep.errors import ConfigError, exits_are_failures
 from lockstep.failures.record import heartbeat
-from lockstep.files import write_whole
-from lockstep.runs.record import NAME, read_run
+from lockstep.files import Contents, write_whole
+from lockstep.runs.record import read_run
 
 if TYPE_CHECKING:
     from lockstep.config.record import ConfigRecord
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)
-
-FOLDERS_OF_A_RUN = ("snapshots", ".hydra")
-FILES_OF_A_RUN = frozenset({NAME, "model.pt", "model_best.pt", "metrics.csv", "train.log"})
-FILES_OF_A_RUN |= {"failure.json", "uncommitted.diff"}
 
 
 @dataclass(frozen=True)
@@ -69,22 +65,12 @@ class TrainedRun:
         """The names of the classes in run.json, empty if the training data had none."""
         return recorded_classes(self.folder)
 
-    def metrics(self, loader: "Loader") -> Any:
-        """Those of `evaluation.metrics`, for an evaluation of `loader`; None without any."""
-        from lockstep.build_state import torchmetrics_of
-        from lockstep.training.evaluate import Metrics
-
-        found = torchmetrics_of(self.run)
-        return Metrics(found, len(loader.reader)) if found else None
-
     def loader(self, split: str) -> "Loader":
         """split: "train", "val" or "test". Raises ConfigError for a validation set that there is none of."""
-        loaders = self.run.loaders
-        found = {"train": loaders.train, "val": loaders.val, "test": loaders.test}[split]
+        found: Loader | None = getattr(self.run.loaders, split)
         if found is None:
-            raise ConfigError(
-                "mode.split=val needs a validation set, and this run was trained without one; type mode.split=test"
-            )
+            what = f"mode.split={split} needs a validation set, and this run was trained without one"
+            raise ConfigError(f"{what}; type mode.split=test")
         return found
 
 
@@ -130,7 +116,7 @@ class Mode:
         Here: bring the trained net back, and `run`.
         """
         from lockstep import build, build_state
-        from lockstep.snapshots.resume import restore_trained, snapshots_to_try
+        from lockstep.snapshots.find import restore_trained, snapshots_to_try
 
         with join(config, parts) as (world, logs):
             begin(config, record, world, logs)
@@ -140,7 +126,7 @@ class Mode:
             saved, snapshot = restore_trained(trained_run, paths, build_state.model_config(record))
             trained = TrainedRun(trained_run, snapshot, saved, record.shown)
             _require_same_classes(trained)
-            _warn_of_changed_data(trained, record.shown)
+            _warn_of_changed_data(trained)
             heartbeat.enter("mode")
             return self.run(trained)
 
@@ -186,60 +172,43 @@ def _require_same_classes(trained: TrainedRun) -> None:
         require_same_classes(trained.classes, names, "the training", "this data", advice)
 
 
-def _warn_of_changed_data(trained: TrainedRun, config: Mapping[str, Any]) -> None:
-    """Warn if the data has changed since the training, although `config`, a flat one, names the same data."""
-    from lockstep.snapshots.data_fingerprint import data_fingerprint
+def _warn_of_changed_data(trained: TrainedRun) -> None:
+    """Warn if the data has changed since the training, although the config names the same data."""
+    from lockstep.snapshots.fingerprint import data_fingerprint
 
-    before, now = (
-        {key: value for key, value in each.items() if key.startswith("dataset.")}
-        for each in (trained.saved["config"], config)
-    )
+    before, now = trained.saved["config"], trained.config
+    if any(before.get(key) != now.get(key) for key in before.keys() | now.keys() if key.startswith("dataset.")):
+        return
     recorded: dict[str, Any] = {}
     with suppress(ConfigError):
         recorded = read_run(trained.folder)["data"]
-    if before != now:
-        return
-    for name, loader in (("training_data", trained.run.loaders.train), ("test_data", trained.run.loaders.test)):
+    for name, loader in (("training data", trained.run.loaders.train), ("test data", trained.run.loaders.test)):
         fingerprint = data_fingerprint(loader.reader.dataset)
-        if recorded.get(name, fingerprint) != fingerprint:
-            what = name.replace("_", " ")
-            log.warning("the %s is not that of the training: it was %s, and is %s", what, recorded[name], fingerprint)
+        then = recorded.get(name.replace(" ", "_"), fingerprint)
+        if then != fingerprint:
+            log.warning("the %s is not that of the training: it was %s, and is %s", name, then, fingerprint)
 
 
 # The file that a mode writes, which `mode.file` names.
 
 
 def require_place(file: str | None) -> None:
-    """Raise ConfigError for a `file` that cannot be one of a mode's.
-
-    Its folder must exist, and what it replaces may be no folder, no device, and no file that a training has written.
-    """
-    if file is None:
-        return
-    path = Path(file)
-    if not path.parent.is_dir():
-        raise cannot_write(path, FileNotFoundError(errno.ENOENT, file))
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is no file that can be replaced; type mode.file=<a file that you can write>")
-    folder = path.parent.resolve()
-    of_run = folder.name in FOLDERS_OF_A_RUN and (folder.parent / NAME).exists()
-    if of_run or (path.name in FILES_OF_A_RUN and (folder / NAME).exists()):
-        raise ConfigError(f"{path} is part of a run, which a mode leaves as it is; type mode.file=<another file>")
+    """Raise ConfigError for a `file` in no folder, and for a folder or a device."""
+    if file is not None and not Path(file).parent.is_dir():
+        raise cannot_write(Path(file), FileNotFoundError(errno.ENOENT, file))
+    if file is not None and Path(file).exists() and not Path(file).is_file():
+        raise ConfigError(f"{file} is no file that can be replaced; type mode.file=<a file that you can write>")
 
 
-def write_output(world: "World", path: Path, lines: Iterable[str]) -> None:
-    """Rank 0 writes `lines` to `path`, whole or not at all. A collective.
-
-    Raises ConfigError on all ranks if it cannot.
-    """
+def write_output(world: "World", path: Path, contents: Contents) -> None:
+    """Rank 0 writes the file, whole or not at all. A collective. Raises ConfigError on all ranks if it cannot."""
     problem = None
     if world.is_rank_zero:
-        try:  # another command may write the same file
-            write_whole(path, lambda file: file.writelines(line.encode() for line in lines), shared=True)
+        try:
+            write_whole(path, contents, shared=True)  # another command may write the same file
         except OSError as error:
             problem = str(cannot_write(path, error))
-    problem = world.broadcast_json(problem)
-    if problem is not None:
+    if problem := world.broadcast_json(problem):
         raise ConfigError(problem)
     log.info("written to: %s", path)
 

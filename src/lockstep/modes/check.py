@@ -104,10 +104,11 @@ class Check(Mode):
         from lockstep.data.build import prepare_first
 
         torch.set_num_threads(1)  # this process compares tensors and forks again: it must start no threads
-        notes, runs, replicas = list[str](), dict[str, Ended](), config.strategy.get("replicas", 1)
-        if replicas > 1:  # each has two ranks or more
-            config = config.changed({"strategy.replicas": 1})
-            notes.append(f"the ranks were checked with strategy.replicas=1, not {replicas}")
+        notes, runs = list[str](), dict[str, Ended]()
+        for key in ("replicate", "shard"):  # groups of ranks, of which each has two or more
+            if (groups := config.strategy.get(key, 1)) > 1:
+                config = config.changed({f"strategy.{key}": 1})
+                notes.append(f"the ranks were checked with strategy.{key}=1, not {groups}")
         on = {ranks: self.parts(config, ranks) for ranks in (1, self.ranks)}
         shares = on[self.ranks].strategy.data_share_of(self.ranks)
         prepare_first(config)

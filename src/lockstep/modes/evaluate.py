@@ -22,6 +22,7 @@ class Evaluate(Mode):
 
     split: the data to evaluate; training data is not augmented.
     file: where the numbers go; null: evaluation.json in the run folder, or evaluation_2.json beside one of other data.
+    Beside it evaluation_samples.csv has the results of each sample.
     """
 
     name = "evaluate"
@@ -38,18 +39,21 @@ class Evaluate(Mode):
 
         Raises TrainingDiverged if the loss is NaN or infinite.
         """
-        from lockstep.snapshots.resume import compared
-        from lockstep.training.evaluate import SampleCount, evaluate
+        from lockstep.build_state import torchmetrics_of
+        from lockstep.snapshots.find import compared
+        from lockstep.training.evaluate import Metrics, SampleResults, evaluate, write_samples
 
-        loader, count = trained.loader(self.split), SampleCount()
-        metrics = evaluate(trained.run, loader, report=count, metrics=trained.metrics(loader))
+        loader, found = trained.loader(self.split), torchmetrics_of(trained.run)
+        results = SampleResults(trained.run.task, None if loader.is_stream else len(loader.reader))
+        wanted = Metrics(found, len(loader.reader)) if found else None
+        metrics = evaluate(trained.run, loader, results=results, metrics=wanted)
         if not math.isfinite(metrics["loss"]):
             raise self._diverged(trained, metrics["loss"])
-        count.reduce(trained.world)
+        results.reduce(trained.world)
         facts: dict[str, Any] = {
             "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
             "split": self.split,
-            "samples": count.samples,
+            "samples": results.samples,
             "snapshot": str(trained.snapshot),
             "step": trained.step,
             "ranks": trained.world.size,
@@ -57,8 +61,10 @@ class Evaluate(Mode):
         }
         path = Path(self.file) if self.file is not None else _own_file(trained.folder, facts)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        log.info("evaluated: %s %s, over %d samples at step %d", self.split, shown, count.samples, trained.step)
-        write_output(trained.world, path, [json.dumps(facts, indent=1), "\n"])
+        log.info("evaluated: %s %s, over %d samples at step %d", self.split, shown, results.samples, trained.step)
+        write_output(trained.world, path, json.dumps(facts, indent=1) + "\n")
+        if trained.world.is_rank_zero and not loader.is_stream:
+            write_samples(path.with_name(f"{path.stem}_samples.csv"), results, loader)
         return metrics
 
     def _diverged(self, trained: TrainedRun, loss: float) -> TrainingDiverged:
@@ -77,10 +83,7 @@ def _own_file(folder: Path, facts: Mapping[str, Any]) -> Path:
     """evaluation.json, evaluation_2.json, ...: the first that does not exist, or is of this evaluation."""
     for number in itertools.count(1):
         path = folder / ("evaluation.json" if number == 1 else f"evaluation_{number}.json")
-        try:
-            before = json.loads(path.read_text())
-        except (OSError, ValueError):
-            return path
+        before = json.loads(path.read_text()) if path.exists() else facts
         if all(before.get(name) == facts[name] for name in facts.keys() - {"metrics", "ranks"}):
             return path
     raise AssertionError

@@ -1,11 +1,7 @@
 """mode=predict: what a trained net says of each sample, as a CSV file."""
 
-import csv
-import io
-import itertools
 import logging
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,15 +9,15 @@ from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedE
 from lockstep.modes.base import Mode, TrainedRun, require_place, write_output
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
     from torch import Tensor
 
-    from lockstep.data.loader import Loader
     from lockstep.strategies.base import JobSpec
 
 log = logging.getLogger(__name__)
 
 OF_CLASSES = ("prediction", "truth")  # columns whose whole numbers may be classes
-
+NO_TARGET = -100  # of images without labels
 NUMBERS = ""  # the column of the samples' numbers in what is gathered
 Columns = dict[str, "Tensor"]
 """{name: (N,) or (N, values)} on the CPU, one row for each sample."""
@@ -47,23 +43,29 @@ class Predict(Mode):
 
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError, on all ranks, if the file cannot be written."""
+        import torch
+
+        from lockstep.data.loader import files_of
         from lockstep.distributed.old_world import gather_state
 
         loader, world = trained.loader(self.split), trained.world
-        columns = predict(trained, self.split)
+        columns, samples = predict(trained, self.split), len(loader.reader)
         rows = sum(world.all_gather_json(len(columns.get(NUMBERS, ()))))
-        samples = len(loader.reader)
         if rows != samples:
             raise ConfigError(f"{samples - rows} samples of {samples} have no prediction; type mode.split=test")
-        shares = gather_state(world, columns)
         path = Path(self.file) if self.file is not None else trained.folder / "predictions.csv"
-        lines = (
-            table(in_order(shares, samples), trained.classes, files_of(loader), loader.indices)
-            if world.is_rank_zero
-            else iter(())
-        )
+        shares, text = [share for share in gather_state(world, columns) if share], ""
+        if shares:
+            joined = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
+            order = joined.pop(NUMBERS).argsort()
+            found = table({name: values[order] for name, values in joined.items()}, trained.classes)
+            if loader.indices is not None:
+                found.index = loader.indices.numpy()
+            if files := files_of(loader):
+                found.insert(0, "file", files)
+            text = found.to_csv(index_label="index", lineterminator="\n", na_rep="nan")
         log.info("predicted: %d samples of %s at step %d", samples, self.split, trained.step)
-        write_output(world, path, lines)
+        write_output(world, path, text)
 
 
 def predict(trained: TrainedRun, split: str) -> Columns:
@@ -79,12 +81,11 @@ def predict(trained: TrainedRun, split: str) -> Columns:
 
     def keep(outputs: "Tensor", targets: "Tensor") -> None:
         nonlocal numbers
-        named = run.task.predictions(outputs) | {"truth": targets}
-        columns = [column for name, values in named.items() for column in _columns(name, values)]
+        columns = dict(_columns(run.task.predictions(outputs) | {"truth": targets}))
         count = min(len(numbers), count_samples(targets))  # a pipeline has some of them; targets may be packed
-        of_samples = [(name, values.detach()) for name, values in columns if values.shape[:1] == (count,)]
         now, numbers = numbers.tensor_split([count])
-        parts.append({NUMBERS: now} | {name: _beside(targets, values).cpu() for name, values in of_samples})
+        of_samples = {name: values for name, values in columns.items() if values.shape[:1] == (count,)}
+        parts.append({NUMBERS: now} | {name: values.detach().cpu() for name, values in of_samples.items()})
 
     loader = trained.loader(split)
     with evaluating(run, loader):
@@ -94,124 +95,37 @@ def predict(trained: TrainedRun, split: str) -> Columns:
             heartbeat.beat()
             if signals.stop_requested():
                 raise StoppedEarly("stopped early; no file was written", EXIT_STOPPED_WITHOUT_SNAPSHOT)
-    forms = [{name: list(values.shape[1:]) for name, values in part.items()} for part in parts]
-    names = _of_one_shape(trained.world.all_gather_json(list({str(form): form for form in forms}.values())))
-    return {name: torch.cat([part[name] for part in parts]) for name in names} if parts else {}
+    # Of what all batches have: a loss that the model adds has no row for each sample.
+    names = [name for name in (parts[0] if parts else ()) if all(name in part for part in parts)]
+    return {name: torch.cat([part[name] for part in parts]) for name in names}
 
 
-def _of_one_shape(ranks: Sequence[Sequence[Mapping[str, list[int]]]]) -> list[str]:
-    """The columns that all batches have. Others, such as a loss that the model adds, have no row for each sample.
-
-    ranks: the shapes of a row in each batch of each rank. Raises ConfigError, on all ranks, where they differ.
-    """
-    batches = [batch for rank in ranks for batch in rank]
-    names = [name for name in (batches[0] if batches else ()) if all(name in batch for batch in batches)]
-    for name in names:
-        shapes = sorted({tuple(batch[name]) for batch in batches})
-        if len(shapes) > 1:
-            raise ConfigError(
-                f"{name} has rows of the shapes {list(shapes[0])} and {list(shapes[-1])}, and a column needs one; "
-                f"type evaluation.batch_size=<more than the samples> launch=env, or give all samples one length in "
-                f"loader.collate_fn"
-            )
-    return names
-
-
-def _columns(name: str, values: Any) -> "Iterator[tuple[str, Tensor]]":
-    """The columns of outputs or targets: `name`, or in dicts and tuples `name`_<key> or `name`_<number> of each."""
+def _columns(values: Any, name: str = "") -> "Iterator[tuple[str, Tensor]]":
+    """(name, tensor) of each in dicts and tuples, whose names are <key>, <key>_<key>, <key>_<number> and so on."""
     if not isinstance(values, Mapping | tuple | list):
         yield name, values
         return
     for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
-        yield from _columns(f"{name}_{key}", value)
+        yield from _columns(value, f"{name}_{key}" if name else str(key))
 
 
-def _beside(targets: Any, values: "Tensor") -> "Tensor":
-    """Values (N, 1) as (N,) where targets are one number, so that their columns have names of one kind."""
-    from lockstep.data.source import tensors_in
+def table(columns: Columns, classes: Sequence[str]) -> "DataFrame":
+    """A column for each value of a sample. classes: names that stand for the numbers of classes; empty: there are none.
 
-    is_number = all(target.dim() == 1 for target in tensors_in(targets))
-    return values.squeeze(1) if is_number and values.shape[1:] == (1,) else values
-
-
-def in_order(shares: Sequence[Columns], samples: int) -> Columns:
-    """The columns of all samples. shares: of each rank."""
-    whole: Columns = {}
-    for share in shares:
-        for name, values in share.items():
-            if name == NUMBERS:
-                continue
-            if name not in whole:
-                whole[name] = values.new_empty((samples, *values.shape[1:]))
-            whole[name][share[NUMBERS]] = values
-    return whole
-
-
-def files_of(loader: "Loader") -> Sequence[str]:
-    """The names of the files of images in their folder, in their order; empty for other data."""
-    from lockstep.data.source import unwrapped
-
-    whole, _ = unwrapped(loader.reader.dataset)
-    files = getattr(whole, "files", None)
-    if files is None:  # the folders of torchvision
-        samples, root = getattr(whole, "samples", ()), getattr(whole, "root", None)
-        are_files = root is not None and all(isinstance(sample, tuple) for sample in samples[:1])
-        files = [os.path.relpath(path, root) for path, _ in samples] if are_files else []
-    names = [os.fsdecode(name) for name in files]
-    return names if loader.indices is None or not names else [names[number] for number in loader.indices.tolist()]
-
-
-def table(
-    columns: Columns, classes: Sequence[str], files: Sequence[str] = (), numbers: "Tensor | None" = None
-) -> Iterator[str]:
-    """The lines of the file.
-
-    classes: names that replace the numbers of classes, empty if they have none.
-    files: the name of the file of each sample, empty if they have none.
-    numbers: (N,) of the samples in the whole data set; None: this is the whole.
+    Floats have as many digits as it takes to read the same number again.
     """
-    indices: Iterable[int] = itertools.count() if numbers is None else numbers.tolist()
-    flat = {name: values.flatten(1) if values.dim() > 1 else values for name, values in columns.items()}
-    header = ["index", "file"] if files else ["index"]
-    for name, values in flat.items():
-        count = values.shape[1] if values.dim() > 1 else 0
-        labels = classes if name == "probability" and len(classes) == count else range(count)
-        header += [f"{name}_{label}" for label in labels] if count else [name]
-    yield csv_line(header)
-    cells = [
-        _texts(values, classes if name in OF_CLASSES else (), has_blanks=bool(files) and name == "truth")
-        for name, values in flat.items()
-    ]
-    for place, (index, row) in enumerate(zip(indices, zip(*cells, strict=True), strict=False)):
-        yield csv_line([str(index), *files[place : place + 1], *(text for texts in row for text in texts)])
-
-
-def _texts(values: "Tensor", classes: Sequence[str], has_blanks: bool) -> Iterator[list[str]]:
-    """The cells of each row. Floating-point numbers have as many digits as it takes to read the same number again.
-
-    classes: the names of whole numbers, one in a row; empty if they have none.
-    has_blanks: whether rows without a target are empty cells.
-    """
+    import pandas as pd
     import torch
 
-    digits = 17 if values.dtype.itemsize == 8 else 9
-    rows = values if values.dim() > 1 else values[:, None]
-    no_target = rows.isnan() if values.is_floating_point() else rows == -100  # as data without labels has
-    blanks = no_target.all(1).tolist() if has_blanks else itertools.repeat(False)
-    for row, is_blank in zip(rows, blanks, strict=False):
-        numbers = row.tolist()
-        if is_blank:
-            yield [""] * len(numbers)
-        elif values.is_floating_point():
-            yield [f"{number:.{digits}g}" for number in numbers]
-        elif values.dim() == 1 and classes and values.dtype != torch.bool:
-            yield [classes[number] if 0 <= number < len(classes) else str(number) for number in numbers]
-        else:
-            yield [str(number) for number in numbers]
-
-
-def csv_line(cells: Sequence[str]) -> str:
-    """With quotes where a name has a comma or a line end."""
-    line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(cells)
-    return line.getvalue()
+    found = list[Any]()
+    for name, values in columns.items():
+        flat = values.reshape(len(values), -1)
+        names = [name] if flat.shape[1] == 1 else [f"{name}_{number}" for number in range(flat.shape[1])]
+        if name == "probability" and len(classes) == flat.shape[1]:
+            names = [f"{name}_{label}" for label in classes]
+        rows = pd.DataFrame((flat.float() if flat.dtype == torch.bfloat16 else flat).numpy(), columns=names)
+        if name in OF_CLASSES and values.dim() == 1 and rows.dtypes[name].kind in "iu":
+            said = dict(enumerate(classes)) | {NO_TARGET: ""}
+            rows[name] = [said.get(number, number) for number in values.tolist()]
+        found.append(rows)
+    return pd.concat(found, axis=1)

@@ -8,12 +8,11 @@ from lockstep.errors import ConfigError
 from lockstep.modes.base import Mode, TrainedRun
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
     from lockstep.strategies.base import JobSpec
 
 log = logging.getLogger(__name__)
+
+LEAST = 1e-30  # a temperature of 0: the likeliest token alone is left
 
 
 class Sample(Mode):
@@ -29,13 +28,7 @@ class Sample(Mode):
     name = "sample"
 
     def __init__(
-        self,
-        snapshot: str,
-        prompt: str,
-        length: Count,
-        temperature: NotNegative,
-        top_k: Count | None,
-        seed: Seed,
+        self, snapshot: str, prompt: str, length: Count, temperature: NotNegative, top_k: Count | None, seed: Seed
     ) -> None:
         self.snapshot, self.prompt, self.length = snapshot, prompt, length
         self.temperature, self.top_k, self.seed = temperature, top_k, seed
@@ -58,22 +51,11 @@ class Sample(Mode):
         with run.averaged_weights(), torch.no_grad(), run.strategy.autocast:
             model = run.model.eval()
             for _ in range(self.length):
-                tokens = torch.cat([tokens, self._next(model, tokens[-dataset.block :], generator)])
+                logits = model(tokens[None, -dataset.block :])[0, -1].float()
+                if self.top_k is not None:
+                    least = logits.topk(min(self.top_k, len(logits))).values[-1]
+                    logits = logits.masked_fill(logits < least, -torch.inf)
+                scores = (logits - logits.max()) / max(self.temperature, LEAST)
+                tokens = torch.cat([tokens, torch.multinomial(scores.softmax(0), 1, generator=generator)])
         print(coder.decode(tokens.tolist()))
         log.info("sampled: %d tokens at step %d", self.length, trained.step)
-
-    def _next(self, model: "nn.Module", tokens: "Tensor", generator: "torch.Generator") -> "Tensor":
-        """The token (1,) after `tokens` (T,)."""
-        import torch
-
-        logits = model(tokens[None])[0, -1].float()
-        likeliest: Tensor = logits.argmax().view(1)
-        if self.temperature == 0:
-            return likeliest
-        if self.top_k is not None:
-            least = logits.topk(min(self.top_k, len(logits))).values[-1]
-            logits = logits.masked_fill(logits < least, -torch.inf)
-        scores = logits / self.temperature
-        if scores.max().isinf():  # of so small a temperature that only the likeliest token is left
-            return likeliest
-        return torch.multinomial(scores.softmax(0), 1, generator=generator)

@@ -21,7 +21,7 @@ class Train(Mode):
         """Returns the objective of the weights that it chose, None if nothing is chosen."""
         from lockstep import build, build_state
         from lockstep.distributed.run_folder import hold_run_folder
-        from lockstep.snapshots.resume import write_hydra_files
+        from lockstep.snapshots.find import write_hydra_files
         from lockstep.training.loop import fit
 
         with join(config, parts) as (world, logs), hold_run_folder(config.run_dir, world) as held:
@@ -30,14 +30,14 @@ class Train(Mode):
             record = record.completed(run.config)
             with (
                 build_state.loggers(run, held.restore) as loggers,
-                build_state.snapshots(record, run, loggers) as snapshots,
+                build_state.snapshots(record, run) as snapshots,
                 heartbeat.recording(),  # of the training, before the files are closed, which takes time
             ):
                 snapshots.resume(config.resume)
                 if not run.finished:
-                    write_hydra_files(world, config.run_dir, record.files, run.progress.step)
+                    write_hydra_files(world, config.run_dir, record.files)
                 info = build_state.run_info(record, snapshots)
-                tested = build_state.earlier_test(info, world)
-                loggers.on_fit_start(info)
+                tested = build_state.earlier_test(info)
+                loggers.start(info)
                 with signals.stop_after_saving():
-                    return fit(run, build_state.evaluations(run, loggers), snapshots, loggers, tested)
+                    return fit(run, build_state.evaluations(run, loggers), snapshots, loggers, info, tested)

@@ -1,1 +1,22 @@
-"""What a run folder tells about its run: `run.json`, tables of runs, what two runs differ in. No torch here."""
+"""Run folders and their run.json: written, listed and compared. `lockstep.runs()` is a table of them."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class _Runs(ModuleType):
+    """This package, which can be called: `lockstep.runs` is the package as soon as one of its modules is imported."""
+
+    def __call__(self, *folders: str | Path) -> "pd.DataFrame":
+        """The runs at or below `folders`, or below outputs: see `lockstep.runs.table.frame`."""
+        from lockstep.runs.table import frame
+
+        return frame(folders or ("outputs",))
+
+
+sys.modules[__name__].__class__ = _Runs

@@ -1,14 +1,11 @@
-"""`run.json` in a run folder: what was run, with which code and packages, on what, and how it ended."""
+"""`run.json` in a run folder: what was run, with which code and packages, on what, and how it ended. No torch here."""
 
-import fcntl
-import hashlib
 import json
 import os
 import platform
+import re
 import socket
-import struct
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,36 +16,25 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.files import write_whole
-from lockstep.source_code import DIGITS, PARTS, ROOT, hash_of_source, module_hashes
+from lockstep.source_code import PARTS, ROOT, hash_of_source, module_hashes
 
-NAME = "run.json"
-FORMAT = 1
-# What readers of a record rely on, and its types.
-KEYS: dict[str, Any] = {"command": str, "cwd": str, "steps": int, "samples_per_second": float | int | None}
-KEYS |= dict.fromkeys(("overrides", "flags", "lives"), list)
-KEYS |= dict.fromkeys(("config", "data", "code", "environment", "objective"), dict)
-LIFE: dict[str, Any] = {"state": str, "exit_code": int | None, "hosts": list, "launcher": str}
-LIFE |= {"world_size": int, "from_step": int, "started": float | int}
-OBJECTIVE: dict[str, Any] = {"name": str, "mode": str, "best": float | int | None, "step": int | None}
+NAME, FORMAT = "run.json", 2
+SWEEP = "LOCKSTEP_SWEEP"  # the environment variable that tells a job of a sweep the sweep's folder
 RUNNING, FINISHED, PAUSED, FAILED, KILLED = "running", "finished", "paused", "failed", "killed"
 UNKNOWN = "unknown"  # began on another machine, and writes nothing any more
-SILENT_SECONDS = 3600.0  # without a change in the folder of a run on another machine
+SILENT_SECONDS = 3600.0  # without a write of run.json by a run on another machine
 STATES = {"killed": KILLED, "hang": "hang"}  # by the kind of a failure report
-# struct flock of <fcntl.h> on 64-bit systems, and where its l_type is.
-FLOCK, LOCK_TYPE = ("qqihh", 3) if sys.platform == "darwin" else ("hhqqi", 0)
+NO_NUMBER = {"run_dir", "data_dir", "resume", "mode", "launch", "backend", "logger", "logging", "snapshot", "hydra"}
+NO_NUMBER |= {"tags", "notes"}
 PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "tensorboard", "tqdm", "scikit-learn")
-DIFF = "uncommitted.diff"
-LARGEST_DIFF = 2**18  # bytes; of a longer one only its hash is kept
-NAMED = 50  # untracked files in a record
-GIT_SECONDS = 30.0
+DIFF, LARGEST_DIFF = "uncommitted.diff", 2**18  # bytes; a longer one is not kept
+WRITE_SECONDS = 10.0  # between two writes while steps are logged
+MANY, SHORT_SECONDS = 100, 1.0  # epochs, and of more the time between two writes after them
+MOST_ROWS = 1000  # of the history; of more, every second one is dropped
 
+Best = tuple[float | None, int | None]  # the best evaluation, and its step
 Run = dict[str, Any]
-"""The contents of a run.json, and "folder": the run folder's path."""
-
-
-def write_run(folder: Path, run: Run, sync: bool = False) -> None:
-    """Write run.json, whole or not at all. sync: it is on the disk when this returns. Raises OSError."""
-    write_whole(folder / NAME, json.dumps({"format": FORMAT, **run}, indent=1), sync)
+"""The contents of a run.json, and "folder": the run folder's path. docs/runs.md has the keys."""
 
 
 def read_run(folder: Path) -> Run:
@@ -61,143 +47,186 @@ def read_run(folder: Path) -> Run:
         raise ConfigError(f"{folder} {what}; type python src/runs.py table to see the runs below outputs") from None
     except ValueError:
         raise ConfigError(f"{path} cannot be read: it is no JSON; type rm {path} if the run is not needed") from None
-    if not _is_record(found):
+    if not isinstance(found, dict) or found.get("format") != FORMAT or not found.get("starts"):
         raise ConfigError(f"{path} is no record of format {FORMAT}; type rm {path} if the run is not needed")
-    found["folder"] = str(folder)
-    return found
+    return found | {"folder": str(folder)}
 
 
-def _is_record(found: Any) -> bool:
-    """Whether it is a record of this format, and holds what is read of it: people edit files, and disks fail."""
-    if not _has(found, KEYS) or found.get("format") != FORMAT or not found["lives"]:
-        return False
-    return all(_has(life, LIFE) for life in found["lives"]) and _has(found["objective"], OBJECTIVE)
-
-
-def _has(found: Any, kinds: Mapping[str, Any]) -> bool:
-    return isinstance(found, dict) and all(name in found and isinstance(found[name], kinds[name]) for name in kinds)
-
-
-def find_runs(folders: Sequence[str]) -> Iterator[Path]:
+def find_runs(folders: Sequence[str | Path]) -> Iterator[Path]:
     """The run folders at or below `folders`: those with a run.json. Raises ConfigError for a folder that is missing."""
     for name in folders:
         if not os.path.isdir(name):
             raise ConfigError(f"{name} is no folder; type python src/runs.py table <a folder with runs>")
-        yield from _below(name, set())
+        seen = set[str]()  # real paths: links may lead back to them
+        for folder, below, files in os.walk(name, followlinks=True):
+            real = os.path.realpath(folder)
+            is_run = NAME in files
+            below[:] = [] if is_run or real in seen else sorted(one for one in below if not one.startswith("."))
+            seen.add(real)
+            if is_run:
+                yield Path(folder)
 
 
-def _below(folder: str, seen: set[str]) -> Iterator[Path]:
-    """seen: the folders without a run of their own that were looked into: links may lead back to them."""
-    if os.path.exists(os.path.join(folder, NAME)):
-        yield Path(folder)
-        return
-    real = os.path.realpath(folder)
-    if real in seen:
-        return
-    seen.add(real)
-    found = []
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            with suppress(OSError):  # it may be removed meanwhile, or be a link that leads nowhere
-                if not entry.name.startswith(".") and entry.is_dir():
-                    found.append(entry.path)
-    for path in sorted(found):
-        yield from _below(path, seen)
+def changes_no_number(word: str) -> bool:
+    """Whether an override, or a key, says only where a run computes, what it shows and what it keeps."""
+    return re.split(r"[=./@]", word.lstrip("+~"))[0] in NO_NUMBER
 
 
-def best_of(run: Run) -> tuple[float | None, int | None]:
+def best_of(run: Run) -> Best:
     """(objective, step) of the best evaluation. Of a run that ended before its first one, those of its end."""
     objective = run["objective"]
-    if objective["best"] is None and objective.get("last") is not None:
+    if objective["best"] is None and objective["last"] is not None:
         return objective["last"], run["steps"]
     return objective["best"], objective["step"]
-
-
-def metric_on_test(run: Run, metric: str | None = None) -> float | None:
-    """A metric on the test set, as the run reports it at its end. None if it has not been tested.
-
-    metric: such as accuracy; None for that of the objective.
-    """
-    test = run.get("test")
-    metrics = test.get("metrics") if isinstance(test, dict) else None  # older runs have no such key
-    value = metrics.get(metric or run["objective"]["name"].partition("/")[2]) if isinstance(metrics, dict) else None
-    return float(value) if isinstance(value, int | float) else None
 
 
 def state_of(run: Run) -> str:
     """How a run ended, in one word: finished, paused (by trainer.pause_after), stopped, diverged, failed, hang, killed,
     running if it goes on, or unknown if it began on another machine and has written nothing for an hour.
 
-    A rank 0 that was killed could not write its end. Then nobody holds the folder's lock.
+    A rank 0 that was killed could not write its end. Then its process is gone, or a failure report tells more.
     """
-    life, folder = run["lives"][-1], Path(run["folder"])
-    if life["state"] not in (RUNNING, FAILED):
-        return str(life["state"])
-    is_here = life["hosts"][:1] == [socket.gethostname()]
-    if life["state"] == RUNNING and is_here and is_locked(folder):
+    start, folder = run["starts"][-1], Path(run["folder"])
+    if start["state"] not in (RUNNING, FAILED):
+        return str(start["state"])
+    is_here = start["hosts"][:1] == [socket.gethostname()]
+    if start["state"] == RUNNING and is_here and is_alive(start["pid"]):
         return RUNNING
     failure = _failure(run)
     if failure is not None:
         return STATES.get(failure["first"]["kind"], FAILED)
-    if life["state"] == FAILED or is_here:
-        return FAILED if life["state"] == FAILED else KILLED
-    return RUNNING if time.time() - changed_at(folder) < SILENT_SECONDS else UNKNOWN
+    if start["state"] == FAILED or is_here:
+        return FAILED if start["state"] == FAILED else KILLED
+    return RUNNING if time.time() - _written_at(folder) < SILENT_SECONDS else UNKNOWN
 
 
-def changed_at(folder: Path) -> float:
-    """When a file of a run folder was written last, in seconds since 1970."""
-    times = [0.0]
-    for part in (folder, folder / "logs", folder / "snapshots"):
-        with suppress(OSError), os.scandir(part) as entries:
-            for entry in entries:
-                with suppress(OSError):  # it may be removed meanwhile; what a link names may be anywhere
-                    times.append(entry.stat(follow_symlinks=False).st_mtime)
-    return max(times)
+def is_alive(pid: int) -> bool:
+    """Whether the process runs on this machine."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    try:  # macOS has no /proc
+        os.kill(pid, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return True
 
 
 def seconds_of(run: Run) -> float:
-    """How long the lives of a run have trained. One that was killed lasted until the newest file of its folder."""
-    total = 0.0
-    for life in run["lives"]:
-        ended = life["ended"]
-        if ended is None and life is run["lives"][-1]:
-            ended = changed_at(Path(run["folder"]))
-        total += max(0.0, ended - life["started"]) if ended is not None else 0.0
-    return round(total, 2)
+    """How long the starts of a run have trained. One that was killed lasted until its last write."""
+    ends = [_written_at(Path(run["folder"])) if one["ended"] is None else one["ended"] for one in run["starts"]]
+    total = sum(max(0.0, end - one["started"]) for one, end in zip(run["starts"], ends, strict=True))
+    return float(round(total, 2))
 
 
-def run_exit_code(run: Run) -> int | None:
+def exit_code_of(run: Run) -> int | None:
     """The exit code of the run's command, None if it is not known. That of a failure is in its report."""
     failure = _failure(run)
-    if failure is not None:
-        return int(failure["exit_code"])
-    code: int | None = run["lives"][-1]["exit_code"]
+    code: int | None = run["starts"][-1]["exit_code"] if failure is None else failure["exit_code"]
     return code
 
 
+def _written_at(folder: Path) -> float:
+    try:
+        return float((folder / NAME).stat().st_mtime)
+    except OSError:
+        return 0.0
+
+
 def _failure(run: Run) -> dict[str, Any] | None:
-    """The failure report of the run's last life."""
-    if run["lives"][-1]["state"] not in (RUNNING, FAILED):
+    """The failure report of the run's last start."""
+    if run["starts"][-1]["state"] not in (RUNNING, FAILED):
         return None
     from lockstep.failures.report import read_report  # a table of runs that ended well does not need it
 
     report = read_report(Path(run["folder"]))
-    return report if report is not None and report["run"]["time"] >= run["lives"][-1]["started"] else None
+    return report if report is not None and report["run"]["time"] >= run["starts"][-1]["started"] else None
 
 
-def is_locked(folder: Path) -> bool:
-    """Whether another process holds the lock of a run folder, such as a rank of a run that was killed a moment ago.
+class RunRecord:
+    """Rank 0 writes run.json with it: at the start, after epochs, while steps are logged, and at the end.
 
-    Asking takes no lock: a run that starts now is not disturbed.
+    folder: of this run. objective: its name, such as val/loss, and whether "min" or "max" of it is better; where
+    nothing is chosen, test/loss of the last weights. Its methods raise OSError where the disk is full.
     """
-    fields: list[int] = [0] * 5
-    fields[LOCK_TYPE] = fcntl.F_WRLCK
-    try:
-        with open(folder / ".lock") as file:
-            answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(FLOCK, *fields))
-    except OSError:
-        return False
-    return int(struct.unpack(FLOCK, answer)[LOCK_TYPE]) != fcntl.F_UNLCK
+
+    def __init__(self, folder: Path, objective: tuple[str, str]) -> None:
+        self.folder, self.objective = folder, objective
+        self.run: Run = {}
+        self.written_at = 0.0  # of time.monotonic()
+
+    def start(self, facts: Mapping[str, Any], step: int, best: Best = (None, None)) -> None:
+        """Training starts, or goes on after `step`.
+
+        facts: keys of run.json; "start" has those of this start. best: the best evaluation so far, and its step.
+        """
+        before: Run = {"starts": [], "history": [], "samples_per_second": None}
+        with suppress(ConfigError):  # a fresh folder, or a file that is damaged
+            before = read_run(self.folder)
+        code, diff = code_facts()
+        with suppress(OSError):  # without room there is no run.json, either, until there is
+            (self.folder / DIFF).unlink(missing_ok=True)
+            if diff:
+                (self.folder / DIFF).write_bytes(diff)
+        name, mode = self.objective
+        now = {"started": time.time(), "ended": None, "state": RUNNING, "exit_code": None, "pid": os.getpid()}
+        self.begun = facts["start"] | now | {"from_step": step, "to_step": step, "source": code["source"]}
+        self.run = {"format": FORMAT, **{key: value for key, value in facts.items() if key != "start"}}
+        self.run |= {
+            "code": code | {"modules": module_hashes(users_only=True)},
+            "environment": facts["environment"] | versions(),
+            "objective": {"name": name, "mode": mode, "best": best[0], "step": best[1], "last": None},
+            "history": [row for row in before["history"] if row["step"] <= step] if step else [],
+            "test": None,
+            "starts": [*(_earlier(before, step) if before["starts"] else []), self.begun],
+            "steps": step,
+            "samples_per_second": before["samples_per_second"] if step else None,
+        }
+        self._write()
+
+    def logged(self, step: int) -> None:
+        """Steps were logged."""
+        self.run["steps"] = max(self.run["steps"], step)
+        if time.monotonic() - self.written_at > WRITE_SECONDS:
+            self._write()
+
+    def epoch(self, epoch: int, step: int, metrics: Mapping[str, float], best: Best) -> None:
+        """An epoch has ended. metrics: all numbers by tag, such as val/loss if it was evaluated."""
+        history = self.run["history"]
+        history.append({"epoch": epoch, "step": step, **metrics})
+        if len(history) > MOST_ROWS:
+            del history[:-1:2]
+        self.run["steps"] = max(self.run["steps"], step)
+        self.run["samples_per_second"] = metrics.get("speed/samples_per_s", self.run["samples_per_second"])
+        self.run["objective"] |= {"best": best[0], "step": best[1]}
+        if len(history) <= MANY or time.monotonic() - self.written_at > SHORT_SECONDS:
+            self._write()
+
+    def tested(self, test: Mapping[str, Any]) -> None:
+        """test: {"step": of the weights, "metrics": {name: number}, "samples", "errors": {name: standard error}}."""
+        self.run["test"] = dict(test)
+
+    def end(self, state: str, code: int, last: Mapping[str, float]) -> None:
+        """last: {metric: number} of the evaluation at the end, or of the test where nothing is chosen."""
+        self.run["objective"]["last"] = last.get(self.objective[0].partition("/")[2])
+        self.begun |= {"state": state, "exit_code": code, "ended": time.time()}
+        self._write(sync=True)
+
+    def _write(self, sync: bool = False) -> None:
+        self.begun["to_step"] = self.run["steps"]
+        write_whole(self.folder / NAME, json.dumps(self.run, indent=1), sync)
+        self.written_at = time.monotonic()
+
+
+def _earlier(before: Run, step: int) -> list[dict[str, Any]]:
+    """The earlier starts of a run that goes on after `step`: what they did later is done again.
+
+    One that was killed wrote no end, and which rank failed first is in the failure report.
+    """
+    last = before["starts"][-1]
+    if last["state"] in (RUNNING, FAILED):
+        state = KILLED if last["state"] == RUNNING else state_of(before)
+        last |= {"state": state, "exit_code": exit_code_of(before)}
+    return [one | {"to_step": max(one["from_step"], min(one["to_step"], step))} for one in before["starts"]]
 
 
 @cache
@@ -205,55 +234,31 @@ def versions() -> dict[str, str]:
     """{"python": "3.11.2", "torch": ...} of this process, without importing anything."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
 def code_facts(root: Path = ROOT) -> tuple[dict[str, Any], bytes]:
-    """(facts for run.json, the uncommitted diff of src/ and conf/ or nothing). Takes some ms.
+    """(facts, the uncommitted diff of src/ and conf/ or nothing), as they are when a process asks first. Some 30 ms.
 
-    The facts are "source", a hash of src/ and conf/, "modules", those of the user, and where git knows these folders
-    "commit", "diff_sha256", "diff_bytes" and "untracked", a list of files.
+    The facts are "source", a hash of src/ and conf/, and where git knows these folders "commit".
     """
-    facts: dict[str, Any] = {"source": hash_of_source(root), "modules": module_hashes(users_only=True)}
+    facts: dict[str, Any] = {"source": hash_of_source(root)}
     commit = _git(root, "rev-parse", "HEAD", "HEAD:./src")
     if commit is None:  # no git, no repository, or one that does not have this folder
         return facts, b""
-    changes = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *PARTS) or b""
-    status = changes.decode(errors="replace").splitlines()
-    untracked = [line[3:] for line in status if line.startswith("??")]
-    facts |= {"commit": commit.decode().split()[0], "untracked": untracked[:NAMED]}
-    if len(status) == len(untracked):
-        return facts, b""
+    facts["commit"] = commit.decode().split()[0]
     diff = _git(root, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", *PARTS) or b""
-    facts |= {"diff_sha256": hashlib.sha256(diff).hexdigest()[:DIGITS], "diff_bytes": len(diff)}
     return facts, diff if len(diff) <= LARGEST_DIFF else b""
-
-
-@cache
-def loaded_code_facts() -> tuple[dict[str, Any], bytes]:
-    """`code_facts` when this process asked first: it had loaded the code by then, and so have its forks.
-
-    The user's modules may be loaded later.
-    """
-    return code_facts()
 
 
 def _git(root: Path, *words: str) -> bytes | None:
     """What git prints, None if it cannot answer. It takes no lock: another git may work in the same folder."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    env, command = kept | {"GIT_OPTIONAL_LOCKS": "0"}, ["git", *words]
     try:
-        answer = subprocess.run(
-            ["git", *words],
-            cwd=root,
-            env=kept | {"GIT_OPTIONAL_LOCKS": "0"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=GIT_SECONDS,
-        )
+        answer = subprocess.run(command, cwd=root, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout if answer.returncode == 0 else None

@@ -1,231 +1,279 @@
-"""A table of runs, sorted and filtered by what their run.json says: a line each, or one for all seeds of a setting."""
+"""Tables of runs, as DataFrames and as text: a row a run, or one for all seeds and folds of a configuration.
+
+pandas is imported where it is needed: every command imports this module.
+"""
 
 import difflib
+import logging
+import math
 import os
+import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
-from lockstep.runs.record import FINISHED, Run, best_of, find_runs, metric_on_test, read_run, state_of
-from lockstep.runs.repeats import REPEATS, Estimate, estimate, setting_of, split_overlap
-from lockstep.text import aligned, show
+from lockstep.runs.record import FINISHED, Run, best_of, changes_no_number, find_runs, read_run, seconds_of, state_of
+from lockstep.runs.stats import estimate, is_share, over_samples, wilson
+from lockstep.text import aligned
+from lockstep.text import show as as_word
 
-COLUMNS = ("date", "run", "state", "objective", "test", "best_step", "steps", "speed", "changed")
+if TYPE_CHECKING:
+    import pandas as pd
+
+log = logging.getLogger(__name__)
+
+COLUMNS = ("date", "run", "state", "metric", "objective", "test", "best_step", "steps", "speed", "tags", "changed")
+OTHERS = ("ranks", "starts", "seconds", "notes", "commit", "source", "command", "folder", "sweep")
 HEADERS = {"best_step": "at step", "speed": "samples/s"}
-RESULTS = ("objective", "test", "speed")  # columns that have a mean over runs
-NOT_CHANGED = ("launch", "hydra", "sweep.")  # typed words that say where a run computes, a folder, and what else runs
+NUMBERS = ("objective", "test", "test_low", "test_high", "best_step", "speed")  # which a run may lack
+REPEATS = ("seed", "loader.fold", "loader.split_seed")  # keys in which runs of one configuration differ
 
 
-Group = Sequence[Run]
-"""One run, or several of one setting."""
+def is_repeat(word: str) -> bool:
+    """Whether an override, such as seed=3, gives another run of the same configuration."""
+    return word.lstrip("+").partition("=")[0] in REPEATS
 
 
-def read_runs(folders: Sequence[str]) -> tuple[list[Run], list[str]]:
-    """(the runs at or below `folders`, a sentence for each that cannot be read). Raises as `find_runs` does."""
-    runs, problems = [], []
+def setting_of(overrides: Iterable[str]) -> list[str]:
+    """The overrides that say of which configuration a run is: runs for which they are equal repeat each other."""
+    return [word for word in overrides if not is_repeat(word) and not changes_no_number(word)]
+
+
+def frame(folders: Sequence[str | Path] = ("outputs",)) -> "pd.DataFrame":
+    """A row for each run at or below `folders`, with COLUMNS, OTHERS, the config keys and the config groups.
+
+    objective, test: numbers; metric: the objective's name; test_low, test_high: over the samples of the test set. What
+    cannot be read is left out with a warning. Raises ConfigError for a folder that is missing.
+    """
+    runs = []
     for folder in find_runs(folders):
         try:
             runs.append(read_run(folder))
         except ConfigError as error:
-            problems.append(str(error))
-    return runs, problems
+            log.warning("%s", error)
+    return rows_of_runs(runs)
 
 
-def value_of(run: Run, name: str) -> Any:
-    """What a run has in a column, for a key of its config, or for a config group. None if it has none of these."""
-    life = run["lives"][0]
-    known: dict[str, Callable[[], Any]] = {
-        "date": lambda: life["started"],
-        "run": lambda: os.path.relpath(run["folder"]),
-        "state": lambda: state_of(run),
-        "objective": lambda: best_of(run)[0],
-        "test": lambda: metric_on_test(run),
-        "best_step": lambda: best_of(run)[1],
-        "steps": lambda: run["steps"],
-        "speed": lambda: run["samples_per_second"],
-        "ranks": lambda: run["lives"][-1]["world_size"],
-        "lives": lambda: len(run["lives"]),
-        "changed": lambda: " ".join(word for word in run["overrides"] if not word.startswith(NOT_CHANGED)),
-        "commit": lambda: run["code"].get("commit"),
-        "command": lambda: run["command"],
-    }
-    options = run.get("options", {})  # such as model
-    return known[name]() if name in known else run["config"].get(name, options.get(name))
+def rows_of_runs(runs: Sequence[Run]) -> "pd.DataFrame":
+    """As `frame`, of runs that have been read."""
+    import pandas as pd
+
+    table = pd.DataFrame([_row(run) for run in runs])
+    return table if table.empty else table.astype(dict.fromkeys(NUMBERS, float))
 
 
-def default_columns(runs: Sequence[Run]) -> list[str]:
-    """Without that of the test set where no run tells more of it than its objective does."""
-    with_test = any(run["objective"]["name"].partition("/")[0] != "test" and metric_on_test(run) for run in runs)
-    return [name for name in COLUMNS if with_test or name != "test"]
+def _row(run: Run) -> dict[str, Any]:
+    data, test, objective, starts = run["data"], run["test"] or {}, run["objective"], run["starts"]
+    name, measured = objective["name"].partition("/")[2], test.get("metrics", {})
+    value, held_out = measured.get(name), data.get("validation_samples")
+    samples, error = test.get("samples", data.get("test_samples")), test.get("errors", {}).get(name)
+    low, high = (value is not None and over_samples(name, value, error, samples)) or (None, None)
+    words = [word for word in run["overrides"] if not changes_no_number(word)]
+    row = {**run["options"], **run["config"], **{f"test/{key}": one for key, one in measured.items()}}
+    row |= {"date": datetime.fromtimestamp(starts[0]["started"]), "run": os.path.relpath(run["folder"])}
+    row |= {"state": state_of(run), "metric": objective["name"], "direction": objective["mode"]}
+    row |= zip(("objective", "best_step"), best_of(run), strict=True)
+    row |= {"test": value, "test_low": low, "test_high": high}
+    row["test_samples"] = samples if error is None else None  # of shares that are counted
+    row |= {"steps": run["steps"], "speed": run["samples_per_second"], "seconds": seconds_of(run)}
+    row |= {"ranks": starts[-1]["world_size"], "starts": len(starts), "changed": shlex.join(words)}
+    row["setting"] = shlex.join([*run["flags"], *setting_of(words)])
+    row |= {key: run[key] for key in ("tags", "notes", "command", "folder", "sweep")}
+    row |= {key: run["code"].get(key) for key in ("commit", "source")}
+    row["validation_data"] = data.get("validation_data")
+    row["validation_share"] = held_out / data["training_samples"] if held_out else None
+    return row
 
 
-def check_names(runs: Sequence[Run], names: Iterable[str], option: str) -> None:
-    """Raise ConfigError for a name that is no column, no key of any run's config, and no config group."""
-    columns = {*COLUMNS, "ranks", "lives", "commit", "command"}
-    keys = columns.union(*(run["config"].keys() | run.get("options", {}).keys() for run in runs))
+def rho_of(runs: "pd.DataFrame") -> float:
+    """For `Estimate.rho`, of repeated runs; 0 if they have not held out several parts of the training data.
+
+    Any two folds, or values of loader.split_seed, train on mostly the same samples, so their numbers are less
+    independent than they look.
+    """
+    config = runs.reindex(columns=["loader.fold", "loader.split_seed", "loader.folds", "loader.validation"])
+    if len(set(map(str, config.iloc[:, :2].itertuples(index=False)))) < 2:
+        return 0.0
+    folds, share = config.iloc[0, 2:]
+    if isinstance(folds, int | float) and folds >= 2:
+        return float(1 / (folds - 1))
+    if runs["validation_data"].nunique() < 2:  # validation data of its own
+        return 0.0
+    return share / (1 - share) if isinstance(share, float) and share < 1 else float(runs["validation_share"].max())
+
+
+def settings(runs: "pd.DataFrame") -> "pd.DataFrame":
+    """A row for each configuration: runs of one folder and one code that differ only in seed or fold are one.
+
+    runs, count: how many there are, and how many have finished with a number. objective, test: means of these; low,
+    high: of the objective's interval; std. Columns in which the runs differ have all values as text. A run with a seed
+    that another one has had already is a row of its own. Where all have one metric, the best is the first, before those
+    of which runs are missing.
+    """
+    import pandas as pd
+
+    if runs.empty:
+        return runs
+    groups, seen = dict[tuple[Any, ...], list[dict[str, Any]]](), Counter[tuple[Any, ...]]()
+    for run in runs.to_dict("records"):
+        setting = os.path.dirname(run["folder"]), run["source"], run["setting"], run["metric"]
+        repeat = (*setting, *(str(run.get(key)) for key in REPEATS))
+        seen[repeat] += 1
+        groups.setdefault((*setting, seen[repeat]), []).append(run)
+    rows = [_together(group) for group in groups.values()]
+    if runs["metric"].nunique() == 1:
+        sign = -1 if runs["direction"].iloc[0] == "max" else 1
+        rows.sort(key=lambda row: (not row["count"], row["count"] < row["runs"], sign * row["objective"]))
+    return pd.DataFrame(rows).astype(dict.fromkeys((*NUMBERS, "low", "high", "std"), float))
+
+
+def _together(group: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A row of `settings`."""
+    import pandas as pd
+
+    finished = [run for run in group if run["state"] == FINISHED and _is_there(run["objective"])]
+    row = group[0] | {"runs": len(group), "count": len(finished)} | dict.fromkeys(("low", "high", "std"), math.nan)
+    if len(group) == 1:
+        return row
+    for name in group[0]:
+        words = dict.fromkeys(as_word(run[name]) for run in group)
+        row[name] = group[0][name] if len(words) == 1 else ",".join(words)
+    states, parent = Counter(run["state"] for run in group), os.path.dirname(group[0]["folder"])
+    row |= {"run": f"{os.path.relpath(parent)} ({len(group)} runs)", "changed": row["setting"]}
+    row |= {"date": min(run["date"] for run in group), "seconds": round(sum(run["seconds"] for run in group), 2)}
+    row["state"] = ", ".join(name if len(states) == 1 else f"{count} {name}" for name, count in states.items())
+    table = pd.DataFrame(finished, columns=[*group[0]])
+    row |= {name: table[name].mean() for name in ("speed", "best_step", "steps")}
+    rho = rho_of(table)
+    for name, low, high in (("objective", "low", "high"), ("test", "test_low", "test_high")):
+        row |= dict.fromkeys((name, low, high), math.nan)
+        if finished and table[name].notna().all():
+            found = estimate(table[name].tolist(), rho)
+            row |= {name: found.mean} | dict(zip((low, high), found.interval or (math.nan, math.nan), strict=True))
+            row["std"] = (found.std or math.nan) if name == "objective" else row["std"]
+    return row
+
+
+def check_names(table: "pd.DataFrame", names: Iterable[str], option: str) -> None:
+    """Raise ConfigError for a name that is no column, no config key of any run, and no config group."""
     for name in names:
-        if name not in keys:
-            of_class = [key for key in keys if key == f"{name}._target_"]  # --filter model=mlp
-            of_section = [key for key in keys if key.rpartition(".")[2] == name]  # --filter lr=0.1
-            close = of_class or (of_section if len(of_section) == 1 else difflib.get_close_matches(name, keys, 1, 0.8))
-            meant = close[0] if close else "<key>" if option == "--filter" else "objective"
-            instead = f"{meant}{'=<value>' if option == '--filter' else ''}"
-            raise ConfigError(
-                f"{option} {name}: no run has this key, and the columns are {', '.join(sorted(columns))}; "
-                f"type {option} {instead}"
-            )
+        if name not in table.columns:
+            longer = [key for key in table.columns if key == f"{name}._target_" or key.endswith(f".{name}")]
+            close = longer or difflib.get_close_matches(name, table.columns, 1, 0.8) or ["state"]
+            known = ", ".join(sorted((*COLUMNS, *OTHERS)))
+            value = "=<value>" if option == "--filter" else ""
+            what = f"{option} {name}: no run has this key, and the columns are {known}"
+            raise ConfigError(f"{what}; type {option} {close[0]}{value}")
 
 
-def filtered(runs: Sequence[Run], filters: Sequence[str]) -> list[Run]:
-    """The runs for which all of `filters`, such as "optimizer.lr=0.1" or "state=finished", hold."""
-    pairs = []
+def filtered(runs: "pd.DataFrame", filters: Sequence[str]) -> "pd.DataFrame":
+    """The runs for which all of `filters` hold, such as "optimizer.lr=0.1", "tags=baseline" or "date=2026-11-27"."""
     for text in filters:
-        key, equals, wanted = (part.strip() for part in text.partition("="))
+        key, equals, typed = (part.strip() for part in text.partition("="))
         if not equals or not key:
             raise ConfigError(f"--filter {text} has no value; type --filter {key or 'state'}=<value>")
-        pairs.append((key, wanted))
-    check_names(runs, [key for key, _ in pairs], "--filter")
-    return [run for run in runs if all(_is_value(run, key, wanted) for key, wanted in pairs)]
+        check_names(runs, [key], "--filter")
+        runs = runs[[_is_value(key, value, typed) for value in runs[key]]]
+    return runs
 
 
-def _is_value(run: Run, key: str, typed: str) -> bool:
-    """Whether the run has the value, or shows it in a table. Of a date and a commit the beginning is enough."""
-    value = value_of(run, key)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        with suppress(ValueError):
-            if float(typed) == value:
-                return True
-    if key == "run" and typed:
-        return os.path.relpath(typed) == str(value)
-    cell = shown(run, key, one_objective=True)
-    if key in ("date", "commit") and typed:
-        return cell.startswith(typed) or show(value).startswith(typed)
-    return typed in (show(value), cell)
+def _is_value(key: str, value: Any, typed: str) -> bool:
+    """Whether it is the value, or is shown so. Of a date and a commit the beginning is enough."""
+    if key == "tags":
+        return bool(typed in value)
+    if key in ("date", "commit"):
+        return bool(typed) and (_cell(key, value).startswith(typed) or str(value).startswith(typed))
+    with suppress(TypeError, ValueError):
+        if not isinstance(value, bool) and float(typed) == float(value):
+            return True
+    return typed in (as_word(value), _cell(key, value))
 
 
-def grouped(runs: Sequence[Run]) -> list[Group]:
-    """Runs that differ only in what repeats one, such as seed: those of one folder and one code. Others stand alone,
-    and so does one that another one has repeated with the same seed.
-    """
-    groups: dict[object, list[Run]] = {}
-    for number, run in enumerate(runs):
-        words = [word for word in setting_of(run["overrides"]) if not word.startswith(NOT_CHANGED)]
-        key = (os.path.dirname(run["folder"]), run["code"].get("source"), *run["flags"], *words)
-        members = groups.setdefault(key, [])
-        if any(_place(run) == _place(member) for member in members):
-            groups[number] = [run]
-        else:
-            members.append(run)
-    return list(groups.values())
+def ordered(table: "pd.DataFrame", name: str, reverse: bool = False) -> "pd.DataFrame":
+    """By a column or a key; rows without a value come last. The best objective comes first, those of one metric
+    together; other values go up."""
+    check_names(table, [name], "--sort")
 
+    values = dict(zip(table.index, table[name].tolist(), strict=True))
 
-def _place(run: Run) -> list[Any]:
-    return [run["config"].get(key) for key in REPEATS]
-
-
-def sorted_groups(groups: Sequence[Group], name: str, reverse: bool) -> list[Group]:
-    """By a column or a key, of several runs by their mean or the first one's value. The best objective comes first,
-    other values go up; groups without a value come last.
-
-    Runs whose objectives are different metrics cannot be compared: those of one metric come together.
-    """
-    check_names([run for group in groups for run in group], [name], "--sort")
-
-    def order(group: Group) -> tuple[str, float, str]:
-        value, objective = _mean_or_first(group, name), group[0]["objective"]
+    def key(index: int) -> tuple[Any, ...]:
+        value = values[index]
         if name == "objective":
-            return objective["name"], -value if objective["mode"] == "max" else value, ""
-        return ("", value, "") if isinstance(value, int | float) else ("", 0.0, show(value))
+            return table.at[index, "metric"], -value if table.at[index, "direction"] == "max" else value
+        return (0, value, "") if isinstance(value, int | float) else (1, 0, as_word(value))
 
-    with_value = [group for group in groups if _mean_or_first(group, name) is not None]
-    without = [group for group in groups if _mean_or_first(group, name) is None]
-    return sorted(with_value, key=order, reverse=reverse) + without
-
-
-def _mean_or_first(group: Group, name: str) -> Any:
-    found = _known(group, name)
-    return found.mean if isinstance(found, Estimate) else value_of(group[0], name)
+    known = table[name].notna()
+    return table.loc[[*sorted(table.index[known], key=key, reverse=reverse), *table.index[~known]]]
 
 
-def _known(group: Group, name: str) -> Estimate | None:
-    """What several runs say of a result together, those that have finished. None for other columns."""
-    if len(group) == 1 or name not in RESULTS:
-        return None
-    values = [value_of(run, name) for run in group if state_of(run) == FINISHED]
-    numbers = [value for value in values if value is not None]
-    return estimate(numbers, split_overlap(group)) if numbers else None
+def show(table: "pd.DataFrame", columns: Sequence[str] | None = None, width: int | None = None) -> list[str]:
+    """The lines of a table of `frame` or `settings`. columns: None for COLUMNS, but for those without a value. width:
+    characters of a line; None: any number.
 
-
-def table(groups: Sequence[Group], columns: Sequence[str], width: int | None) -> list[str]:
-    """The lines of a table, one for each group of runs. width: characters of a line, None for any number."""
-    runs = [run for group in groups for run in group]
-    check_names(runs, columns, "--columns")
-    objectives = {run["objective"]["name"] for run in runs}
-    is_one = len(objectives) == 1
-    header = [HEADERS.get(name, name) for name in columns]
-    if is_one:
-        objective = objectives.pop()
-        names = {"objective": f"best {objective}", "test": f"test/{objective.partition('/')[2]}"}
-        header = [names.get(name, title) for name, title in zip(columns, header, strict=True)]
-    rows = [[_cell(group, name, is_one) for name in columns] for group in groups]
-    numbers = [index for index, name in enumerate(columns) if _is_numeric(runs, name)]
-    lines = aligned([header, *rows], right=numbers)
+    An interval is shown as its half: of several runs over the runs, of one over the samples of the test set.
+    """
+    metrics = table["metric"].unique()
+    if columns is None:
+        optional = {name: table[name].map(_is_there).any() for name in ("test", "tags")} | {"metric": len(metrics) > 1}
+        columns = [name for name in COLUMNS if optional.get(name, True)]
+    check_names(table, columns, "--columns")
+    titles = dict(HEADERS)
+    if len(metrics) == 1:
+        titles |= {"objective": f"best {metrics[0]}", "test": f"test/{metrics[0].partition('/')[2]}"}
+    rows = [[_text(row, name) for name in columns] for row in table.to_dict("records")]
+    numbers = [place for place, name in enumerate(columns) if all(isinstance(one, int | float) for one in table[name])]
+    lines = aligned([[titles.get(name, name) for name in columns], *rows], right=numbers)
     return [line if width is None or len(line) <= width else f"{line[: width - 1]}…" for line in lines]
 
 
-def _cell(group: Group, name: str, one_objective: bool) -> str:
-    """A cell of the table: what all runs of the group have, or what they have together."""
-    first = group[0]
-    if len(group) == 1:
-        return shown(first, name, one_objective)
-    if name == "run":
-        return f"{os.path.relpath(os.path.dirname(first['folder']))} ({len(group)} runs)"
-    if name == "changed":
-        return " ".join(setting_of(shown(first, name, one_objective).split()))
-    if name == "date":
-        return min(shown(run, name, one_objective) for run in group)
-    known = _known(group, name)
-    if known is not None and name == "speed":
-        return f"{known.mean:.0f}"
-    if known is not None:
-        mean = shown_number(known.mean)
-        spread = "" if known.interval is None else f" ± {known.interval[1] - known.mean:.2g}"
-        missing = f" of {known.count:.0f}" if known.count < len(group) else ""
-        label = "" if one_objective or name != "objective" else f"{first['objective']['name']} "
-        return f"{label}{mean}{spread}{missing}"
-    cells = [shown(run, name, one_objective) for run in group]
-    if name == "state":
-        return ", ".join(
-            cells[0] if count == len(group) else f"{count} {state}" for state, count in Counter(cells).items()
-        )
-    return ",".join(dict.fromkeys(cells))
+def _text(row: Mapping[str, Any], name: str) -> str:
+    """A cell, with what stands in other columns."""
+    text = _cell(name, row[name])
+    low, high = {"objective": ("low", "high"), "test": ("test_low", "test_high")}.get(name, ("", ""))
+    if text != "-" and _is_there(row.get(low)):
+        text += f" ± {(row[high] - row[low]) / 2:.2g}"
+    if name == "objective" and text != "-" and 0 < row.get("count", 0) < row["runs"]:
+        text += f" of {row['count']}"
+    return text
 
 
-def _is_numeric(runs: Sequence[Run], name: str) -> bool:
-    values = [value_of(run, name) for run in runs]
-    return name != "date" and all(value is None or isinstance(value, int | float) for value in values)
+def _is_there(value: Any) -> bool:
+    return bool(value) if isinstance(value, list) else value is not None and bool(value == value)
 
 
-def shown(run: Run, name: str, one_objective: bool) -> str:
-    """A cell of the table."""
-    value = value_of(run, name)
-    if value is None:
+def _cell(name: str, value: Any) -> str:
+    if not _is_there(value):
         return "-"
     if name == "date":
-        return datetime.fromtimestamp(value).strftime("%Y-%m-%d %H:%M")
-    if name == "speed":
-        return f"{value:.0f}"
+        return f"{value:%Y-%m-%d %H:%M}"
     if name == "commit":
         return str(value)[:10]
-    if name == "test":
-        return shown_number(value)
-    if name == "objective":
-        return shown_number(value) if one_objective else f"{run['objective']['name']} {shown_number(value)}"
-    return show(value)
+    if name in ("objective", "test"):
+        return f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
+    if isinstance(value, float) and (name == "speed" or value.is_integer()):
+        return f"{value:.0f}"
+    return as_word(value)
 
 
-def shown_number(value: float) -> str:
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
+def choosing(table: "pd.DataFrame") -> str:
+    """What the number of the best row of `settings` is worth, in one sentence; empty if there was nothing to choose."""
+    candidates = table[table["count"] > 0]
+    if len(candidates) < 2 or candidates["metric"].nunique() > 1:
+        return ""
+    best = candidates.iloc[0]
+    metric = best["metric"].partition("/")[2]
+    chosen = f"{best['metric']} {best['objective']:.6g} is the best of {len(candidates)}, and so it is optimistic"
+    if best["metric"].startswith("test/"):
+        return f"on the test set: {chosen}"
+    if not _is_there(best["test"]):
+        return f"{chosen}; the test set has not been read"
+    low, high, source = best["test_low"], best["test_high"], f"from {best['count']} runs"
+    if is_share(metric) and _is_there(best["test_samples"]):
+        samples = int(best["test_samples"])
+        (low, high), source = wilson(best["test"], samples), f"from {samples} test samples"
+    known = f"95 %: {low:.4g} to {high:.4g}, {source}" if _is_there(low) else "with one run its interval is not known"
+    return f"{chosen}; test/{metric} {best['test']:.6g} had no part in it ({known})"

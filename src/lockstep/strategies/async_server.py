@@ -21,7 +21,7 @@ from lockstep.data.partition import Part
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, Strategy
-from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
+from lockstep.strategies.messages import from_bytes, to_bytes
 from lockstep.training.step import Step
 
 

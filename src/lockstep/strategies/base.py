@@ -5,7 +5,7 @@ To add one: a class in a file of its own here, and `conf/strategy/<name>.yaml` w
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import sparse_parameters
-from lockstep.strategies.old_state import OldState
+from lockstep.strategies.messages import broadcast
 
 if TYPE_CHECKING:
     from lockstep.strategies.gradient_sync import GradientSync
@@ -69,7 +69,7 @@ class Computed(nn.Module):
         return (outputs or self.outputs)(self.model, inputs)
 
 
-class Strategy(OldState):
+class Strategy:
     """A plain module, the same on every rank.
 
     `module` is what a forward pass calls; `model` is the net inside it, whose parameters carry the names that the
@@ -194,6 +194,60 @@ class Strategy(OldState):
     def evaluated_module(self) -> nn.Module:
         """What an evaluation calls: no wrapper that waits for other ranks."""
         return self.module
+
+    # What a rank holds.
+
+    def shards(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of `named` of which other ranks hold other parts, for snapshots: DTensors, or, where a rank has whole
+        layers of its own, plain tensors whose names no other rank has. `named`: of this rank's weights, their averages
+        or their optimizer state, by the names of `model`."""
+        return {}
+
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        """{name: parameter or buffer} that has the same bits on several ranks after every step. A damaged one is found.
+
+        These are all ranks, or those `ranks_per_model` apart. Buffers: those of synchronised batch norms.
+        """
+        if not (self.replicas_equal or 1 < self.ranks_per_model < self.world.size):
+            return {}
+        tensors: dict[str, Tensor] = dict(self.model.named_parameters())
+        for name, module in self.model.named_modules():
+            if isinstance(module, SyncBatchNorm | nn.SyncBatchNorm):
+                tensors.update(module.named_buffers(prefix=name, recurse=False))
+        return tensors
+
+    @torch.no_grad()
+    def sync_buffers(self) -> None:
+        """Copy rank 0's buffers to every rank: running statistics differ between ranks with sync_bn=off.
+
+        A buffer that has another shape here, as one that grows may have, takes that of rank 0.
+        """
+        if self.world.size == 1:
+            return
+        mine = {name: list(buffer.shape) for name, buffer in self.model.named_buffers()}
+        shapes = self.world.broadcast_json(mine)
+        for name, shape in shapes.items():
+            if mine.get(name) != shape:
+                owner, _, last = name.rpartition(".")
+                module = self.model.get_submodule(owner)
+                setattr(module, last, getattr(module, last).new_empty(shape))
+        broadcast([self.model.get_buffer(name) for name in shapes])
+
+
+def layer_groups(module: nn.Module, count: int) -> list[dict[str, nn.Module]]:
+    """The children of `module` in `count` groups of neighbours, [{name: child}, ...].
+
+    Groups have about equally many layers with parameters. A layer without parameters stays with the one before it.
+    Raises ConfigError if there are fewer layers with parameters than groups.
+    """
+    children = list(module.named_children())
+    with_parameters = [index for index, (_, child) in enumerate(children) if any(True for _ in child.parameters())]
+    if len(with_parameters) < count:
+        what = f"this model has {len(with_parameters)} layers with parameters, too few for {count} places"
+        raise ConfigError(f"{what}; type model=mlp model.depth={count - 1}")
+    first_of_group = [int(group[0]) for group in torch.tensor(with_parameters).tensor_split(count)]
+    starts = [0, *first_of_group[1:], len(children)]
+    return [dict(children[start:end]) for start, end in zip(starts, starts[1:], strict=False)]
 
 
 def model_dtype(precision: str) -> torch.dtype:

@@ -13,7 +13,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
 from lockstep.strategies.base import JobSpec, Loss, Outputs, Strategy, refuse_sparse_gradients
 from lockstep.strategies.gradient_sync import GradientSync
-from lockstep.strategies.tensor_bytes import TYPES_SENT, broadcast
+from lockstep.strategies.messages import TYPES_SENT, broadcast
 
 # The second name is that of torch before 2.13.
 ARGUMENTS = inspect.signature(DistributedDataParallel).parameters

@@ -4,8 +4,8 @@ Every rank reads every batch. The first stage uses its inputs, the last one its 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -18,24 +18,25 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from lockstep.config.schema import Count
 from lockstep.data.loader import LoadedPart
 from lockstep.data.partition import Part
-from lockstep.distributed.old_world import gather_state
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import JobSpec, Loss, Outputs, Strategy, refuse_own_step, refuse_scripted
+from lockstep.strategies.base import (
+    JobSpec,
+    Loss,
+    Outputs,
+    Strategy,
+    layer_groups,
+    refuse_own_step,
+    refuse_scripted,
+)
 from lockstep.strategies.gradient_sync import GradientSync
-from lockstep.strategies.model_parallel import layer_groups
-from lockstep.strategies.tensor_bytes import map_only, whole_block
 
 
 class Stage(nn.Sequential):
     """Neighbouring layers of the model. Outputs are contiguous and not of autocast's type, as the next rank expects."""
 
-    def __init__(self, layers: OrderedDict[str, nn.Module]) -> None:
-        super().__init__(layers)
-        self.autocast: AbstractContextManager[Any] = nullcontext()
-
-    def set_autocast(self, autocast: AbstractContextManager[Any]) -> None:
-        """Compute in `autocast` from here on: torch's schedules call a stage with tensors alone."""
+    def __init__(self, layers: Mapping[str, nn.Module], autocast: AbstractContextManager[Any]) -> None:
+        super().__init__(OrderedDict(layers))
         self.autocast = autocast
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -49,47 +50,44 @@ class Stage(nn.Sequential):
 
 
 class Pipeline(Strategy):
-    """Each rank holds one stage of a torch.nn.Sequential and passes micro-batches on.
+    """Each rank holds one stage of a torch.nn.Sequential and passes micro-batches on, by torch's schedules.
 
     GPipe runs all forward passes before all backward passes. 1F1B (Narayanan et al. 2019) holds fewer activations.
     Batch norm, as in any pipeline, normalises each micro-batch by itself. A world of one rank keeps a plain module.
 
-    schedule: order of the forward and backward passes.
-    micro_batches: parts of a global batch that are in the pipeline.
+    schedule: order of the forward and backward passes. micro_batches: parts of a global batch that are in the pipeline.
     """
 
     replicas_equal = False  # each rank holds its own layers
-    shards_state = True
     supports_sync_bn = False  # each layer is on one rank, which has all of its statistics
-    passes_whole_batches = False
 
     def __init__(self, schedule: Literal["1F1B", "GPipe"], micro_batches: Count) -> None:
         self.schedule_name, self.micro_batches = schedule, micro_batches
         self.schedules: dict[tuple[int, torch.Size, bool], PipelineScheduleSingle] = {}
 
     def validate(self, job: JobSpec) -> None:
+        name = "strategy=pipeline"
         if job.sync_bn == "on":
-            raise ConfigError(
-                "strategy=pipeline has each layer on one rank, so no statistics can be shared; type sync_bn=off"
-            )
+            raise ConfigError(f"{name} has each layer on one rank, so no statistics can be shared; type sync_bn=off")
         if job.precision == "fp16":
-            raise ConfigError(
-                "strategy=pipeline cannot scale a loss that only the last rank has; type trainer.precision=bf16"
-            )
+            raise ConfigError(f"{name} cannot scale a loss that only the last rank has; type trainer.precision=bf16")
         if job.compile:
-            raise ConfigError("strategy=pipeline runs the layers, not the compiled model; type trainer.compile=false")
+            raise ConfigError(f"{name} runs the layers, not the compiled model; type trainer.compile=false")
         refuse_own_step(job, "pipeline")
 
     def validate_model(self, model: nn.Module, world_size: int) -> None:
         if world_size == 1:
             return
         if not isinstance(model, nn.Sequential):
-            raise ConfigError(
-                "strategy=pipeline needs a model that is a plain sequence of layers (torch.nn.Sequential); "
-                "type model=convnet, model=mlp or model=toy_parallel"
-            )
+            what = "strategy=pipeline needs a model that is a plain sequence of layers (torch.nn.Sequential)"
+            raise ConfigError(f"{what}; type model=convnet, model=mlp or model=toy_parallel")
         refuse_scripted(model, "pipeline")
-        _refuse_shared_parameters(layer_groups(model, world_size))
+        owners: dict[int, int] = {}
+        for stage, layers in enumerate(layer_groups(model, world_size)):
+            for of, parameter in ((of, one) for of, layer in layers.items() for one in layer.parameters()):
+                if owners.setdefault(id(parameter), stage) != stage:  # each of these ranks would train its own
+                    what = f"strategy=pipeline puts layers on different ranks, and a weight of {of} is also one of"
+                    raise ConfigError(f"{what} another rank's; type model.tied=false if model=gpt, or strategy=ddp")
 
     def device_before_setup(self, world: World) -> torch.device:
         return world.device if world.size == 1 else torch.device("cpu")
@@ -101,12 +99,10 @@ class Pipeline(Strategy):
         if world.size == 1:
             self.replicas_equal = True
             return
-        stages = [Stage(OrderedDict(layers)) for layers in layer_groups(model, world.size)]
-        self.stage = stages[world.rank].to(world.device)
+        stages = [Stage(layers, self.autocast) for layers in layer_groups(model, world.size)]
+        self.module = self.model = self.stage = stages[world.rank].to(world.device)
         # This rank needs the shapes that enter its stage, so it keeps the stages before it without their weights.
         self.shapes = [_without_values(stage) for stage in stages[: world.rank + 1]]
-        self.module = self.model = self.stage
-        self.stage.set_autocast(self.autocast)
 
     def data_share_of(self, world_size: int) -> int:
         return 1
@@ -137,10 +133,8 @@ class Pipeline(Strategy):
         """All of a batch, in micro-batches of one size and perhaps a smaller last one."""
         for name, values in (("sample", inputs), ("target", targets)):
             if not isinstance(values, Tensor):
-                raise ConfigError(
-                    f"strategy=pipeline passes one tensor from rank to rank, and a {name} here is a "
-                    f"{type(values).__name__} of tensors; type strategy=fsdp"
-                )
+                what = f"strategy=pipeline passes one tensor from rank to rank, and a {name} here is a"
+                raise ConfigError(f"{what} {type(values).__name__} of tensors; type strategy=fsdp")
         self.loss_function = loss_function
         rows = max(1, -(-len(inputs) // self.micro_batches))
         even = len(inputs) // rows * rows
@@ -153,25 +147,22 @@ class Pipeline(Strategy):
                 run(*([some] if is_first else []), target=some_targets if is_last else None)
 
     def _schedule(self, count: int, inputs: Tensor, with_backward: bool) -> PipelineScheduleSingle:
-        """The schedule for `count` micro-batches of this shape. It is built once and kept."""
+        """The schedule for `count` micro-batches of this shape. It is built once and kept.
+
+        Its shapes are found here: torch would find them by a forward pass, which moves running statistics.
+        """
         key = (count, inputs.shape, with_backward)
         if key not in self.schedules:
-            *before, mine = self.shapes
-            entering = torch.empty_like(inputs, device="meta")
-            for earlier in before:
-                entering = earlier(entering)
-            leaving = mine(entering)
-            stage = PipelineStage(
-                self.stage,
-                self.world.rank,
-                self.world.size,
-                self.world.device,
-                entering.detach().requires_grad_(with_backward and entering.is_floating_point()),
-                leaving.detach().requires_grad_(with_backward),
-            )
-            chosen: Any = get_schedule_class(self.schedule_name)
-            if count < self.world.size:
-                chosen = ScheduleGPipe  # 1F1B needs at least as many micro-batches as ranks
+            shapes = [torch.empty_like(inputs, device="meta")]
+            for before in self.shapes:
+                shapes.append(before(shapes[-1]))
+            entering, leaving = (shape.detach() for shape in shapes[-2:])
+            entering.requires_grad_(with_backward and entering.is_floating_point())
+            leaving.requires_grad_(with_backward)
+            world = self.world
+            stage = PipelineStage(self.stage, world.rank, world.size, world.device, entering, leaving)
+            # 1F1B needs at least as many micro-batches as ranks.
+            chosen: Any = ScheduleGPipe if count < world.size else get_schedule_class(self.schedule_name)
             self.schedules[key] = chosen(stage, count, self._loss, scale_grads=False)
         return self.schedules[key]
 
@@ -189,17 +180,8 @@ class Pipeline(Strategy):
     def sync_buffers(self) -> None:
         """No two ranks hold the same buffers."""
 
-    def full_state(self, named: dict[str, Any]) -> dict[str, Any]:
-        stages = gather_state(self.world, map_only(Tensor, Tensor.cpu, named))
-        return {name: values for stage in stages for name, values in stage.items()}
-
-    def shard_state(self, named: dict[str, Any]) -> dict[str, Any]:
-        mine = self.model.state_dict()
-        return {name: values for name, values in named.items() if name in mine}
-
-    def own_blocks(self, named: dict[str, Any]) -> dict[str, Any]:
-        result: dict[str, Any] = map_only(Tensor, whole_block, named)
-        return result
+    def shards(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(named) if self.world.size > 1 else {}
 
 
 def _without_values(stage: Stage) -> nn.Module:
@@ -210,16 +192,3 @@ def _without_values(stage: Stage) -> nn.Module:
             if isinstance(value, Tensor) and value.dim() > 0:  # of one number the layer may want the value
                 setattr(layer, name, value.to("meta"))
     return copied
-
-
-def _refuse_shared_parameters(groups: list[dict[str, nn.Module]]) -> None:
-    """Raise ConfigError if layers of different groups have a parameter in common: each rank would train its own."""
-    owners: dict[int, int] = {}
-    for number, layers in enumerate(groups):
-        for name, layer in layers.items():
-            for parameter_name, parameter in layer.named_parameters():
-                if owners.setdefault(id(parameter), number) != number:
-                    raise ConfigError(
-                        f"strategy=pipeline puts layers on different ranks, and {name}.{parameter_name} is also a "
-                        f"weight of a layer on another rank; type model.tied=false if model=gpt, or strategy=ddp"
-                    )

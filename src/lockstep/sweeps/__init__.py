@@ -1,1 +1,1 @@
-"""Sweeps: the table of jobs, a process for each job, and what a sweep shows at its end. No torch here."""
+"""Sweeps: the table of jobs, a process for each job, and what a sweep shows at its end."""

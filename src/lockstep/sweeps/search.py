@@ -1,289 +1,163 @@
-"""Which jobs a sweep runs: the contract of a search, the list of jobs that was typed, and the values that are drawn."""
+"""hydra/sweeper=optuna: an Optuna study as a source of jobs, and its pruners."""
 
-import importlib.util
 import math
-import random
-import re
-import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from lockstep.config.schema import Sweep
+import optuna
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import Trial, TrialState
+
+from lockstep.config.check import check_value
+from lockstep.config.nodes import check_nodes, instantiate
+from lockstep.config.schema import Count, Node
 from lockstep.errors import ConfigError
-from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, WAITING, Row, SweepTable
+from lockstep.launchers.base import print_line
+from lockstep.sweeps.jobs import Job, Jobs, Outcome
+from lockstep.sweeps.launch import Sweep
 
-LIST, RANDOM, TPE = "list", "random", "tpe"
-LONGEST_NAME = 120  # characters of a job's folder
-DIGITS = 6  # of a drawn number, so that it is read and typed easily, and does not depend on the C library
-
-Name = Callable[[int, str, Sequence[str]], str]
-"""The folder of a job, from its number, what it changes, and all its overrides."""
+DIGITS = 6  # of a number that was drawn, so that it is read and typed easily
+AGAIN = "again"  # attribute of a trial that goes on with one that was interrupted
 
 
-@dataclass(frozen=True)
-class SweepSettings(Sweep):
-    """The section `sweep` of the config, and what a sweep needs to know of the rest.
+def search(sweep: Sweep, n_trials: int, sampler: Node, pruner: Node | None) -> None:
+    """Run trials until there are `n_trials`, those of earlier commands in this folder included. Raises ConfigError."""
+    check_value(Count, n_trials, "hydra.sweeper.n_trials")
+    check_nodes(sampler, "hydra.sweeper.sampler")
+    check_nodes(pruner, "hydra.sweeper.pruner")
+    fixed, space = distributions(OverridesParser.create(config_loader=sweep.loader).parse_overrides(sweep.typed))
+    if not space:
+        raise ConfigError("nothing varies in this search; type 'optimizer.lr=tag(log,interval(0.001,0.1))'")
+    sweep.check([[*fixed, *corner] for corner in corners(space)])
+    if sweep.objective is None:
+        raise ConfigError("a search compares evaluations, and here nothing is chosen; type loader.validation=0.1")
+    sweep.hold()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(
+        storage=JournalStorage(JournalFileBackend(str(sweep.folder / "optuna.journal"))),
+        study_name=sweep.folder.name,
+        direction="maximize" if sweep.direction == "max" else "minimize",
+        pruner=instantiate(pruner) or optuna.pruners.NopPruner(),
+        load_if_exists=True,
+    )
+    sweep.results.clear()  # of the corners
+    trials = OptunaSearch(sweep, study, fixed, space, n_trials, sampler)
+    sweep.run(trials, trials.left)
 
-    objective: "test/<metric>".
-    mode: "min" or "max", the better direction of the objective.
+
+class OptunaSearch(Jobs):
+    """The trials of a study.
+
+    sampler: made anew for each trial, with its `seed` plus the trial's number: a search of one job at a time that was
+    killed goes on with the values that it would have drawn.
     """
 
-    objective: str
-    mode: str
+    def __init__(
+        self,
+        sweep: Sweep,
+        study: optuna.Study,
+        fixed: Sequence[str],
+        space: dict[str, BaseDistribution],
+        n_trials: int,
+        sampler: Node,
+    ) -> None:
+        self.sweep, self.study, self.fixed, self.space = sweep, study, fixed, space
+        self.n_trials, self.sampler = n_trials, sampler
+        self.trials = dict[Path, list[Trial]]()  # with equal values, which one job serves
+        self.reported = dict[Path, int]()  # the last epoch
+        for trial in study.get_trials(states=(TrialState.RUNNING,)):  # of a command that was killed or stopped
+            study.tell(trial.number, state=TrialState.FAIL)
+            study.enqueue_trial(trial.params, user_attrs={AGAIN: trial.number})
 
     @property
-    def retries_failed(self) -> bool:
-        return self.retry == "failed"
+    def left(self) -> int:
+        """How many trials have not begun. One that goes on with another one is none of its own."""
+        trials = self.study.get_trials(deepcopy=False)
+        waiting = sum(trial.state == TrialState.WAITING for trial in trials)
+        return max(0, self.n_trials - sum(AGAIN not in trial.user_attrs for trial in trials)) + waiting
+
+    def next(self) -> Job | None:
+        while left := self.left:
+            seed = {"seed": self.sampler["seed"] + self.n_trials - left} if self.sampler.get("seed") is not None else {}
+            self.study.sampler = instantiate(self.sampler | seed)
+            try:
+                trial = self.study.ask(self.space)
+            except ValueError as error:
+                what = f"this search was begun with other lists ({error})"
+                raise ConfigError(f"{what}; type hydra.sweep.dir=<another folder>") from None
+            words = [f"{key}={as_word(value)}" for key, value in trial.params.items() if key in self.space]
+            try:
+                job, _ = self.sweep.compose([*self.fixed, *words])
+            except ConfigError as refusal:
+                print_line(f"sweep: {refusal}", sys.stdout)
+                self.study.tell(trial, state=TrialState.FAIL)
+                continue
+            is_running = job.folder in self.trials
+            self.trials.setdefault(job.folder, []).append(trial)
+            if job.folder in self.sweep.results:  # it had these values, and has ended
+                self.ended(job, self.sweep.results[job.folder])
+            elif not is_running:
+                return replace(job, title=f"trial {self.n_trials - left + 1} of {self.n_trials}, {job.title}")
+        return None
+
+    def is_hopeless(self, job: Job) -> bool:
+        trial, run = self.trials[job.folder][0], job.run()
+        for row in [] if run is None else run["history"]:
+            if self.sweep.objective in row and row["epoch"] > self.reported.get(job.folder, 0):
+                self.reported[job.folder] = row["epoch"]
+                trial.report(row[self.sweep.objective], step=row["epoch"])
+                if trial.should_prune():
+                    return True
+        return False
+
+    def ended(self, job: Job, outcome: Outcome) -> None:
+        self.sweep.results[job.folder] = outcome
+        value = math.nan if outcome.run is None else outcome.run["objective"]["best"]
+        is_known = outcome.state == "finished" and value is not None and math.isfinite(value)
+        state = TrialState.PRUNED if outcome.state == "pruned" else TrialState.FAIL
+        for trial in self.trials.pop(job.folder) if outcome.state != "stopped" else []:  # that one goes on later
+            self.study.tell(trial, value if is_known else None, None if is_known else state)
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run of a sweep. overrides: all words of its command. number: its row in the table."""
+def distributions(overrides: Sequence[Override]) -> tuple[list[str], dict[str, BaseDistribution]]:
+    """(the words that all jobs have, {key: what its values are drawn from}), of Hydra's sweep syntax.
 
-    number: int
-    overrides: tuple[str, ...]
-
-
-class Search:
-    """Chooses the jobs of a sweep while it runs. One process asks and tells: the sweep's parent, or rank 0."""
-
-    def ask(self) -> Job | None:
-        """The next job to start, which has a row in the table. None: none until the next `tell`.
-
-        The sweep ends when this returns None and no job runs.
-        """
-        raise NotImplementedError
-
-
-class JobList(Search):
-    """The jobs that a command lists. `to_run` has left out those that an earlier command has ended in this folder."""
-
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self.waiting = list(jobs)
-
-    def ask(self) -> Job | None:
-        return self.waiting.pop(0) if self.waiting else None
-
-
-def changed_words(overrides: Sequence[str], fixed: set[str]) -> str:
-    """What a job changes, as words of a shell: its overrides without those that all jobs have."""
-    return shlex.join(word for word in overrides if word not in fixed)
-
-
-def add_jobs(
-    table: SweepTable,
-    lists: Sequence[Sequence[str]],
-    fixed: set[str],
-    name: Name,
-) -> list[Job]:
-    """A row for each job that has none yet, with the next numbers. Returns all these jobs with their numbers.
-
-    lists: the overrides of each; the same ones twice are two jobs.
+    Raises ConfigError for an interval that Optuna refuses.
     """
-    known: dict[str, list[int]] = {}
-    for row in table:
-        known.setdefault(row.overrides, []).append(row.number)
-    added, jobs, next_number = [], [], max(table.rows, default=-1) + 1
-    for overrides in lists:
-        changed = changed_words(overrides, fixed)
-        if known.get(changed):
-            number = known[changed].pop(0)
+    fixed, space = dict[str, str](), dict[str, BaseDistribution]()
+    for override in overrides:
+        key, value = override.get_key_element(), override.value()
+        fixed.pop(key, None)
+        space.pop(key, None)  # of a key typed twice the last one counts
+        if not override.is_sweep_override():
+            fixed[key] = f"{key}={override.get_value_element_as_str()}"
+        elif isinstance(value, IntervalSweep):
+            is_whole, log = isinstance(value.start, int) or "int" in value.tags, "log" in value.tags
+            kind: Any = IntDistribution if is_whole else FloatDistribution
+            try:
+                space[key] = kind(value.start, value.end, log=log)
+            except ValueError as error:
+                what = f"{override.input_line} is no interval ({error})"
+                raise ConfigError(f"{what}; type {key}=tag(log,interval(0.001,0.1))") from None
         else:
-            number, next_number = next_number, next_number + 1
-            added.append(Row(number, changed, name(number, changed, overrides)))
-        jobs.append(Job(number, tuple(overrides)))
-    table.add(added)
-    return jobs
+            space[key] = CategoricalDistribution(list(dict.fromkeys(override.sweep_string_iterator())))
+    return list(fixed.values()), space
 
 
-def over(retry_failed: bool) -> set[str]:
-    """The states of jobs that do not run again."""
-    return {FINISHED} if retry_failed else {FINISHED, FAILED}
+def corners(space: Mapping[str, Any]) -> list[list[str]]:
+    """A few jobs that have every limit and every value of a list once."""
+    columns = {key: getattr(one, "choices", None) or (one.low, one.high) for key, one in space.items()}
+    longest = max(map(len, columns.values()))
+    return [[f"{key}={as_word(some[place % len(some)])}" for key, some in columns.items()] for place in range(longest)]
 
 
-def to_run(table: SweepTable, jobs: Sequence[Job], retry_failed: bool) -> list[Job]:
-    """Those of `jobs` that have to run: not those that are over or run elsewhere, failed ones with `retry_failed`."""
-    done = over(retry_failed) | {RUNNING}
-    chosen = [job for job in jobs if table.rows[job.number].state not in done]
-    for job in chosen:
-        if table.rows[job.number].state == FAILED:
-            table.update(job.number, state=WAITING, cause="")
-    return chosen
-
-
-def folder_name(number: int, changed: str) -> str:
-    """A job's folder: its number, and what it changes. Safe for file systems, shells and Hydra's grammar."""
-    words = "+".join(word.removeprefix("+") for word in shlex.split(changed))
-    safe = re.sub(r"[^\w.=+-]", "-", words, flags=re.ASCII)
-    return f"{number}_{safe}"[:LONGEST_NAME].rstrip("_")
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """Numbers from low to high, both included. log: spread by their logarithm. whole: whole numbers only."""
-
-    low: float
-    high: float
-    log: bool
-    whole: bool
-
-    def draw(self, chance: random.Random) -> str:
-        """One of the values, as it is typed."""
-        if self.log:
-            return self.word(math.exp(chance.uniform(math.log(self.low), math.log(self.high))))
-        return self.word(
-            chance.randint(int(self.low), int(self.high)) if self.whole else chance.uniform(self.low, self.high)
-        )
-
-    def word(self, value: float) -> str:
-        """The value as it is typed, with 6 digits."""
-        rounded = round(value) if self.whole else float(f"{value:.{DIGITS}g}")
-        return str(min(max(rounded, self.low), self.high))
-
-    def value(self, word: str) -> float:
-        """The number that is typed so. Raises ValueError for another word."""
-        return int(word) if self.whole else float(word)
-
-    def limits(self) -> list[str]:
-        return [self.word(self.low), self.word(self.high)]
-
-    def holds(self, word: str) -> bool:
-        """Whether a value as typed is one of these."""
-        try:
-            return self.low <= self.value(word) <= self.high
-        except ValueError:
-            return False
-
-
-@dataclass(frozen=True)
-class Choices:
-    """Any values, as they are typed."""
-
-    words: tuple[str, ...]
-
-    def draw(self, chance: random.Random) -> str:
-        return chance.choice(self.words)
-
-    def word(self, value: str) -> str:
-        return value
-
-    def value(self, word: str) -> str:
-        return word
-
-    def limits(self) -> list[str]:
-        return list(self.words)
-
-    def holds(self, word: str) -> bool:
-        return word in self.words
-
-
-Space = Mapping[str, Numbers | Choices]
-"""{key: its values}"""
-
-
-def interval(key: str, low: float, high: float, tags: set[str]) -> Numbers:
-    """What `key=tag(log,interval(low,high))` means; `int(interval(low,high))` has whole limits.
-
-    Raises ConfigError for limits in the wrong order, and for a logarithm of what is not above 0.
-    """
-    log, whole = "log" in tags, isinstance(low, int) or "int" in tags
-    typed = f"interval({low},{high})"
-    if tags - {"log", "int"}:
-        unknown = ",".join(sorted(tags - {"log", "int"}))
-        raise ConfigError(f"{key}=tag({unknown},{typed}) has an unknown tag; type {key}=tag(log,{typed})")
-    if not low < high:
-        raise ConfigError(f"{key}={typed} must have the smaller limit first; type {key}=interval({high},{low})")
-    if log and low <= 0:
-        raise ConfigError(f"{key}=tag(log,{typed}) must have limits above 0; type {key}={typed}")
-    return Numbers(int(low), int(high), log, True) if whole else Numbers(low, high, log, False)
-
-
-def draw(space: Space, seed: int, number: int) -> dict[str, str]:
-    """The values of the job with this number. They depend on nothing else, so a resumed sweep draws them again."""
-    return {key: values.draw(random.Random(f"{seed} {number} {key}")) for key, values in space.items()}
-
-
-def words(values: Mapping[str, str]) -> list[str]:
-    """Values as overrides."""
-    return [f"{key}={value}" for key, value in values.items()]
-
-
-def limits_of(space: Space) -> list[dict[str, str]]:
-    """A few jobs that have every limit of an interval and every word of a list once."""
-    columns = {key: values.limits() for key, values in space.items()}
-    count = max(map(len, columns.values()), default=0)
-    return [{key: column[index % len(column)] for key, column in columns.items()} for index in range(count)]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a sweep shall run.
-
-    lists: the overrides of each job; of a space from which jobs are drawn later, those of jobs at its limits.
-    fixed: the overrides that all jobs have.
-    space: None if all jobs are known.
-    are_drawn: whether the jobs of `lists` are drawn at random.
-    """
-
-    lists: Sequence[Sequence[str]]
-    fixed: Sequence[str]
-    space: Space | None = None
-    are_drawn: bool = False
-
-
-def make_plan(
-    settings: SweepSettings,
-    fixed: Sequence[str],
-    list_all: Callable[[], Sequence[Sequence[str]]],
-    read_space: Callable[[], Space],
-) -> Plan:
-    """What to run.
-
-    list_all: the overrides of each job of the product of all lists; it raises ConfigError for an interval.
-    read_space: what the typed lists and intervals allow; it raises ConfigError if nothing varies.
-    Raises ConfigError for values that do not fit the search.
-    """
-    search, trials = settings.search, settings.trials
-    if search == LIST and trials is not None:
-        raise ConfigError("sweep.trials belongs to a search that draws its jobs; type sweep.search=random")
-    if search == LIST:
-        return Plan(list_all(), fixed)
-    if trials is None:
-        raise ConfigError(f"sweep.search={search} needs the number of its jobs; type sweep.trials=20")
-    space = read_space()
-    if search == TPE:
-        if importlib.util.find_spec("optuna") is None:
-            raise ConfigError("sweep.search=tpe needs Optuna; type pip install optuna, or sweep.search=random")
-        corners = [[*fixed, *words(values)] for values in limits_of(space)]
-        return Plan(corners, fixed, space)
-    drawn = [[*fixed, *words(draw(space, settings.seed, number))] for number in range(trials)]
-    return Plan(drawn, fixed, are_drawn=True)
-
-
-def check_search(settings: SweepSettings, objectives: Sequence[str], submits: bool) -> None:
-    """Raise ConfigError for a search that cannot run its jobs.
-
-    objectives: of the jobs.
-    submits: whether the jobs go to Slurm, and nobody waits for them.
-    """
-    if settings.search != TPE:
-        return
-    if submits:
-        raise ConfigError(
-            "sweep.search=tpe waits for the result of each job, and launch=slurm does not; type launch=env"
-        )
-    if len(set(objectives)) > 1:
-        raise ConfigError(
-            f"sweep.search=tpe compares the objectives of its jobs, and these are different metrics: "
-            f"{', '.join(sorted(set(objectives)))}; type monitor={objectives[0]}"
-        )
-
-
-def build_search(table: SweepTable, settings: SweepSettings, plan: Plan, name: Name, slots: int) -> Search:
-    """The search, whose jobs get rows in the table. slots: how many jobs run at once."""
-    if plan.space is not None:
-        from lockstep.sweeps.tpe import Tpe
-
-        return Tpe(table, plan, name, settings, slots)
-    jobs = add_jobs(table, plan.lists, set(plan.fixed), name)
-    return JobList(to_run(table, jobs, settings.retries_failed))
+def as_word(value: Any) -> str:
+    """A value of a trial as it is typed."""
+    return f"{value:.{DIGITS}g}" if isinstance(value, float) else str(value)

@@ -1,7 +1,7 @@
 """The contract of a task: what is minimised, and what is measured.
 
 To add one: a class in a file of its own here or of yours, and `conf/task/<name>.yaml` with its `_target_`. A task that
-can show more than numbers returns a `Report`.
+can show more than numbers has `figures`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,24 +20,11 @@ Function = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) -> a loss for each sample (N,), or one for each target, in the shape of the targets."""
 
 ReadSample = Callable[[int], Tensor]
-"""The test sample of a number, as the data set has it."""
+"""The sample of a number, as the data set has it."""
 
-
-class Report:
-    """What an evaluation shows beside its means. Every rank makes a new one for each evaluation.
-
-    `add` is called for each batch, then `reduce`, then on rank 0 perhaps `figures`. This one shows nothing.
-    """
-
-    def add(self, outputs: Any, targets: Any, numbers: Tensor) -> None:
-        """Take in some samples of this rank, by their numbers (N,) in the split. It must not wait for the device."""
-
-    def reduce(self, world: World) -> None:
-        """Bring together what the ranks have. A collective. A rank may have had no samples."""
-
-    def figures(self, sample: ReadSample, classes: Sequence[str]) -> dict[str, Tensor]:
-        """{tag: image (3, height, width) with values from 0 to 1}. classes: their names, empty if they have none."""
-        return {}
+Samples = Mapping[str, Tensor]
+"""{"number", "loss", "right", "target", "prediction": (n,) float64}: a row for each sample that an evaluation counted.
+NaN where a sample has no such value, or several."""
 
 
 class Sums(NamedTuple):
@@ -59,6 +46,7 @@ class Task:
     derived: those that `finish` computes from the others.
     counts: what is counted, in the plural.
     ignored: the target that counts nowhere, if there is one.
+    draws: whether `figures` shows something.
     """
 
     better: Mapping[str, str] = {"loss": "min"}
@@ -66,6 +54,7 @@ class Task:
     monitor = "loss"
     counts = "samples"
     ignored: int | None = None
+    draws = False
 
     def outputs(self, model: nn.Module, inputs: Any) -> Any:
         """What the model computes of `inputs` for a loss. All that is called in here is synchronised over the ranks."""
@@ -98,12 +87,12 @@ class Task:
         """{column: (N,) or (N, values, ...)}: what mode=predict writes of the outputs (N, ...)."""
         return {"output": outputs}
 
-    def report(self, split: str, samples: int, images: int) -> Report | None:
-        """What an evaluation shall show. None: nothing but the means.
+    def figures(self, samples: Samples, read: ReadSample, classes: Sequence[str], images: int) -> dict[str, Tensor]:
+        """{name: image (3, height, width) with values from 0 to 1} of an evaluation, where `draws` says so.
 
-        split: "val" or "test". samples: that it has. images: how many of them are shown at most.
+        classes: their names, empty if they have none. images: how many samples are shown at most.
         """
-        return None
+        return {}
 
     def check_targets(self, targets: Any, numbers: Any, classes: int | None) -> None:
         """Raise ConfigError for targets that this task does not take. It is called where samples are read.
@@ -156,12 +145,14 @@ class Task:
         """Whether `count` is that of this class."""
         return type(self).count is Task.count
 
-    def sums(self, outputs: Any, targets: Any, ignores: bool = True) -> Sums:
-        """What these samples add to each mean. ignores: whether some targets may be `self.ignored`.
+    def sums(self, outputs: Any, targets: Any, ignores: bool = True, found: Any = None) -> Sums:
+        """What these samples add to each mean. ignores: whether some targets may be `self.ignored`. found: what a call
+        gave, if there was one.
 
-        Where none is, values of the shape of the targets are first averaged over each sample, and samples count.
+        Where no target is, values of the shape of the targets are first averaged over each sample, and samples count.
         """
-        found, rows = self(outputs, targets), count_samples(targets)
+        found = self(outputs, targets) if found is None else found
+        rows = count_samples(targets)
         ignored = self.ignored if ignores else None
         by_target = isinstance(targets, Tensor) and targets.dim() > 1
         values, counts = list[Tensor](), list[int | Tensor]()
@@ -227,13 +218,11 @@ def at_least_float32(outputs: Tensor) -> Tensor:
     return outputs.to(_wide(outputs))
 
 
-def require_one_tensor(task: Task, outputs: Any, targets: Any) -> None:
-    """Raise ConfigError if a task of this project gets something else than tensors, such as what a net of transformers
-    returns."""
-    if not isinstance(outputs, Tensor):
-        inside = "its logits alone" if hasattr(outputs, "logits") else "one tensor"
-        what = f"the model returns an object of {type(outputs).__name__}, and {type(task).__name__} needs {inside}"
-        raise ConfigError(f"{what}; type model._target_=<module>.<a class that returns that>, or a task of your own")
-    if not isinstance(targets, Tensor):
-        what = f"a target is a {type(targets).__name__}, and {type(task).__name__} needs one tensor"
-        raise ConfigError(f"{what}; type task._target_=<module>.<a task that takes it>")
+def misfit(task: Task, wanted: str, outputs: Any, targets: Any) -> ConfigError:
+    """For outputs and targets that a task of this project does not take."""
+    found = [list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in (outputs, targets)]
+    kind = f", {str(targets.dtype).removeprefix('torch.')}" if isinstance(targets, Tensor) else ""
+    what = f"{type(task).__name__} takes {wanted}, and these are {found[0]} and {found[1]}{kind}"
+    advice = "task=regression for targets that are numbers, classification for class numbers, multi_label for labels "
+    advice += "of 0 and 1, language_modelling for a class number at each place of a text; or return one such "
+    return ConfigError(f"{what}; type {advice}tensor, of one of transformers its logits")

@@ -12,11 +12,11 @@ from lockstep.data.source import count_samples
 from lockstep.errors import ConfigError
 from lockstep.tasks.base import (
     Function,
-    Report,
+    Samples,
     Task,
     as_float64,
     at_least_float32,
-    require_one_tensor,
+    misfit,
 )
 from lockstep.text import show
 
@@ -60,6 +60,7 @@ class CrossEntropy(Task):
         self.classes_last, self.top = classes_last, list(top or ())
         self.better = {"loss": "min", "accuracy": "max"} | {f"top{k}": "max" for k in self.top}
         self.weight: Tensor | None = None
+        self.draws = not classes_last
         if class_weights is not None and class_weights != "balanced":  # else the data will tell
             if not any(class_weights):
                 what = f"task.class_weights={show(list(class_weights))} has no weight above 0, so no sample counts"
@@ -71,10 +72,10 @@ class CrossEntropy(Task):
             self.derived = ["perplexity"]
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        require_one_tensor(self, outputs, targets)
-        logits = at_least_float32(self._classes_second(outputs))
-        is_soft = targets.is_floating_point()
-        self._require_fit(outputs, logits, targets)
+        if not self._fits(outputs, targets):
+            wanted = "(N, T, classes) and (N, T)" if self.classes_last else "(N, classes, ...) and (N, ...)"
+            raise misfit(self, f"logits and class numbers {wanted}", outputs, targets)
+        logits, is_soft = at_least_float32(self._classes_second(outputs)), targets.is_floating_point()
         if self.own_loss is not None:
             loss = self.own_loss(logits, targets)
         else:
@@ -132,10 +133,10 @@ class CrossEntropy(Task):
         named = {"prediction": logits.argmax(1)}
         return named | ({"probability": logits.softmax(1)} if logits.dim() == 2 else {})
 
-    def report(self, split: str, samples: int, images: int) -> Report | None:
-        from lockstep.tasks.reports import ClassReport  # imports Pillow
+    def figures(self, *samples: Any) -> dict[str, Tensor]:
+        from lockstep.tasks.reports import class_figures  # imports Pillow
 
-        return None if self.classes_last else ClassReport(split, images)
+        return class_figures(*samples)
 
     def check_targets(self, targets: Any, numbers: Any, classes: int | None) -> None:
         super().check_targets(targets, numbers, classes)
@@ -153,21 +154,13 @@ class CrossEntropy(Task):
     def _classes_second(self, outputs: Tensor) -> Tensor:
         return outputs.movedim(-1, 1) if self.classes_last else outputs
 
-    def _require_fit(self, outputs: Tensor, logits: Tensor, targets: Tensor) -> None:
-        rest = logits.shape[:1] + logits.shape[2:]
-        fits = logits.shape == targets.shape if targets.is_floating_point() else rest == targets.shape
-        if fits and logits.dim() > 1 and logits.shape[1] > 1:
-            return
-        shapes = f"{list(outputs.shape)} and {list(targets.shape)}, {str(targets.dtype).removeprefix('torch.')}"
-        wanted = "outputs (N, classes, ...) and whole numbers (N, ...)"
-        advice = "regression for targets that are numbers"
-        if logits.shape == targets.shape and not (targets.is_floating_point() or self.classes_last):
-            advice = "multi_label for targets that are labels of 0 and 1"
-        elif self.classes_last:
-            wanted, advice = "outputs (N, T, classes) and whole numbers (N, T)", "classification, or model=gpt"
-        elif targets.dim() == 2 and not targets.is_floating_point():
-            advice = "language_modelling for a class number at each place of a text"
-        raise ConfigError(f"{type(self).__name__} takes {wanted}, and these are {shapes}; type task={advice}")
+    def _fits(self, outputs: Any, targets: Any) -> bool:
+        if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.dim() < 2:
+            return False
+        samples, *places = outputs.shape
+        classes = places.pop(-1 if self.classes_last else 0)
+        wanted = [samples, classes, *places] if targets.is_floating_point() else [samples, *places]
+        return classes > 1 and [*targets.shape] == wanted
 
 
 class MultiLabel(Task):
@@ -186,11 +179,8 @@ class MultiLabel(Task):
         self.own_loss = without_weights(loss)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        require_one_tensor(self, outputs, targets)
-        if outputs.shape != targets.shape or outputs.dim() != 2:
-            what = f"outputs and targets (N, labels), and these are {list(outputs.shape)} and {list(targets.shape)}"
-            advice = "dataset.classes=<labels of a sample>, or task=classification for targets that are class numbers"
-            raise ConfigError(f"{type(self).__name__} takes {what}; type {advice}")
+        if not _are_alike(outputs, targets) or outputs.dim() != 2:
+            raise misfit(self, "outputs and targets (N, labels)", outputs, targets)
         logits = at_least_float32(outputs)
         if self.own_loss is None:
             loss = F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none")
@@ -223,21 +213,16 @@ class Regression(Task):
     """
 
     better = {"loss": "min", "mae": "min"}
+    draws = True
 
     def __init__(self, loss: Function | None = None) -> None:
         self.own_loss = without_weights(loss)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        require_one_tensor(self, outputs, targets)
         if _is_one_value(outputs) and _is_one_value(targets):
             outputs = outputs.reshape(targets.shape)
-        if outputs.shape != targets.shape:  # torch would broadcast them, and compare each with each
-            advice = "task=classification for targets that are classes"
-            if targets.is_floating_point():
-                advice = f"model._target_=<a net with outputs [{', '.join(map(str, ['N', *targets.shape[1:]]))}]>"
-            shapes = f"{list(outputs.shape)} and {list(targets.shape)}"
-            what = f"{type(self).__name__} compares outputs and targets of one shape, and these have {shapes}"
-            raise ConfigError(f"{what}; type {advice}")
+        if not _are_alike(outputs, targets):  # torch would broadcast them, and compare each with each
+            raise misfit(self, "outputs and targets of one shape", outputs, targets)
         values = at_least_float32(outputs)
         error = values - targets.to(values.dtype)
         loss = error.square() if self.own_loss is None else self.own_loss(values, targets.to(values.dtype))
@@ -249,10 +234,10 @@ class Regression(Task):
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
         return {"prediction": at_least_float32(outputs)}
 
-    def report(self, split: str, samples: int, images: int) -> Report | None:
-        from lockstep.tasks.reports import ValueReport  # imports Pillow
+    def figures(self, samples: Samples, *_: Any) -> dict[str, Tensor]:
+        from lockstep.tasks.reports import value_figures  # imports Pillow
 
-        return ValueReport(split, samples)
+        return value_figures(samples)
 
 
 def without_weights(loss: Function | None) -> Function | None:
@@ -263,6 +248,10 @@ def without_weights(loss: Function | None) -> Function | None:
     return loss
 
 
-def _is_one_value(values: Tensor) -> bool:
+def _are_alike(outputs: Any, targets: Any) -> bool:
+    return isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.shape == targets.shape
+
+
+def _is_one_value(values: Any) -> bool:
     """Whether these are one value a sample: (N,) or (N, 1)."""
-    return values.dim() in (1, 2) and values.shape[1:].numel() == 1
+    return isinstance(values, Tensor) and values.dim() in (1, 2) and values.shape[1:].numel() == 1

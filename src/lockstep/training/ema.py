@@ -74,7 +74,10 @@ class Average(WeightAverage):
 
     def _keep(self, averages: dict[str, Tensor]) -> None:
         self.averages = averages
-        kinds = {name: (type(average), self.weights[name].dtype) for name, average in averages.items()}
+        kinds = {
+            name: (type(average), getattr(average, "device_mesh", None), self.weights[name].dtype)
+            for name, average in averages.items()
+        }
         groups = [[name for name in kinds if kinds[name] == kind] for kind in dict.fromkeys(kinds.values())]
         self.groups = [([averages[n] for n in names], [self.weights[n] for n in names]) for names in groups]
 

@@ -1,31 +1,39 @@
 """An evaluation: each sample counts once, and it leaves no trace in the model."""
 
+import csv
+import io
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.loader import Loader
+from lockstep.data.loader import Loader, files_of
 from lockstep.data.partition import fold_in, seeded
 from lockstep.data.reader import EVALUATION
 from lockstep.data.source import class_names, count_samples
 from lockstep.distributed import signals
+from lockstep.distributed.backend import float64_device
+from lockstep.distributed.world import World
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly, TrainingDiverged
 from lockstep.failures.record import heartbeat
-from lockstep.loggers.base import Logger
-from lockstep.tasks.base import Report
+from lockstep.files import write_whole
+from lockstep.loggers.base import Loggers
+from lockstep.tasks.base import Samples, Task, as_float64
 from lockstep.training.metrics import Meter
 from lockstep.training.nonfinite import OTHER_DATA, SMALLER_STEPS, broken_in, sentence_about
 from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)
 
+COLUMNS = ("seen", "loss", "right", "target", "prediction")  # of a sample in SampleResults; NaN: it has none
 ASKED_EVERY = 8  # parts, after which the ranks ask whether one of them was told to stop; of the first ones each
 
 
@@ -38,7 +46,7 @@ def evaluate(
     run: Run,
     loader: Loader,
     on_stop: Callable[[], NoReturn] = stop,
-    report: Report | None = None,
+    results: "SampleResults | None" = None,
     metrics: "Metrics | None" = None,
 ) -> dict[str, float]:
     """{metric: mean over every sample of the data set, each counted once}, with the averaged weights if there are any.
@@ -46,7 +54,7 @@ def evaluate(
     A collective: every rank calls it and gets the same numbers. After a rank was asked to stop, the evaluation ends,
     its numbers are dropped, and `on_stop` is called on every rank.
 
-    report: gets all outputs of this rank. metrics: of torchmetrics.
+    results: gets all outputs of this rank. metrics: of torchmetrics.
     """
     meter, strategy, ignores = Meter(run.task, run.world), run.strategy, not loader.is_whole
     numbers = torch.empty(0)  # of the samples that are still to be counted; a pipeline counts some at a time
@@ -56,10 +64,11 @@ def evaluate(
         now, numbers = numbers.tensor_split([count_samples(targets)])
         if not strategy.counts:
             return
-        sums = run.task.sums(outputs, targets, ignores)
+        found = run.task(outputs, targets)
+        sums = run.task.sums(outputs, targets, ignores, found)
         meter.add(0, sums.values, sums.counts)
-        if report is not None:
-            report.add(outputs, targets, now)
+        if results is not None:
+            results.add(found, outputs, targets, now)
         if metrics is not None:
             metrics.add(run.task.scores(outputs), targets, now)
 
@@ -119,37 +128,34 @@ class Metrics:
     """
 
     def __init__(self, metrics: Mapping[str, Any], samples: int) -> None:
-        self.samples, self.kept = samples, list[tuple[Tensor, Tensor, Tensor]]()  # (scores, targets, numbers)
-        self.by_share = {name: metric for name, metric in metrics.items() if not keeps_samples(metric)}
-        self.by_sample = {name: metric for name, metric in metrics.items() if name not in self.by_share}
+        self.metrics, self.samples = metrics, samples
+        self.kept = list[tuple[Tensor, Tensor, Tensor]]()  # (scores, targets, numbers)
+        self.by_sample = {name for name, metric in metrics.items() if keeps_samples(metric)}
         for metric in metrics.values():
             metric.reset()
 
     def add(self, scores: Tensor, targets: Tensor, numbers: Tensor) -> None:
         """numbers: (N,) of the samples in the data set."""
-        for metric in self.by_share.values():
-            if len(targets):
-                metric.update(scores.double(), targets)
+        for name in self.metrics.keys() - self.by_sample if len(targets) else ():
+            self.metrics[name].update(scores.double(), targets)
         if self.by_sample:
             self.kept.append((scores.double(), targets, numbers))
 
     def compute(self, run: Run) -> dict[str, float]:
         """{name: value}, the same on every rank. A collective."""
-        world = run.world
+        world, found = run.world, dict[str, float]()
+        whole = self._whole(run) if self.by_sample else ()
 
         def gathered(state: Tensor, group: Any = None) -> list[Tensor]:
             states = state.new_zeros(world.size, *state.shape)
             states[world.rank] = state
             return list(world.all_reduce_sum(states))
 
-        for name, metric in (self.by_share | self.by_sample).items():
-            metric.dist_sync_fn = gathered
-            metric.distributed_available_fn = lambda by_share=name in self.by_share: by_share and world.size > 1
-        whole = self._whole(run) if self.by_sample else ()
-        for metric in self.by_sample.values():
-            metric.update(*whole)
-        found = dict[str, float]()
-        for name, metric in (self.by_share | self.by_sample).items():
+        for name, metric in self.metrics.items():
+            syncs, metric.dist_sync_fn = world.size > 1 and name not in self.by_sample, gathered
+            metric.distributed_available_fn = lambda syncs=syncs: syncs
+            if name in self.by_sample:
+                metric.update(*whole)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # of a rank without samples
                 value = metric.compute()
@@ -178,50 +184,135 @@ def keeps_samples(metric: Any) -> bool:
     return any(isinstance(state, list) for state in metric.metric_state.values())
 
 
-class SampleCount(Report):
-    """samples: an attribute, how many were evaluated: data that cannot be read may be left out."""
+class SampleResults:
+    """What an evaluation says of each sample.
 
-    def __init__(self) -> None:
-        self.samples = 0
+    columns: an attribute after `reduce`, as `Samples`. samples: how many were evaluated: some may have no label, or
+    cannot be read. errors: {metric: standard error of its mean over the samples}; of an accuracy that is 0 or 1 their
+    number tells it.
+    """
 
-    def add(self, outputs: Any, targets: Any, numbers: Tensor) -> None:
+    def __init__(self, task: Task, samples: int | None, draws: bool = False) -> None:
+        """samples: of the split; None: of a stream, whose samples are counted only. draws: whether predictions, too."""
+        self.task, self.length, self.draws = task, samples, draws
+        self.samples, self.errors = 0, dict[str, float]()
+        self.kept = list[tuple[Tensor, Tensor]]()  # (numbers, rows of `COLUMNS`)
+        self.columns: dict[str, Tensor] = {}
+
+    def add(self, found: Mapping[str, Tensor], outputs: Any, targets: Any, numbers: Tensor) -> None:
+        """found: what the task gave for these samples of this rank."""
         self.samples += count_samples(targets)
+        if self.length is None:
+            return
+        loss = self._each(found["loss"], targets)
+        row = {"seen": torch.ones_like(loss), "loss": loss, "target": _one_value(targets)}
+        if self.task.ignored is not None and isinstance(targets, Tensor) and targets.dim() == 1:
+            row["seen"] = as_float64(targets != self.task.ignored)
+        if "accuracy" in found:
+            row["right"] = self._each(found["accuracy"], targets)
+        if self.draws and row["target"] is not None:
+            row["prediction"] = _one_value(self.task.predictions(outputs).get("prediction"))
+        known = {name: column for name, column in row.items() if column is not None}
+        nothing = torch.full_like(loss, math.nan)
+        self.kept.append((numbers, torch.stack([known.get(name, nothing) for name in COLUMNS], 1)))
 
-    def reduce(self, world: Any) -> None:
+    def _each(self, value: Tensor, targets: Any) -> Tensor:
+        """(N,) float64: of values of targets the mean over those of a sample that count."""
+        if value.dim() <= 1:
+            return as_float64(value)
+        counted = as_float64(torch.ones_like(targets) if self.task.ignored is None else targets != self.task.ignored)
+        return (as_float64(value) * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1)
+
+    def reduce(self, world: World) -> None:
         self.samples = sum(world.all_gather_json(self.samples))
+        if self.length is None:
+            return
+        whole = torch.zeros(self.length, len(COLUMNS), dtype=torch.float64, device=float64_device(world.device))
+        for numbers, rows in self.kept:
+            whole[numbers.to(whole.device)] = rows.to(whole.device)
+        whole = world.all_reduce_sum(whole).cpu()
+        numbers = whole[:, 0].nonzero().flatten()
+        self.columns = {"number": numbers} | dict(zip(COLUMNS, whole[numbers].unbind(1), strict=True))
+        for metric, name in (("loss", "loss"), ("accuracy", "right")):
+            column = self.columns[name]
+            is_binary = metric == "accuracy" and bool(((column == 0) | (column == 1)).all())
+            if len(column) > 1 and not is_binary and not column.isnan().any():
+                self.errors[metric] = float(column.std() / len(column) ** 0.5)
+
+    def lines(self, loader: Loader) -> Iterator[str]:
+        """Of a CSV file with the columns number, file, target, loss, right: those that there are."""
+        files, classes = files_of(loader), class_names(loader.reader.dataset)
+        plain = {
+            name: [int(one) if one.is_integer() else one for one in self.columns[name].tolist()]
+            for name in ("target", "right")
+            if not self.columns[name].isnan().all()
+        }
+        columns = {"number": self.columns["number"].tolist()}
+        if files:
+            columns["file"] = [files[number] for number in columns["number"]]
+        if "target" in plain:
+            columns["target"] = [classes[one] if one in range(len(classes)) else one for one in plain["target"]]
+        columns["loss"] = self.columns["loss"].tolist()
+        columns |= {name: plain[name] for name in plain.keys() & {"right"}}
+        for row in ([*columns], *zip(*columns.values(), strict=True)):
+            line = io.StringIO()
+            csv.writer(line, lineterminator="\n").writerow(row)
+            yield line.getvalue()
 
 
+def _one_value(values: Any) -> Tensor | None:
+    """(N,) float64: of each sample its value; None if it has several."""
+    is_one = isinstance(values, Tensor) and values.dim() > 0 and values.shape[1:].numel() == 1
+    return as_float64(values).flatten() if is_one else None
+
+
+@dataclass
 class Evaluator:
-    """Evaluates `run` on the split `name`, "val" or "test". A report for `logger` shows `images` samples; 0: none."""
+    """Evaluates `run` on the split `name`, "val" or "test". Images for `loggers` show `images` samples; 0: there are
+    none. file: where rank 0 writes the results of each sample; None: nowhere.
 
-    def __init__(
-        self, run: Run, loader: Loader, logger: Logger, images: int, name: str, metrics: Mapping[str, Any]
-    ) -> None:
-        self.run, self.loader, self.logger, self.images, self.name = run, loader, logger, images, name
-        self.metrics = metrics
+    facts: {"samples", "errors"} of the last evaluation, as in `SampleResults`, where there is a file.
+    """
 
-    def means(self, on_stop: Callable[[], NoReturn], report: Report | None = None) -> dict[str, float]:
-        """As `evaluate`, which it calls. A collective. Raises TrainingDiverged if the loss is NaN or infinite."""
-        metrics = Metrics(self.metrics, len(self.loader.reader)) if self.metrics else None
-        means = evaluate(self.run, self.loader, on_stop, report, metrics)
+    run: Run
+    loader: Loader
+    loggers: Loggers
+    images: int
+    name: str
+    metrics: Mapping[str, Any]
+    file: Path | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, on_stop: Callable[[], NoReturn], step: int | None = None) -> dict[str, float]:
+        """As `evaluate`, and the loggers get images of the weights of `step`; None: the present step. A collective.
+
+        Raises TrainingDiverged if the loss is NaN or infinite.
+        """
+        run, loader = self.run, self.loader
+        length = None if loader.is_stream else len(loader.reader)
+        draws = self.images > 0 and length is not None and run.task.draws
+        results = SampleResults(run.task, length, draws) if draws or self.file is not None else None
+        metrics = Metrics(self.metrics, len(loader.reader)) if self.metrics else None
+        means = evaluate(run, loader, on_stop, results, metrics)
         if not math.isfinite(means["loss"]):
             raise self._diverged(means["loss"])
-        for callback in self.run.callbacks:
-            callback.on_evaluation(self.run, self.name, means)
+        for callback in run.callbacks:
+            callback.on_evaluation(run, self.name, means)
+        if results is None:
+            return means
+        results.reduce(run.world)
+        self.facts = {"samples": results.samples, "errors": results.errors}
+        if self.file is not None and run.world.is_rank_zero and length is not None:
+            write_samples(self.file, results, loader)
+        if draws:
+            step = run.progress.step if step is None else step
+            self.loggers.draw(self.name, partial(self._figures, results.columns), step)
         return means
 
-    def __call__(self, on_stop: Callable[[], NoReturn]) -> dict[str, float]:
-        """As `means`, and the logger gets the report. A collective."""
-        loader, report = self.loader, None
-        # A report counts samples to know their numbers, and shows some of them.
-        if self.images > 0 and not loader.is_stream:
-            report = self.run.task.report(self.name, len(loader.reader), self.images)
-        means = self.means(on_stop, report)
-        if report is not None:
-            report.reduce(self.run.world)
-            classes, step = class_names(loader.reader.dataset), self.run.progress.step
-            self.logger.log_report(report, loader.shown, classes, step, self.name)
-        return means
+    def _figures(self, samples: Samples) -> dict[str, Tensor]:
+        classes = class_names(self.loader.reader.dataset)
+        found = self.run.task.figures(samples, self.loader.shown, classes, self.images)
+        return {f"{self.name}/{name}": image for name, image in found.items()}
 
     def _diverged(self, loss: float) -> TrainingDiverged:
         """The error, with the samples that hold a NaN. A collective."""
@@ -232,9 +323,12 @@ class Evaluator:
         return TrainingDiverged(f"{what}; in the {name} data {sentence_about(broken)}", OTHER_DATA)
 
 
-def images_wanted(loggers: Iterable[Mapping[str, Any]]) -> int:
-    """How many samples a report of the task shows, as the config of these loggers asks; 0: there is no report."""
-    return max((node.get("images") or 0 for node in loggers), default=0)
+def write_samples(file: Path, results: SampleResults, loader: Loader) -> None:
+    """A full disk costs the file, and a warning."""
+    try:
+        write_whole(file, "".join(results.lines(loader)), sync=False)
+    except OSError as error:
+        log.warning("%s cannot be written (%s); the run goes on", file, error)
 
 
 @dataclass(frozen=True)
@@ -243,6 +337,3 @@ class Evaluations:
 
     of_each: Sequence[Evaluator]
     test: Evaluator | None
-
-    def each(self) -> list[tuple[str, Evaluator]]:
-        return [(evaluator.name, evaluator) for evaluator in self.of_each]

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from lockstep.distributed import signals
 from lockstep.errors import ConfigError
-from lockstep.loggers.base import Logger
+from lockstep.loggers.base import Loggers
 from lockstep.training.nonfinite import diverged
 from lockstep.training.replicas import require_same_weights
 from lockstep.training.run import Run
 
 if TYPE_CHECKING:
-    from lockstep.snapshots.manager import SnapshotManager
+    from lockstep.snapshots.checkpointer import Checkpointer
 
 PAUSE = 0.25  # seconds between two exchanges: a stop is heard within two of them
 LONG = 2.0  # seconds of a stride from which on a result is read at once
@@ -38,7 +38,7 @@ class Exchange:
     due: an attribute, the step after which the next exchange is: the same on all ranks.
     """
 
-    def __init__(self, run: Run, loggers: Logger, snapshots: "SnapshotManager", delayed: bool) -> None:
+    def __init__(self, run: Run, loggers: Loggers, snapshots: "Checkpointer", delayed: bool) -> None:
         self.run, self.loggers, self.snapshots, self.delayed = run, loggers, snapshots, delayed
         self.world, self.every = run.world, run.config.logging.every
         self.weights_every = run.config.watch.weights_every
@@ -52,8 +52,7 @@ class Exchange:
         """Before the first step of an epoch, or of the rest of one. What came before, such as an evaluation, is no part
         of a step."""
         step = self.run.progress.step
-        self.told_samples = self.run.progress.samples
-        self.speed_from = self.told_samples, time.perf_counter()
+        self.speed_from = self.run.progress.samples, time.perf_counter()
         self.interval, self.last = (step, time.perf_counter()), (step, time.monotonic())
         if self.run.progress.samples == 0:
             self.reported.zero_()
@@ -61,7 +60,7 @@ class Exchange:
 
     def _set_due(self) -> None:
         step = self.run.progress.step
-        intervals = [self.every, self.weights_every, self.snapshots.interval.steps]
+        intervals = [self.every, self.weights_every, self.snapshots.every_steps]
         next_ones = [step + self.stride, *(step - step % every + every for every in intervals if every)]
         unit = self.run.step.unit
         self.due = -(-min(next_ones) // unit) * unit
@@ -71,20 +70,18 @@ class Exchange:
 
         Raises TrainingDiverged, StoppedEarly, ConfigError and RanksDiffer, each on all ranks.
         """
-        self._read()
+        self.drain()
         self._start()
         if not self.delayed or self.last_seconds > LONG:
-            self._read()
+            self.drain()
         progress = self.run.progress
-        self.loggers.on_step(progress.step, progress.samples - self.told_samples)
-        self.told_samples = progress.samples
         if self.is_first:  # the first step of a process fills caches
             self.is_first, self.speed_from = False, (progress.samples, time.perf_counter())
+        if self.run.average is not None:
+            self.run.average.check()
         if self.weights_every and progress.step % self.weights_every == 0:
             require_same_weights(self.run)
-        if self.snapshots.interval.due_after_step(progress.step):
-            self.snapshots.is_due = True
-        if self.snapshots.is_due and progress.samples < self.run.epoch_samples:
+        if self.snapshots.due_after_step():
             self.drain()
             self.snapshots.save()
         self._set_due()
@@ -95,10 +92,6 @@ class Exchange:
         (samples, start), done = self.speed_from, self.run.progress.samples
         return (done - samples) / (time.perf_counter() - start) if done > samples else None
 
-    def drain(self) -> None:
-        """Read what is under way, before a save and at an epoch's end."""
-        self._read()
-
     def _start(self) -> None:
         step, now = self.run.progress.step, time.monotonic()
         words = dict.fromkeys(WORDS, 0.0)
@@ -106,7 +99,7 @@ class Exchange:
         if self.world.is_rank_zero:
             steps, seconds = step - self.last[0], now - self.last[1]
             fitting = int(PAUSE * steps / max(seconds, 1e-9))
-            words |= {"time": float(self.run.clock.is_over), "save": float(self.snapshots.interval.due_by_clock())}
+            words |= {"time": float(self.run.clock.is_over), "save": float(self.snapshots.due_by_clock())}
             words |= {"stride": float(max(1, min(fitting, 2 * self.stride))), "seconds": seconds}
         self.last = step, now
         here = Now(step, time.perf_counter(), float(self.run.optimizer.param_groups[0]["lr"]), self.run.step.grad_norm)
@@ -122,7 +115,8 @@ class Exchange:
         else:
             self.pending = wait, vector, here
 
-    def _read(self) -> None:
+    def drain(self) -> None:
+        """Read what is under way, if there is anything: also before a save and at an epoch's end."""
         if self.pending is None:
             return
         (wait, vector, then), self.pending = self.pending, None
@@ -144,7 +138,7 @@ class Exchange:
         if told["time"]:
             run.clock.end_at(progress.step)
         if told["save"]:
-            self.snapshots.is_due = True
+            self.snapshots.ask()
         if told["stop"]:
             self.snapshots.stop_before_evaluation()
 
@@ -161,7 +155,7 @@ class Exchange:
         self.interval = then.step, then.seconds
         if self.run.step.skip is not None:
             metrics["watch/skipped_steps"] = self.run.step.skip.skipped
-        self.loggers.log_metrics(metrics, then.step)
+        self.loggers.log(metrics, then.step)
 
     def _flags(self) -> int:
         """A checksum of which weights are trained."""

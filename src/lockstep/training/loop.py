@@ -8,27 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.data.loader import Batch
 from lockstep.failures.record import heartbeat
-from lockstep.loggers.base import EpochSummary, Logger
+from lockstep.loggers.base import EpochSummary, Loggers, RunInfo
+from lockstep.runs.record import FINISHED, PAUSED
 from lockstep.training.evaluate import Evaluations
 from lockstep.training.exchange import Exchange
 from lockstep.training.nonfinite import diverged
 from lockstep.training.run import Run
 
 if TYPE_CHECKING:
-    from lockstep.snapshots.manager import SnapshotManager
+    from lockstep.snapshots.checkpointer import Checkpointer
 
 
 def fit(
     run: Run,
     evaluations: Evaluations,
-    snapshots: "SnapshotManager",
-    loggers: Logger,
+    snapshots: "Checkpointer",
+    loggers: Loggers,
+    info: RunInfo,
     tested: Mapping[str, Any] | None = None,
 ) -> float | None:
     """Train epoch by epoch, evaluate, save; test once, with the weights that were chosen. Returns the monitored value
     of these weights, None if nothing chooses.
 
-    tested: {"step": of the weights, "metrics"} of the test, if an earlier start of this run has read the test set.
+    info: what the loggers have got. tested: the test of an earlier start, as `RunInfo.test`, if there was one.
     """
     exchange = Exchange(run, loggers, snapshots, delayed=run.world.device.type == "cuda")
     batches, evaluated = run.loaders.train.batches(run.progress), dict[str, dict[str, float]]()
@@ -37,42 +39,43 @@ def fit(
         callback.on_fit_start(run, loggers)
     with snapshots.explaining_errors():
         while not run.finished:
-            summary = train_epoch(run, batches, exchange, loggers)
+            summary = train_epoch(run, batches, exchange)
             if run.evaluation_due:
-                evaluated = {name: evaluate(snapshots.stop_before_evaluation) for name, evaluate in evaluations.each()}
+                evaluated = {each.name: each(snapshots.stop_before_evaluation) for each in evaluations.of_each}
                 summary.metrics.update(evaluated)
                 if run.objective is not None and run.update_best(value_of(run.objective, evaluated)):
                     snapshots.save("best")
             finish_epoch(run, summary, loggers, snapshots)
         if not evaluated:  # nothing is evaluated at each epoch, or a finished run was started again: all is logged
-            evaluated = {name: evaluate.means(snapshots.stop) for name, evaluate in evaluations.each()}
+            evaluated = {each.name: each(snapshots.stop) for each in evaluations.of_each}
         heartbeat.enter("export")
         snapshots.export()
-        if evaluations.test is not None and run.reached_limit != "trainer.pause_after":
-            test(run, evaluations, evaluated, snapshots, loggers, tested)
+        is_paused, result = run.reached_limit == "trainer.pause_after", None
+        if evaluations.test is not None and not is_paused:
+            result = test(run, evaluations, evaluated, snapshots, loggers, tested)
     for callback in run.callbacks:
         callback.on_fit_end(run)
     last = {} if run.objective is None else evaluated["val"]
-    loggers.on_fit_end(snapshots.run_dir, last)
+    loggers.end(replace(info, last=last, test=result), PAUSED if is_paused else FINISHED)
     if run.objective is None:
         return None
     return run.progress.best if run.progress.best is not None else value_of(run.objective, evaluated)
 
 
-def train_epoch(run: Run, batches: Iterator[Batch], exchange: Exchange, loggers: Logger) -> EpochSummary:
+def train_epoch(run: Run, batches: Iterator[Batch], exchange: Exchange) -> EpochSummary:
     """The rest of one epoch: from `run.progress.samples` to its end, or to a limit."""
-    begin_epoch(run, exchange, loggers)
+    begin_epoch(run, exchange)
     for batch in islice(batches, run.steps_left):
         run.step(batch)
         run.progress.advance(batch)
-        if run.callbacks:
-            run.tell_callbacks()
+        for callback in run.callbacks:
+            callback.on_step_end(run)
         if run.progress.step >= exchange.due and exchange():
             break
     return end_epoch(run, exchange)
 
 
-def begin_epoch(run: Run, exchange: Exchange, loggers: Logger) -> None:
+def begin_epoch(run: Run, exchange: Exchange) -> None:
     """Before the first step of an epoch, or of the rest of one."""
     progress = run.progress
     heartbeat.enter("train", run.samples_of_batch, progress.epoch + 1)
@@ -82,7 +85,6 @@ def begin_epoch(run: Run, exchange: Exchange, loggers: Logger) -> None:
         run.step.draws.begin_epoch()
         run.meter.clear()
     exchange.begin_epoch()
-    loggers.on_epoch_start(progress.epoch + 1, run.config.trainer.epochs, run.epoch_samples, progress.samples)
 
 
 def end_epoch(run: Run, exchange: Exchange) -> EpochSummary:
@@ -108,12 +110,12 @@ def end_epoch(run: Run, exchange: Exchange) -> EpochSummary:
     )
 
 
-def finish_epoch(run: Run, summary: EpochSummary, loggers: Logger, snapshots: "SnapshotManager") -> None:
+def finish_epoch(run: Run, summary: EpochSummary, loggers: Loggers, snapshots: "Checkpointer") -> None:
     """After an epoch and its evaluation."""
     if run.objective is not None and run.progress.best is not None:
         name = run.objective.partition("/")[2]
         summary = replace(summary, best={name: run.progress.best}, best_step=run.progress.best_step)
-    loggers.on_epoch_end(summary)
+    loggers.epoch(summary)
     snapshots.after_epoch()
     for callback in run.callbacks:
         callback.on_epoch_end(run)
@@ -123,22 +125,25 @@ def test(
     run: Run,
     evaluations: Evaluations,
     evaluated: Mapping[str, dict[str, float]],
-    snapshots: "SnapshotManager",
-    loggers: Logger,
+    snapshots: "Checkpointer",
+    loggers: Loggers,
     tested: Mapping[str, Any] | None,
-) -> None:
-    """The number of the run: of the test set, with the weights that were chosen. It is read once."""
+) -> Mapping[str, Any]:
+    """The number of the run, as `RunInfo.test`: of the test set, with the weights that were chosen. It is read once."""
     assert evaluations.test is not None
     step = run.progress.step
     chosen = step if run.progress.best_step is None else run.progress.best_step
-    known = None if tested is None or tested["step"] != chosen else tested["metrics"]
-    if known is None and chosen == step:
-        known = evaluated.get("test")
-    if known is not None:
-        loggers.on_test(known, chosen, True)
-        return
-    chosen = snapshots.take_best_weights()
-    loggers.on_test(evaluations.test(snapshots.stop_before_test), chosen, "test" in evaluated)
+    found = None if tested is None or tested["step"] != chosen else tested
+    is_logged = found is not None
+    if found is None and chosen == step and "test" in evaluated:
+        is_logged = True
+        found = {"step": step, "metrics": evaluated["test"], **evaluations.test.facts}
+    if found is None:
+        is_logged, chosen = "test" in evaluated, snapshots.take_best()
+        metrics = evaluations.test(snapshots.stop_before_test, chosen)
+        found = {"step": chosen, "metrics": metrics, **evaluations.test.facts}
+    loggers.test(found, is_logged)
+    return found
 
 
 def value_of(objective: str, evaluated: Mapping[str, Mapping[str, float]]) -> float:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
-from lockstep.compat import foreach_norm
 from lockstep.data.loader import Loader
 from lockstep.data.source import tensors_in
 from lockstep.errors import TrainingDiverged, first_of
@@ -22,9 +22,6 @@ SKIPS_IN_A_ROW = 10  # more of them mean that the weights are bad, not a batch
 SAMPLES_NAMED = 16  # in a sentence
 SMALLER_STEPS = "type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0"
 OTHER_DATA = "repair these samples or remove them from the data set"
-
-Broken = tuple[int, str, str]
-"""The number of a sample, "NaN" or "infinite values", and "inputs" or "targets"."""
 
 
 class SkipNonFinite:
@@ -72,10 +69,7 @@ class SkipNonFinite:
 def are_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether all values are. Reads them: on a GPU the host waits. Huge values overflow in a norm."""
     local = [tensor.coalesce().values() if tensor.is_sparse else local_part(tensor) for tensor in tensors]
-    if not local:
-        return True
-    total = torch.stack([norm.to(local[0].device) for norm in foreach_norm(local)]).sum()
-    return math.isfinite(total.item()) or all(bool(tensor.isfinite().all()) for tensor in local)
+    return math.isfinite(get_total_norm(local).item()) or all(bool(tensor.isfinite().all()) for tensor in local)
 
 
 def diverged(run: Run, what: str, step: int | None) -> TrainingDiverged:
@@ -88,12 +82,12 @@ def diverged(run: Run, what: str, step: int | None) -> TrainingDiverged:
     loader, position = run.loaders.train, run.progress
     skipped = run.progress.step - step + 1  # steps back from here, all in this epoch
     start = max(0, -(-position.samples // run.batch_size) - skipped) * run.batch_size
-    parts, mine = loader.numbers_at(position.epoch, start), list[Broken]()
+    parts, mine = loader.numbers_at(position.epoch, start), list[int]()
     for numbers in parts:
         mine += broken_samples(*loader.read(numbers, position.epoch))
     samples = [number for numbers in parts for number in loader.whole(numbers).tolist()]
     everyones = run.world.all_gather_json({"samples": samples, "broken": mine})
-    broken = [tuple(found) for rank in everyones for found in rank["broken"]]
+    broken = [number for rank in everyones for number in rank["broken"]]
     ranks = [rank for rank, found in enumerate(everyones) if found["broken"]] or range(len(everyones))
     where = " and ".join(
         f"on rank {rank} with the samples {first_of(everyones[rank]['samples'], SAMPLES_NAMED)}" for rank in ranks
@@ -105,39 +99,28 @@ def diverged(run: Run, what: str, step: int | None) -> TrainingDiverged:
     return TrainingDiverged(f"{sentence}; {sentence_about(broken)}", advice)
 
 
-def broken_samples(indices: Tensor, inputs: Any, targets: Any) -> list[Broken]:
-    """Those of a batch. indices: the numbers of its samples (N,). Reads values: on a GPU the host waits.
+def broken_samples(indices: Tensor, inputs: Any, targets: Any) -> list[int]:
+    """Those of a batch with NaN or infinite values. indices: the numbers of its samples (N,). On a GPU the host waits.
 
     A tensor with other rows than samples, such as sequences that a collate_fn packs, names none.
     """
-    found = list[Broken]()
-    for place, value in (("inputs", inputs), ("targets", targets)):
-        for tensor in filter(torch.is_floating_point, tensors_in(value)):
-            if tensor.shape[:1] != indices.shape:
-                continue
-            rows = tensor.reshape(len(tensor), -1) if len(tensor) else tensor[:, None]
-            for kind, is_broken in (("NaN", rows.isnan().any(1)), ("infinite values", rows.isinf().any(1))):
-                found += [(number, kind, place) for number in indices.to(tensor.device)[is_broken].tolist()]
-    return found
+    found = set[int]()
+    for tensor in filter(torch.is_floating_point, [*tensors_in(inputs), *tensors_in(targets)]):
+        if tensor.shape[:1] == indices.shape:
+            is_broken = ~tensor.isfinite().reshape(len(tensor), tensor.shape[1:].numel()).all(1)
+            found |= set(indices.to(tensor.device)[is_broken].tolist())
+    return sorted(found)
 
 
-def broken_in(loader: Loader, run: Run) -> list[Broken]:
+def broken_in(loader: Loader, run: Run) -> list[int]:
     """The samples of an evaluation that hold NaN or infinite values. A collective."""
     parts = loader.evaluation(run.config.evaluation.batch_size)
     mine = [found for part in parts for found in broken_samples(loader.whole(part.numbers), part.inputs, part.targets)]
-    return [tuple(found) for rank in run.world.all_gather_json(mine) for found in rank]
+    return [number for rank in run.world.all_gather_json(mine) for number in rank]
 
 
-def sentence_about(broken: Iterable[Sequence[Any]]) -> str:
-    """ "sample 17 has NaN in its inputs". broken: one at least."""
-    groups = dict[tuple[str, str], set[int]]()
-    for number, kind, place in broken:
-        groups.setdefault((kind, place), set()).add(number)
-    words = []
-    for (kind, place), numbers in groups.items():
-        names = first_of(sorted(numbers), SAMPLES_NAMED)
-        one = len(numbers) == 1
-        words.append(
-            f"sample {names} has {kind} in its {place}" if one else f"the samples {names} have {kind} in their {place}"
-        )
-    return " and ".join(words)
+def sentence_about(broken: Iterable[int]) -> str:
+    """ "sample 17 has NaN or infinite values". broken: one at least."""
+    numbers = sorted(set(broken))
+    names = f"sample {numbers[0]} has" if len(numbers) == 1 else f"the samples {first_of(numbers, SAMPLES_NAMED)} have"
+    return f"{names} NaN or infinite values"

@@ -1,6 +1,5 @@
 """The optimizer of a run: parameter groups by rule, and Muon beside another one."""
 
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
@@ -10,9 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.config.schema import Count, Fraction, NotNegative, Parameters, Positive
-from lockstep.data.source import tensors_in
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError, first_of
+from lockstep.errors import ConfigError
 from lockstep.models.base import matching_parameters, require_matches, sparse_parameters
 from lockstep.training.replicas import local_part
 
@@ -34,13 +32,9 @@ def rules_of(parameters: Parameters) -> list[Rule]:
     return rules
 
 
-def require_fit(optimizer: Optimizer, rules: Sequence[Rule], in_parts: bool = False) -> None:
-    """Raise ConfigError for state that a snapshot could not hold, and for a rule with a hyperparameter that the
-    optimizer does not have: torch would keep it, and never read it.
-
-    in_parts: whether ranks hold parts of the weights.
-    """
-    _require_plain(optimizer, in_parts)
+def require_fit(optimizer: Optimizer, rules: Sequence[Rule]) -> None:
+    """Raise ConfigError for a rule with a hyperparameter that the optimizer does not have: torch would keep it, and
+    never read it."""
     for key, _, values in rules:
         for name in values:
             if name not in optimizer.defaults:
@@ -98,30 +92,6 @@ def give_momentum(optimizer: Optimizer) -> None:
         if group["fused"] and group["momentum"] and not group["dampening"]:
             for parameter in group["params"]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
-
-def _require_plain(optimizer: Optimizer, in_parts: bool) -> None:
-    """Raise ConfigError for an optimizer whose state no snapshot would have, or whose step needs a loss."""
-    name, given = type(optimizer).__name__, optimizer.state_dict()
-    if not {"state", "param_groups"} <= given.keys():
-        what = f"{name}.state_dict gives {first_of(list(given))}, and a snapshot needs state and param_groups"
-        raise ConfigError(f"{what}; keep what belongs to a parameter in self.state[parameter], or type optimizer=adamw")
-    beside = {key: value for key, value in given.items() if key not in ("state", "param_groups")}
-    if in_parts and any(True for _ in tensors_in(beside)):
-        what = f"{name} keeps {first_of(list(beside))} beside its state, and each rank holds a part of it"
-        raise ConfigError(f"{what}; keep it in self.state[parameter], or type strategy=ddp")
-    inner = [key for key, value in vars(optimizer).items() if isinstance(value, Optimizer)]
-    if type(optimizer).state_dict is Optimizer.state_dict:
-        apart = [key for key in inner if getattr(optimizer, key).state is not optimizer.state]
-        if apart:
-            what = f"{name} has optimizers of its own, and no snapshot has the state of {first_of(apart)}"
-            advice = f"self.{apart[0]}.state = self.state in __init__ and __setstate__, or type optimizer=adamw"
-            raise ConfigError(f"{what}; write {advice}")
-    step = inspect.signature(optimizer.step).parameters.values()
-    needed = [p.name for p in step if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if needed:
-        what = f"{name}.step needs {needed[0]}, and a step here has computed the loss already"
-        raise ConfigError(f"{what}; type optimizer=adamw, or def step(self, {needed[0]}=None)")
 
 
 class MuonWithAdamW(Optimizer):

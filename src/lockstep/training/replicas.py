@@ -1,5 +1,6 @@
 """Compares the weights of all ranks now and then: a flipped bit on one rank is found and named."""
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,15 +59,11 @@ def _words(values: Tensor) -> Tensor:
     return words
 
 
-_weights = dict[torch.device, Tensor]()
-
-
+@cache
 def _odd_weights(device: torch.device) -> Tensor:
     """PIECE odd int64 numbers, the same on every rank and in every run."""
-    if device not in _weights:
-        draw = torch.Generator().manual_seed(0)
-        _weights[device] = (torch.randint(-(2**63), 2**63 - 1, (PIECE,), generator=draw) | 1).to(device)
-    return _weights[device]
+    draw = torch.Generator().manual_seed(0)
+    return (torch.randint(-(2**63), 2**63 - 1, (PIECE,), generator=draw) | 1).to(device)
 
 
 def local_part(tensor: Tensor) -> Tensor:

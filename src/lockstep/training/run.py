@@ -167,11 +167,6 @@ class Run:
         """Inside the block the model has its averaged weights, if the run keeps any. Begin it in training mode."""
         return nullcontext() if self.average is None else self.average.applied()
 
-    def tell_callbacks(self) -> None:
-        """A step has ended."""
-        for callback in self.callbacks:
-            callback.on_step_end(self)
-
     def end_epoch(self) -> None:
         """Go on to the next epoch if all samples of this one are used."""
         if self.progress.samples >= self.epoch_samples:

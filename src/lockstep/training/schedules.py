@@ -68,48 +68,27 @@ def step(optimizer: Optimizer, steps_per_epoch: int, step_epochs: Positive, gamm
     return Schedule(optimizer, lambda number: gamma ** (number // (step_epochs * steps_per_epoch)))
 
 
-def cosine(
+def decay(
     optimizer: Optimizer,
     steps_per_epoch: int,
     total_steps: int,
+    shape: Literal["cosine", "linear"],
     warmup_epochs: NotNegative,
     final_lr_ratio: NotNegative,
 ) -> Schedule:
-    """Linear warm-up, then half a cosine down (Loshchilov and Hutter 2017).
+    """Linear warm-up, then half a cosine (Loshchilov and Hutter 2017) or a straight line down.
 
     warmup_epochs: epochs in which the learning rate rises to optimizer.lr.
     final_lr_ratio: learning rate at the end, as a share of optimizer.lr.
     """
     warmup = int(warmup_epochs * steps_per_epoch)
-    return _decay(optimizer, lambda done: (1 + math.cos(math.pi * done)) / 2, warmup, total_steps, final_lr_ratio)
-
-
-def linear_decay(
-    optimizer: Optimizer,
-    steps_per_epoch: int,
-    total_steps: int,
-    warmup_epochs: NotNegative,
-    final_lr_ratio: NotNegative,
-) -> Schedule:
-    """Linear warm-up, then a straight line down.
-
-    warmup_epochs: epochs in which the learning rate rises to optimizer.lr.
-    final_lr_ratio: learning rate at the end, as a share of optimizer.lr.
-    """
-    warmup = int(warmup_epochs * steps_per_epoch)
-    return _decay(optimizer, lambda done: 1 - done, warmup, total_steps, final_lr_ratio)
-
-
-def _decay(
-    optimizer: Optimizer, shape: Callable[[float], float], warmup: int, total_steps: int, final: float
-) -> Schedule:
-    """shape: from 1 to 0 as the share of the steps after the warm-up grows from 0 to 1."""
 
     def factor(number: int) -> float:
         if number < warmup:
             return (number + 1) / warmup
         done = min(1.0, (number - warmup) / max(1, total_steps - warmup))
-        return final + (1 - final) * shape(done)
+        left = 1 - done if shape == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return final_lr_ratio + (1 - final_lr_ratio) * left
 
     return Schedule(optimizer, factor)
 

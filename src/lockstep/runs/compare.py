@@ -1,0 +1,171 @@
+"""Which of two configurations is better, and how sure that is; and in what two runs differ."""
+
+import glob
+import math
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.errors import ConfigError
+from lockstep.runs.record import FINISHED, read_run
+from lockstep.runs.samples import NAME, paired_by_sample
+from lockstep.runs.stats import MOST, Estimate, estimate, is_share, paired, pairs_for, welch
+from lockstep.runs.table import REPEATS, filtered, frame, rho_of
+from lockstep.text import aligned, differing, show
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+UNPAIRED, BY_SAMPLE = "none", "sample"
+OF_SAMPLES = (
+    "paired by sample of the test set: about these two nets, not about other seeds; who chooses by it uses it up"
+)
+EXAMPLE = "python src/runs.py compare outputs/multirun/a --a optimizer.lr=0.1 --b optimizer.lr=0.01"
+
+
+def compare(
+    folders: Sequence[str],
+    a: str | None = None,
+    b: str | None = None,
+    pair: str | None = None,
+    metric: str | None = None,
+    filters: Sequence[str] = (),
+) -> list[str]:
+    """The lines of `runs.py compare`. Raises ConfigError for what are no two configurations.
+
+    folders: two folders or patterns of folders; with a and b, overrides such as "optimizer.lr=0.1 model=mlp", folders
+    that hold the runs of both. pair: "sample": two runs by the samples of their test; "none"; None: by seed and
+    fold if there are two such pairs, of two single runs by sample. metric: such as test/accuracy; None: the objective.
+    """
+    if (a is None) != (b is None) or (a is None and len(folders) != 2):
+        raise ConfigError(f"compare needs two folders, or folders with --a and --b; type {EXAMPLE}")
+    names = [a, b] if a is not None and b is not None else list(folders)
+    both = [_runs(names[0], folders, filters), _runs(names[1], folders, filters)]
+    metric = metric or str(both[0]["metric"].iloc[0])
+    notes: list[str] = []
+    one, other = (_finished(*side, metric, notes) for side in zip("AB", names, both, strict=True))
+    name = metric.partition("/")[2]
+    is_objectives = name == one["metric"].iloc[0].partition("/")[2]
+    direction = one["direction"].iloc[0] if is_objectives else "max" if is_share(name) else "min"
+    places = [Path(side["folder"].iloc[0]) for side in (one, other)]
+    are_tested = len(one) == len(other) == 1 and all((place / NAME).exists() for place in places)
+    if pair == BY_SAMPLE or (pair is None and are_tested):
+        *sides, difference = paired_by_sample(places[0], places[1], name)
+        metric, counted, how = f"test/{name}", "samples", OF_SAMPLES
+    else:
+        sides = [estimate(side["value"].tolist(), rho_of(side)) for side in (one, other)]
+        difference, counted, how = _difference(one, other, names, pair)
+    rows = [["", "runs", metric, "95 %", "deviation", ""]]
+    for letter, side, found, typed in zip("AB", (one, other), sides, names, strict=True):
+        interval = "-" if found.interval is None else "{:.4g} to {:.4g}".format(*found.interval)
+        deviation = f"{found.std:.2g}" if found.df else "-"
+        rows.append([letter, str(len(side)), f"{found.mean:.4g}", interval, deviation, typed])
+    scale, unit = (100, " points") if is_share(name) else (1, "")
+    return [*aligned(rows), *notes, how, verdict(difference, counted, direction, scale, unit)]
+
+
+def _runs(name: str, folders: Sequence[str], filters: Sequence[str]) -> "pd.DataFrame":
+    """The runs of one side: name is one of the folders, or overrides of runs in them."""
+    places = [name] if name in folders else folders
+    found = [path for place in places for path in ([place] if os.path.exists(place) else sorted(glob.glob(place)))]
+    if not found:
+        raise ConfigError(f"{places[0]} is no folder; type python src/runs.py table to see the runs below outputs")
+    words = [] if name in folders else [word.lstrip("+") for word in shlex.split(name)]
+    runs = frame([path for path in found if os.path.isdir(path)])
+    runs = runs if runs.empty else filtered(runs, [*filters, *words])
+    if runs.empty:
+        raise ConfigError(f"no run for {name}; type python src/runs.py table {shlex.join(places)} to see what is there")
+    return runs
+
+
+def _finished(letter: str, name: str, runs: "pd.DataFrame", metric: str, notes: list[str]) -> "pd.DataFrame":
+    """The runs that have finished with a number, which is the column "value". Of others, `notes` gets a line."""
+    objectives = runs["metric"].unique().tolist()
+    if metric not in objectives and metric not in runs:
+        what = f"--metric {metric}: {name} keeps {objectives[0]} and the metrics of its test"
+        raise ConfigError(f"{what}; type --metric {objectives[0]}, or --metric test/{objectives[0].partition('/')[2]}")
+    values = runs["objective"].where(runs["metric"] == metric) if metric in objectives else runs[metric]
+    kept = runs.assign(value=values.astype(float))
+    kept = kept[(kept["state"] == FINISHED) & (kept["value"].abs() < math.inf)]
+    if kept.empty:
+        raise ConfigError(f"no run of {name} has finished with a number; type python src/runs.py table to see why")
+    if len(kept) < len(runs):
+        left_out = len(runs) - len(kept)
+        notes.append(f"{letter}: {left_out} of {len(runs)} runs have not finished with a number, and are left out")
+    one, *others = (set(shlex.split(words)) for words in kept["setting"].unique())
+    if others:
+        parent = shlex.quote(os.path.dirname(kept["folder"].iloc[0]) or ".")
+        what = f"{name} is more than one configuration: {shlex.join(sorted(one ^ others[0]))}"
+        raise ConfigError(f"{what}; type python src/runs.py compare {parent} --a <overrides> --b <overrides>")
+    if kept["source"].nunique() > 1:
+        notes.append(f"{letter}: its runs are of several versions of the code")
+    return kept
+
+
+def _difference(
+    one: "pd.DataFrame", other: "pd.DataFrame", names: Sequence[str], pair: str | None
+) -> tuple[Estimate, str, str]:
+    """(B - A, "pairs" or "runs a side", a line that says how they were compared)."""
+    rho = max(rho_of(one), rho_of(other))
+    a, b = (_by_repeat(side, name) for side, name in zip((one, other), names, strict=True))
+    common = [place for place in a if place in b]
+    if pair == UNPAIRED or len(common) < 2:
+        return welch(one["value"].tolist(), other["value"].tolist(), rho), "runs a side", "not paired"
+    alone = len(a) + len(b) - 2 * len(common)
+    left_out = f"; {alone} runs without a partner are left out" if alone else ""
+    keys = [key for key, *values in zip(REPEATS, *common, strict=True) if len({*values}) > 1]
+    found = paired([a[place] for place in common], [b[place] for place in common], rho)
+    return found, "pairs", f"paired by {' and '.join(keys)}{left_out}"
+
+
+def _by_repeat(runs: "pd.DataFrame", name: str) -> dict[tuple[str, ...], float]:
+    """{values of REPEATS: number}. Raises ConfigError if two runs have the same ones: one run counts once."""
+    found = {}
+    for place, value in zip(runs.reindex(columns=REPEATS).itertuples(index=False), runs["value"], strict=True):
+        words = tuple(map(show, place))
+        if words in found:
+            same = " ".join(f"{key}={word}" for key, word in zip(REPEATS, words, strict=True) if word != "nan")
+            raise ConfigError(f"{name} has two runs with {same}, and one counts once; type folders with one of them")
+        found[words] = value
+    return found
+
+
+def verdict(difference: Estimate, counted: str, direction: str, scale: float, unit: str) -> str:
+    """One sentence: which side is better and by how much, or what it would take to tell them apart.
+
+    difference: of B - A. counted: what its count counts. scale, unit: of the numbers shown.
+    """
+    better = "B" if (difference.mean > 0) == (direction == "max") else "A"
+    count, size, interval = f"{difference.count:.0f} {counted}", abs(difference.mean) * scale, difference.interval
+    if interval is None:
+        if difference.count < 2:
+            return "cannot be told apart: one run tells nothing about the spread; train both with seed=1,2,3,4,5"
+        if size == 0:
+            return f"the same: the numbers of all {count} are equal"
+        why = "which a metric of few samples gives by chance; train both with more seeds"
+        return f"cannot be told apart: {size:.2g}{unit} in all {count} is no spread, {why}"
+    ends = sorted(abs(end) * scale for end in interval)
+    if interval[0] > 0 or interval[1] < 0:
+        digits = max(1 - math.floor(math.log10((ends[1] - ends[0]) / 2)), 0)
+        return f"{better} is better by {size:.{digits}f}{unit} ({ends[0]:.{digits}f} to {ends[1]:.{digits}f})"
+    seen = f"{(difference.detectable or 0.0) * scale:.2g}{unit}"
+    sentence = f"cannot be told apart; with {count} a difference of {seen} would be seen"
+    needed = pairs_for(difference.mean, difference.std, difference.rho) if size else None
+    if needed is None:
+        return f"{sentence}; more than {MOST} {counted} would be needed for {size:.2g}"
+    more = max(1, math.ceil(needed - difference.count))
+    what = "pair" if (more, counted) == (1, "pairs") else counted
+    return f"{sentence}; about {more} more {what} are needed for {size:.2g}"
+
+
+def diff(a: str, b: str) -> list[str]:
+    """The lines of `runs.py diff`: in what two runs differ, by their run.json. Raises ConfigError."""
+    one, other = (read_run(Path(folder)) for folder in (a, b))
+    rows = []
+    for section in ("options", "config", "data", "code", "environment"):
+        for key, (x, y) in differing(one[section], other[section]).items():
+            if key != "run_dir":
+                rows.append([key if section in ("config", "options") else f"{section}: {key}", show(x), show(y)])
+    return aligned([["", a, b], *rows]) if rows else ["the same: config, data, code and environment"]

@@ -1,0 +1,84 @@
+"""What a test says of each sample: test_samples.csv in a run folder, with number, file, target, loss and right.
+
+file and target stand there where samples have a file and a class. mode=evaluate writes such a file, too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from lockstep.errors import ConfigError
+from lockstep.runs.record import read_run
+from lockstep.runs.stats import Estimate, estimate, wilson
+from lockstep.text import aligned
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+NAME = "test_samples.csv"
+
+
+def read_samples(place: Path) -> "pd.DataFrame":
+    """Of a run folder, or of a file. The index is the sample's number. Raises ConfigError."""
+    import pandas as pd
+
+    path = place / NAME if place.is_dir() else place
+    try:
+        found = pd.read_csv(path, index_col="number", dtype={"file": str})
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        what = f"{path} has no results of samples ({reason})"
+        raise ConfigError(f"{what}; type python src/train.py mode=evaluate resume=<the run folder>") from None
+    if "loss" not in found:
+        raise ConfigError(f"{path} has no column loss; type <a run folder that has {NAME}>")
+    return found
+
+
+def paired_by_sample(a: Path, b: Path, metric: str) -> tuple[Estimate, Estimate, Estimate]:
+    """(of run A, of run B, of B - A) over the samples of one test set. metric: accuracy or loss.
+
+    It is about these two trained nets: another seed gives others. Raises ConfigError without such numbers.
+    """
+    data = [read_run(folder)["data"].get("test_data") for folder in (a, b)]
+    one, other = (read_samples(folder) for folder in (a, b))
+    column = {"accuracy": "right", "loss": "loss"}.get(metric, "")
+    if data[0] != data[1] or not one.index.equals(other.index):
+        raise ConfigError(f"{a} and {b} were tested on other samples; type --pair none, with several runs a side")
+    if column not in one or column not in other:
+        raise ConfigError(f"samples have no {metric}; type --metric test/loss")
+    values = [side[column].tolist() for side in (one, other)]
+    return estimate(values[0]), estimate(values[1]), of_differences([y - x for x, y in zip(*values, strict=True)])
+
+
+def of_differences(values: Sequence[float]) -> Estimate:
+    """Their mean. Of 0, 1 and -1 Student's t is too sure where few differ: one more for each side mends it (Bonett and
+    Price 2012)."""
+    if not set(values) <= {-1.0, 0.0, 1.0}:
+        return estimate(values)
+    return replace(estimate([*values, 1.0, -1.0]), count=len(values), mean=fmean(values))
+
+
+def samples_table(place: Path, worst: int, by: str | None = None) -> list[str]:
+    """The lines of `runs.py samples`: the samples with the highest loss, or the means of those with one value in the
+    column `by`. Raises ConfigError."""
+    found = read_samples(place).reset_index()
+    if by is None:
+        rows = found.sort_values("loss", ascending=False, kind="stable").head(worst)
+        return aligned([[*rows.columns], *([*map(_text, row)] for row in rows.itertuples(index=False))])
+    if by not in found:
+        raise ConfigError(f"--by {by}: the columns are {', '.join(found)}; type --by {found.columns[-1]}")
+    lines = [[by, "samples", "loss", "right", "95 %"]]
+    for value, group in found.groupby(by, dropna=False):
+        right = group["right"].mean() if "right" in group else None
+        low, high = (None, None) if right is None else wilson(right, len(group))
+        interval = "" if low is None else f"{low:.4f} to {high:.4f}"
+        lines.append([_text(value), str(len(group)), f"{group['loss'].mean():.4f}", _text(right), interval])
+    return aligned(lines, right=(1, 2))
+
+
+def _text(value: object) -> str:
+    if value is None or value != value:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) and not value.is_integer() else f"{value}"

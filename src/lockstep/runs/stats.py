@@ -1,0 +1,103 @@
+"""Means with their intervals of 95 %, of repeated runs and of samples. scipy is imported where it computes."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, stdev
+
+CONFIDENCE, POWER = 0.95, 0.8
+Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+MOST = 10_000  # pairs that `pairs_for` counts up to
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean, and how well it is known.
+
+    std: sample standard deviation of one number. count: of the numbers; of an unpaired difference the number a side
+    with which both sides would be known as well. df: degrees of freedom of `std`, 0 if nothing tells the spread.
+    rho: variance that more numbers do not remove, in units of std^2: folds share training samples (Nadeau and Bengio
+    2003; for repeated folds Bouckaert and Frank 2004).
+    """
+
+    mean: float
+    std: float
+    count: float
+    df: float
+    rho: float = 0.0
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean."""
+        return self.std * math.sqrt(1 / self.count + self.rho)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Where the true mean is, by Student's t. None if the spread is not known: of one number, and of equal ones,
+        which a metric of few samples gives by chance."""
+        from scipy.special import stdtrit
+
+        if not self.df or not self.std:
+            return None
+        half = float(stdtrit(self.df, (1 + CONFIDENCE) / 2)) * self.error
+        return self.mean - half, self.mean + half
+
+    @property
+    def detectable(self) -> float | None:
+        """The smallest difference from 0 that a t-test at 5 % sees in 80 % of all cases. None without an interval."""
+        from scipy.special import nctdtrinc, stdtrit
+
+        if not self.df or not self.std:
+            return None
+        return float(nctdtrinc(self.df, 1 - POWER, stdtrit(self.df, (1 + CONFIDENCE) / 2))) * self.error
+
+
+def estimate(values: Sequence[float], rho: float = 0.0) -> Estimate:
+    """The mean of independent numbers, at least one. The spread of numbers that are not all finite is not known."""
+    if len(values) == 1 or not all(map(math.isfinite, values)):
+        return Estimate(fmean(values), 0.0, len(values), 0)
+    return Estimate(fmean(values), stdev(values), len(values), len(values) - 1, rho)
+
+
+def paired(a: Sequence[float], b: Sequence[float], rho: float = 0.0) -> Estimate:
+    """Of b - a, where the numbers at one place belong together, as those of one seed do."""
+    return estimate([other - one for one, other in zip(a, b, strict=True)], rho)
+
+
+def welch(a: Sequence[float], b: Sequence[float], rho: float = 0.0) -> Estimate:
+    """Of b - a, by Welch's t-test: the two sides may have other spreads, and other counts."""
+    one, other = estimate(a), estimate(b)
+    std = math.hypot(one.std, other.std)
+    squares = one.std**2 / one.count, other.std**2 / other.count
+    if not one.df or not other.df or not std:
+        return Estimate(other.mean - one.mean, 0.0, min(one.count, other.count), 0.0)
+    df = sum(squares) ** 2 / (squares[0] ** 2 / one.df + squares[1] ** 2 / other.df)
+    return Estimate(other.mean - one.mean, std, std**2 / sum(squares), df, rho)
+
+
+def pairs_for(difference: float, std: float, rho: float = 0.0) -> int | None:
+    """How many pairs show a difference in about 80 % of all cases. None if more than `MOST`. std: of one pair."""
+    share = (difference / std / (Z + NormalDist().inv_cdf(POWER))) ** 2 - rho
+    return math.ceil(1 / share + Z * Z / 2) if share > 1 / MOST else None  # Guenther 1981: what t needs beyond normal
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """The interval of a share, such as an accuracy, that was counted over `count` samples (Wilson 1927)."""
+    centre = (share + Z * Z / (2 * count)) / (1 + Z * Z / count)
+    half = Z / (1 + Z * Z / count) * math.sqrt(share * (1 - share) / count + (Z / (2 * count)) ** 2)
+    return centre - half, centre + half
+
+
+def over_samples(metric: str, mean: float, error: float | None, samples: int | None) -> tuple[float, float] | None:
+    """The interval of one run's metric on new samples of the same kind, without scipy: each run shows it at its end.
+
+    error: its standard error over the samples; None if it is not known, or follows from their number.
+    """
+    if error:
+        return mean - Z * error, mean + Z * error
+    return wilson(mean, samples) if samples and is_share(metric) else None
+
+
+def is_share(metric: str) -> bool:
+    """Whether a metric is a mean, over samples, of numbers from 0 to 1: then its interval follows from their number."""
+    return metric == "accuracy" or metric.removeprefix("top").isdecimal()

@@ -1,0 +1,55 @@
+"""Tensors of several types in one message, without rounding, and large ones in mapped files.
+
+gloo knows few types, and no backend knows sparse tensors.
+"""
+
+import os
+import tempfile
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# What all backends can send, unlike float8, int16 and unsigned types.
+TYPES_SENT = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
+TYPES_SENT |= {torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool}
+LARGE = 2**25  # bytes, from which a tensor is moved to a mapped file
+
+
+def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of all `tensors`, one tensor behind the other: (n,) uint8. Sparse ones as dense."""
+    dense = [tensor.detach().to_dense().to(tensors[0].device) for tensor in tensors]
+    return torch.cat([tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in dense])
+
+
+@torch.no_grad()
+def from_bytes(packed: Tensor, tensors: Sequence[Tensor]) -> None:
+    """The reverse of `to_bytes`: copy the values into `tensors`, in place."""
+    parts = packed.split([tensor.numel() * tensor.element_size() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        aligned = part.clone()  # torch cannot read an int64 that begins at any byte
+        values = aligned.view(tensor.dtype).view(tensor.shape)
+        tensor.copy_(values.to_sparse(layout=tensor.layout) if tensor.layout != torch.strided else values)
+
+
+def broadcast(tensors: Sequence[Tensor], source: int = 0) -> None:
+    """Copy the `tensors` of rank `source` to every rank. They may have any type and memory layout."""
+    if tensors:
+        packed = to_bytes(tensors)
+        dist.broadcast(packed, src=source)
+        from_bytes(packed, tensors)
+
+
+def on_disk(tensor: Tensor) -> Tensor:
+    """A copy of a large CPU tensor in a file, which is gone when the copy is: where memory is short, the kernel moves
+    it to the disk. Other tensors as they are, and all where the folder that TMPDIR names has no room."""
+    if tensor.device.type != "cpu" or tensor.nbytes < LARGE:
+        return tensor
+    try:
+        with tempfile.NamedTemporaryFile() as file:
+            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # later a full disk would kill the process
+            mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    except OSError:
+        return tensor
+    return mapped.view(tensor.shape).copy_(tensor)

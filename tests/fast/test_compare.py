@@ -1,0 +1,348 @@
+"""`python src/runs.py compare` and the formulas below it, against scipy's t-tests and by simulation."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from lockstep.errors import ConfigError
+from lockstep.runs.compare import compare, verdict
+from lockstep.runs.record import read_run
+from lockstep.runs.samples import of_differences, samples_table
+from lockstep.runs.stats import (
+    Estimate,
+    estimate,
+    is_share,
+    over_samples,
+    paired,
+    pairs_for,
+    welch,
+    wilson,
+)
+from lockstep.runs.table import is_repeat, rho_of, rows_of_runs, setting_of
+from support.made_runs import make_run
+
+A, B = [0.91, 0.93, 0.92, 0.95, 0.9], [0.93, 0.94, 0.95, 0.96, 0.93]
+TELLS = "is better"
+
+
+def make_sweep(folder: Path, rate: float, values: Sequence[float], first_seed: int = 1, **changes: Any) -> None:
+    """Runs with the seeds from `first_seed` on. A value of nan: the run has failed."""
+    for seed, value in enumerate(values, first_seed):
+        state, best = ("failed", None) if value != value else ("finished", value)
+        make_run(folder / f"{rate}-{seed}", best, state, optimizer__lr=rate, seed=seed, **changes)
+
+
+# The formulas.
+
+
+def test_intervals_are_those_of_the_t_tests() -> None:
+    found = estimate(A)
+    assert found.interval == pytest.approx(stats.t.interval(0.95, 4, np.mean(A), stats.sem(A)), rel=1e-12)
+    assert paired(A, B).interval == pytest.approx(tuple(stats.ttest_rel(B, A).confidence_interval(0.95)), rel=1e-9)
+    for other in (B, B[:3], [0.5, 0.99]):
+        interval = stats.ttest_ind(other, A, equal_var=False).confidence_interval(0.95)
+        assert welch(A, other).interval == pytest.approx(tuple(interval), rel=1e-9)
+    assert (welch(A, [0.5]).interval, welch(A, B).count) == (None, 5)
+    for values in ([0.9], [0.9, 0.9, 0.9], [0.9, math.nan]):  # nothing tells the spread
+        assert (estimate(values).interval, estimate(values).detectable) == (None, None)
+    for hits, count in ((0, 10), (36, 360), (359, 360), (10, 10)):
+        expected = stats.binomtest(hits, count).proportion_ci(0.95, method="wilson")
+        assert wilson(hits / count, count) == pytest.approx((expected.low, expected.high), abs=1e-12)
+        assert over_samples("accuracy", hits / count, None, count) == wilson(hits / count, count)
+    assert over_samples("loss", 1.0, 0.1, 5) == pytest.approx((1 - 0.1959964, 1 + 0.1959964))
+    assert over_samples("f1", 0.5, None, 5) is None
+    assert [is_share(name) for name in ("accuracy", "top5", "f1", "topology", "loss")] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("count", [3, 5, 20, 200])
+def test_the_detectable_difference_is_seen_with_a_power_of_80_percent(count: int) -> None:
+    found = estimate([*[-1.0] * (count // 2), *[1.0] * (count - count // 2)])
+    assert found.detectable is not None
+    shift, critical = found.detectable / found.error, stats.t.ppf(0.975, count - 1)
+    assert stats.nct.sf(critical, count - 1, shift) == pytest.approx(0.8, abs=2e-6)
+    assert pairs_for(found.detectable, found.std) == pytest.approx(count, abs=1)
+    assert pairs_for(1e-6, 1.0) is None
+    assert pairs_for(0.5, 1.0, rho=0.25) is None  # more folds do not make the samples more
+
+
+def drawn_run(tmp_path: Path, data: str | None = None, **config: Any) -> Any:
+    """A run that has held out 10 of 50 samples."""
+    run = read_run(make_run(tmp_path / str(len([*tmp_path.iterdir()])), **config))
+    held_out = data or str(sorted(config.items()))
+    return run | {"data": {"training_samples": 40, "validation_samples": 10, "validation_data": held_out}}
+
+
+def test_folds_and_splits_share_samples_and_so_their_interval_is_wider(tmp_path: Path) -> None:
+    """Cross validation of the mean as a predictor, whose true error is known: the plain interval is too narrow."""
+    folds = rows_of_runs([drawn_run(tmp_path, loader__folds=5, loader__fold=fold) for fold in range(5)])
+    splits = rows_of_runs([drawn_run(tmp_path, loader__split_seed=seed) for seed in range(5)])
+    assert (rho_of(folds), rho_of(splits)) == (1 / 4, 1 / 4)
+    assert rho_of(rows_of_runs([drawn_run(tmp_path, seed=seed) for seed in range(5)])) == 0
+    assert rho_of(rows_of_runs([drawn_run(tmp_path, "its own", loader__split_seed=seed) for seed in range(5)])) == 0
+    shares = [drawn_run(tmp_path, loader__split_seed=seed, loader__validation=0.1) for seed in range(5)]
+    assert rho_of(rows_of_runs(shares)) == 0.1 / 0.9
+    chance, plain, corrected = np.random.default_rng(0), [], []
+    for _ in range(1000):
+        values = chance.exponential(size=20).reshape(5, 4)
+        errors = [float(np.mean((fold - np.delete(values, n, 0).mean()) ** 2)) for n, fold in enumerate(values)]
+        plain.append(holds(estimate(errors), 1 + 1 / 16))  # the variance, and that of the mean of 16
+        corrected.append(holds(estimate(errors, 1 / 4), 1 + 1 / 16))
+    assert np.mean(corrected) > np.mean(plain) + 0.03
+
+
+def holds(found: Estimate, value: float) -> bool:
+    return found.interval is not None and found.interval[0] <= value <= found.interval[1]
+
+
+# Equal configurations are said to differ at most as often as the confidence allows: 1,000 comparisons of each kind.
+
+
+def seeds(chance: np.random.Generator) -> Estimate:
+    common = chance.normal(size=5)
+    return paired((common + chance.normal(size=5)).tolist(), (common + chance.normal(size=5)).tolist())
+
+
+def others(chance: np.random.Generator) -> Estimate:
+    return welch(chance.normal(size=5).tolist(), (3 * chance.normal(size=4)).tolist())
+
+
+def hits(samples: int, share: float) -> Callable[[np.random.Generator], Estimate]:
+    return lambda chance: of_differences(
+        ((chance.random(samples) < share).astype(float) - (chance.random(samples) < share)).tolist()
+    )
+
+
+def losses(chance: np.random.Generator) -> Estimate:
+    return of_differences((chance.exponential(size=360) ** 2 - chance.exponential(size=360) ** 2).tolist())
+
+
+KINDS = {
+    "seeds": seeds,
+    "others": others,
+    "360 samples": hits(360, 0.9),
+    "few differ": hits(100, 0.99),
+    "losses": losses,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_sides_are_told_apart_in_at_most_5_of_100(kind: str) -> None:
+    chance = np.random.default_rng(0)
+    told = [TELLS in verdict(KINDS[kind](chance), "pairs", "max", 1, "") for _ in range(1000)]
+    assert np.mean(told) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 1000)
+
+
+def test_a_difference_that_would_be_seen_is_seen_in_80_of_100() -> None:
+    shift = 3.7610603 / np.sqrt(5)  # in standard deviations, for 5 pairs
+    pairs = np.random.default_rng(0).normal(size=(1000, 5)) + shift
+    seen = ["B is better" in verdict(estimate(values.tolist()), "pairs", "max", 1, "") for values in pairs]
+    assert np.mean(seen) == pytest.approx(0.8, abs=0.04)
+
+
+# The command.
+
+
+def test_two_rows_of_a_sweep_are_paired_by_seed(tmp_path: Path) -> None:
+    make_sweep(tmp_path / "s", 0.1, A)
+    make_sweep(tmp_path / "s", 0.2, B)
+    words = [str(tmp_path / "s")], "optimizer.lr=0.1", "optimizer.lr=0.2"
+    lines = compare(*words)
+    assert [re.split("  +", line.strip()) for line in lines[:3]] == [
+        ["runs", "val/accuracy", "95 %", "deviation"],
+        ["A", "5", "0.922", "0.8981 to 0.9459", "0.019", "optimizer.lr=0.1"],
+        ["B", "5", "0.942", "0.9258 to 0.9582", "0.013", "optimizer.lr=0.2"],
+    ]
+    low, high = stats.ttest_rel(B, A).confidence_interval(0.95)
+    assert lines[3:] == ["paired by seed", f"B is better by 2.0 points ({100 * low:.1f} to {100 * high:.1f})"]
+    assert compare([f"{tmp_path}/s/0.1-*", f"{tmp_path}/s/0.2-*"])[3:] == lines[3:]  # patterns, one for each side
+    assert compare([words[0][0]], words[2], words[1])[-1] == lines[-1].replace("B", "A")
+    alone = compare(*words, "none")
+    assert alone[3] == "not paired"
+    assert re.fullmatch(
+        r"cannot be told apart; with 5 runs a side a difference of 3.4 points would be seen; "
+        r"about \d more runs a side are needed for 2",
+        alone[4],
+    )
+    for fold, values in enumerate(zip(A, B, strict=True)):
+        for rate, value in zip((0.1, 0.2), values, strict=True):
+            make_run(tmp_path / "f" / f"{rate}-{fold}", value, optimizer__lr=rate, loader__fold=fold, loader__folds=5)
+    folds = compare([str(tmp_path / "f")], *words[1:])
+    found = paired(A, B, rho=1 / 4)
+    assert folds[3] == "paired by loader.fold"
+    assert found.interval is not None
+    assert "would be seen; " in folds[4] or f"({100 * found.interval[0]:.1f} to" in folds[4]
+
+
+def test_runs_without_common_seeds_are_not_paired_and_failed_ones_are_left_out(tmp_path: Path) -> None:
+    make_sweep(tmp_path / "a", 0.1, [*A, float("nan")])
+    make_sweep(tmp_path / "b", 0.1, B, first_seed=100)
+    make_sweep(tmp_path / "c", 0.1, B, first_seed=3)
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    assert compare([a, b])[3:5] == ["A: 1 of 6 runs have not finished with a number, and are left out", "not paired"]
+    assert compare([a, c])[4] == "paired by seed; 4 runs without a partner are left out"
+
+
+def test_a_lower_loss_is_better_and_a_metric_of_the_test_can_be_asked_for(tmp_path: Path) -> None:
+    for rate, values in ((0.1, [0.5, 0.6, 0.7]), (0.2, [0.41, 0.5, 0.62])):
+        for seed, loss in enumerate(values):
+            test = {"step": 46, "metrics": {"loss": 2 * loss, "accuracy": 0.5 + loss / 9}}
+            made: dict[str, Any] = {"metric": ("val/loss", "min"), "test": test, "optimizer__lr": rate, "seed": seed}
+            make_run(tmp_path / f"{rate}-{seed}", loss, **made)
+    words = [str(tmp_path)], "optimizer.lr=0.1", "optimizer.lr=0.2", None
+    assert compare(*words)[-1] == "B is better by 0.090 (0.065 to 0.115)"
+    assert compare(*words, "test/loss")[-1] == "B is better by 0.180 (0.130 to 0.230)"
+    assert compare(*words, "test/accuracy")[-1].startswith("A is better by 1.00 points (")
+    with pytest.raises(ConfigError, match="keeps val/loss and .* type --metric val/loss, or --metric test/loss"):
+        compare(*words, "train/loss")
+
+
+def test_what_changes_no_number_makes_no_other_configuration(tmp_path: Path) -> None:
+    for seed, value in enumerate(A):
+        follows = {"logging__level": str(seed), "run_dir": str(seed)}
+        make_run(tmp_path / "a" / str(seed), value, seed=seed, tags=[f"{seed}"], **follows)
+        make_run(tmp_path / "b" / str(seed), value + 0.01 + seed / 1e4, seed=seed, **follows)
+    assert compare([str(tmp_path / "a"), str(tmp_path / "b")])[-1].startswith("B is better by 1.0")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "one folder": (
+        {"folders": ["s"]},
+        "compare needs two folders, or folders with --a and --b; type python src/runs.py ",
+    ),
+    "one setting": ({"folders": ["s", "t"], "a": "seed=1"}, "compare needs two folders, or folders with --a and --b"),
+    "no folder": (
+        {"folders": ["s", "q"]},
+        "q is no folder; type python src/runs.py table to see the runs below outputs",
+    ),
+    "two settings": (
+        {"folders": ["s", "t"]},
+        "s is more than one configuration: optimizer.lr=0.1 optimizer.lr=0.2; "
+        "type python src/runs.py compare s --a <overrides> --b <overrides>",
+    ),
+    "nothing": ({"folders": ["s"], "a": "optimizer.lr=0.1", "b": "optimizer.lr=3"}, "no run for optimizer.lr=3; type "),
+    "typo": ({"folders": ["s"], "a": "seed=1", "b": "optimizer.l=3"}, "type --filter optimizer.lr=<value>"),
+    "twice": (
+        {"folders": ["u", "t"]},
+        "u has two runs with seed=1, and one counts once",
+    ),
+    "filtered": ({"folders": ["t", "s"], "filters": ["seed=1", "optimizer.lr=0.3"]}, "no run for s; type "),
+    "failed": (
+        {"folders": ["f", "t"]},
+        "no run of f has finished with a number; type python src/runs.py table to see why",
+    ),
+    "no samples": (
+        {"folders": ["t/0.3-1", "t/0.3-2"], "pair": "sample"},
+        "type python src/train.py mode=evaluate resume=",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_comparison_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_sweep(Path("s"), 0.1, B[:2])
+    make_sweep(Path("s"), 0.2, B[:2])
+    make_sweep(Path("t"), 0.3, B[:2])
+    make_sweep(Path("u") / "1", 0.3, B[:2])
+    make_sweep(Path("u") / "2", 0.3, B[:2])
+    make_sweep(Path("f"), 0.3, [float("nan")])
+    options, sentence = REFUSED[name]
+    with pytest.raises(ConfigError) as refused:
+        compare(**options)
+    assert sentence in str(refused.value)
+
+
+VERDICTS: dict[str, tuple[Estimate, str]] = {
+    "better": (estimate([0.2, 0.4, 0.6, 0.5, 0.4]), "B is better by 0.42 (0.24 to 0.60)"),
+    "worse": (estimate([-0.2, -0.4, -0.6, -0.5, -0.4]), "A is better by 0.42 (0.24 to 0.60)"),
+    "unclear": (
+        estimate([-0.2, 0.4, 0.6, -0.1, 0.3]),
+        "cannot be told apart; with 5 pairs a difference of 0.57 would be seen; about 20 more pairs are needed for 0.2",
+    ),
+    "nothing": (
+        estimate([-0.2, 0.2, 0.2, -0.2, 0.00001]),
+        "cannot be told apart; with 5 pairs a difference of 0.34 would be seen; "
+        "more than 10000 pairs would be needed for 2e-06",
+    ),
+    "one": (
+        estimate([0.3]),
+        "cannot be told apart: one run tells nothing about the spread; train both with seed=1,2,3,4,5",
+    ),
+    "same": (estimate([0.0, 0.0, 0.0]), "the same: the numbers of all 3 pairs are equal"),
+    "by chance": (
+        estimate([0.25, 0.25]),
+        "cannot be told apart: 0.25 in all 2 pairs is no spread, which a metric of few samples gives by chance; "
+        "train both with more seeds",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_the_verdict_in_words(name: str) -> None:
+    difference, sentence = VERDICTS[name]
+    assert verdict(difference, "pairs", "max", 1, "") == sentence
+
+
+# By sample.
+
+
+def make_tested(folder: Path, right: Sequence[int], data: str = "90ab") -> Path:
+    make_run(folder, sum(right) / len(right))
+    path = folder / "run.json"
+    run = json.loads(path.read_text())
+    path.write_text(json.dumps(run | {"data": run["data"] | {"test_data": data}}))
+    rows = [
+        f"{number},{'cat' if number % 2 else 'dog'}/{number}.png,{1 - hit / 2},{hit}"
+        for number, hit in enumerate(right)
+    ]
+    (folder / "test_samples.csv").write_text("\n".join(["number,file,loss,right", *rows, ""]))
+    return folder
+
+
+def test_two_single_runs_are_paired_by_the_samples_of_their_test(tmp_path: Path) -> None:
+    right = [1] * 80 + [0] * 20
+    a = make_tested(tmp_path / "a", right)
+    b = make_tested(tmp_path / "b", [1] * 90 + [0] * 10)
+    c = make_tested(tmp_path / "c", right, data="other")
+    lines = compare([str(a), str(b)])
+    assert lines[3].startswith("paired by sample of the test set: about these two nets")
+    found = of_differences([0.0] * 80 + [1.0] * 10 + [0.0] * 10)
+    assert found.interval is not None
+    assert lines[4] == f"B is better by 10.0 points ({100 * found.interval[0]:.1f} to {100 * found.interval[1]:.1f})"
+    assert compare([str(a), str(b)], metric="val/accuracy", pair="none")[-1].startswith("cannot be told apart: one run")
+    with pytest.raises(ConfigError, match="tested on other samples; type --pair none"):
+        compare([str(a), str(c)])
+    shown = [line.split() for line in samples_table(a, 2)]
+    assert shown == [
+        ["number", "file", "loss", "right"],
+        *([f"{n}", f"dog/{n}.png" if n % 2 == 0 else f"cat/{n}.png", "1.0", "0"] for n in (80, 81)),
+    ]
+    assert [line.split()[:4] for line in samples_table(a, 2, "right")] == [
+        ["right", "samples", "loss", "right"],
+        ["0", "20", "1.0000", "0.0"],
+        ["1", "80", "0.5000", "1.0"],
+    ]
+    with pytest.raises(ConfigError, match="the columns are number, file, loss, right; type --by right"):
+        samples_table(a, 2, "nope")
+
+
+def test_the_overrides_of_a_configuration() -> None:
+    assert setting_of(["optimizer.lr=0.1", "seed=3", "launch=fork", "tags=[a]"]) == ["optimizer.lr=0.1"]
+    assert [is_repeat(word) for word in ("+loader.fold=2", "model.seed=1", "loader.split_seed=5")] == [
+        True,
+        False,
+        True,
+    ]

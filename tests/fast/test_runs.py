@@ -1,0 +1,286 @@
+"""run.json and `python src/runs.py table`: quick, grouped, sorted, filtered, one sentence for what cannot work."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lockstep
+import runs as runs_py
+from lockstep.errors import ConfigError
+from lockstep.runs.record import RunRecord, code_facts, read_run, seconds_of, state_of
+from lockstep.runs.table import choosing, frame, settings
+from support.commands import ROOT
+from support.made_runs import make_run
+
+RUNS = str(ROOT / "src" / "runs.py")
+FACTS: dict[str, Any] = {"config": {"trainer.epochs": 2}, "data": {}, "environment": {}, "overrides": [], "flags": []}
+FACTS |= {"start": {"world_size": 1, "launcher": "env", "hosts": [socket.gethostname()]}}
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """runs(*words) -> (lines, what went to stderr) of `python src/runs.py <words>` in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+
+    def made(*words: str, code: int = 0) -> tuple[list[str], str]:
+        found, printed = runs_py.main([*words]), capsys.readouterr()
+        assert found == code, printed
+        return printed.out.splitlines(), printed.err
+
+    return made
+
+
+@pytest.fixture
+def cells(runs: Any) -> Any:
+    """cells(columns, *words) -> the rows of a table of these columns."""
+
+    def made(columns: str, *words: str) -> list[list[str]]:
+        lines, _ = runs("table", ".", "--columns", columns, *words)
+        return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[1:]]
+
+    return made
+
+
+# The record.
+
+
+def change(folder: Path, **values: Any) -> Path:
+    """Other values in the last start of a made run."""
+    run = json.loads((folder / "run.json").read_text())
+    run["starts"][-1].update(values)
+    (folder / "run.json").write_text(json.dumps(run))
+    return folder
+
+
+@pytest.mark.parametrize("content", [b"[]", b'{"format": 1, "starts": [{}]}', b'{"format": 2, "sta', None])
+def test_what_is_no_record_is_named(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(
+        ConfigError, match=r"has no run.json|is no record of format 2|cannot be read: .*; type "
+    ) as told:
+        read_run(tmp_path)
+    assert str(tmp_path) in str(told.value)
+
+
+def test_a_run_of_a_process_that_is_gone_was_killed_and_one_elsewhere_is_unknown_after_an_hour(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", state="running")
+    here, child = socket.gethostname(), subprocess.Popen(["true"])
+    dead = child.pid  # a zombie until it is waited for
+    time.sleep(0.2)
+    rows = [
+        (here, os.getpid(), 0, "running"),
+        (here, dead, 0, "killed"),
+        ("x", 1, 9, "running"),
+        ("x", 1, 4e3, "unknown"),
+    ]
+    for host, pid, seconds, state in rows:
+        change(folder, hosts=[host], pid=pid, ended=None, started=time.time() - seconds - 5)
+        os.utime(folder / "run.json", (time.time() - seconds,) * 2)
+        assert state_of(read_run(folder)) == state
+        assert seconds_of(read_run(folder)) == pytest.approx(5, abs=1)
+    child.wait()
+
+
+def test_a_run_that_is_killed_before_its_first_snapshot_keeps_its_start(tmp_path: Path) -> None:
+    for _ in range(2):
+        record = RunRecord(tmp_path, ("val/loss", "min"))
+        record.start(FACTS, 0)
+        record.epoch(1, 20, {"train/loss": 1.0, "val/loss": 0.5, "speed/samples_per_s": 9.0}, (0.5, 20))
+    record.tested({"step": 20, "metrics": {"loss": 0.0}})
+    record.end("finished", 0, {"loss": 0.5})
+    run = read_run(tmp_path)
+    assert [(one["state"], one["to_step"]) for one in run["starts"]] == [("killed", 0), ("finished", 20)]
+    assert run["history"] == [{"epoch": 1, "step": 20, "train/loss": 1.0, "val/loss": 0.5, "speed/samples_per_s": 9.0}]
+    assert run["objective"] == {"name": "val/loss", "mode": "min", "best": 0.5, "step": 20, "last": 0.5}
+    RunRecord(tmp_path, ("val/loss", "min")).start(FACTS, 10)
+    assert [one["to_step"] for one in read_run(tmp_path)["starts"]] == [0, 10, 10]
+    assert read_run(tmp_path)["history"] == []
+
+
+def test_the_history_of_a_long_run_stays_short(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path, ("val/loss", "min"))
+    record.start(FACTS, 0)
+    for epoch in range(1, 5001):
+        record.epoch(epoch, epoch, {"val/loss": 1 / epoch}, (1 / epoch, epoch))
+    record.end("finished", 0, {})
+    history = read_run(tmp_path)["history"]
+    assert 300 < len(history) <= 1000
+    assert [row["epoch"] for row in history] == sorted(row["epoch"] for row in history)
+    assert history[-1]["epoch"] == 5000
+
+
+def test_the_code_is_known_with_git_and_without(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    source = tmp_path / "src" / "train.py"
+    for path in (source, tmp_path / "conf" / "config.yaml"):
+        path.parent.mkdir()
+        path.write_text("seed: 0\n")
+    (tmp_path / "README.md").write_text("one\n")
+    without_git, diff = code_facts(tmp_path)
+    assert "commit" not in without_git
+    for words in (["init"], ["add", "."], ["commit", "-m", "first"]):
+        git(*words)
+    (tmp_path / "README.md").write_text("two\n")
+    facts, diff = code_facts(tmp_path)
+    assert (len(facts["commit"]), facts["source"], diff) == (40, without_git["source"], b"")
+    source.write_text("seed: 1\n")
+    facts, diff = code_facts(tmp_path)
+    assert facts["source"] != without_git["source"]
+    assert b"-seed: 0\n+seed: 1\n" in diff
+    source.write_text("seed: 1\n" * 100_000)
+    facts, diff = code_facts(tmp_path)
+    assert diff == b""
+
+
+# The table.
+
+
+def test_a_thousand_runs_take_a_second_or_two_and_no_torch(tmp_path: Path, runs: Any) -> None:
+    for number in range(1000):
+        folder = tmp_path / "outputs" / f"2026-11-{number // 50:02}" / f"{number:04}"
+        make_run(folder, number / 1000, optimizer__lr=0.1 if number % 2 else 0.2, trainer__epochs=number)
+    before = time.process_time()
+    lines, _ = runs("table", "--sort", "objective", "--filter", "optimizer.lr=0.20")
+    assert time.process_time() - before < 3
+    assert lines[0].split("  ")[-2:] == ["samples/s", "changed"]
+    assert len(lines) == 501
+    row = "outputs/2026-11-19/0998  finished             0.9980       46     46       5709  optimizer.lr=0.2 "
+    assert row in lines[1]
+    assert "2026-11-00/0000" in lines[-1]
+    command = [sys.executable, "-X", "importtime", RUNS, "table", "outputs/2026-11-00"]
+    loaded = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stderr
+    assert not {"torch", "hydra", "omegaconf", "scipy.stats"} & {
+        line.split("|")[-1].strip() for line in loaded.splitlines()
+    }
+
+
+def test_columns_orders_and_filters(tmp_path: Path, runs: Any, cells: Any, caplog: pytest.LogCaptureFixture) -> None:
+    make_run(tmp_path / "a", 0.5, seed=3, trainer__epochs=20, tags=["base", "x"])
+    make_run(tmp_path / "b", None, "failed", seed=1, trainer__epochs=3)
+    make_run(tmp_path / "c" / "0", 0.75, seed=2, note="a b", test={"step": 46, "metrics": {"accuracy": 0.0}})
+    (tmp_path / "c" / "1").mkdir()
+    (tmp_path / "c" / "1" / "run.json").write_text('{"format": 2, "sta')
+    columns = "run,objective,test,trainer.epochs,dataset.mean,commit"
+    assert cells(columns, "--each") == [
+        ["a", "0.5000", "-", "20", "[0.5]", "59029b0b3e"],
+        ["b", "-", "-", "3", "[0.5]", "59029b0b3e"],
+        ["c/0", "0.7500", "0 ± 0.0053", "5", "[0.5]", "59029b0b3e"],  # 0.0 is a number of a test
+    ]
+    assert "c/1/run.json cannot be read: it is no JSON; type rm" in caplog.text
+    assert cells("changed", "--filter", "note=a b") == [["seed=2 'note=a b'"]]  # words of a shell
+
+    def order(*words: str) -> list[str]:
+        return [row for (row,) in cells("run", *words)]
+
+    assert order("--sort", "objective") == ["c/0", "a", "b"]
+    assert order("--sort", "objective", "--reverse") == ["a", "c/0", "b"]
+    assert order("--sort", "trainer.epochs") == ["b", "c/0", "a"]
+    assert order("--sort", "seed", "--filter", "state=finished") == ["c/0", "a"]
+    assert order("--filter", "trainer.compile=false", "--filter", "seed=1") == ["b"]
+    date = datetime.fromtimestamp(1795354012.7)
+    for shown in ("run=a", "objective=0.5000", "objective=0.5", "tags=base"):
+        assert order("--filter", shown) == ["a"], shown
+    for shown in (f"date={date:%Y-%m-%d}", f"date={date:%Y-%m-%d %H:%M}", "commit=59029b0", "speed=5709", "steps=46"):
+        assert len(order("--filter", shown)) == 3, shown
+
+
+def test_runs_of_different_metrics_are_not_sorted_into_one_another(tmp_path: Path, cells: Any) -> None:
+    for name, best, metric in (("a", 0.1, "accuracy"), ("b", 0.9, "accuracy"), ("c", 0.5, "loss")):
+        make_run(tmp_path / name, best, metric=(f"val/{metric}", "max" if metric == "accuracy" else "min"), x=name)
+    found = cells("run,metric,objective", "--sort", "objective")
+    assert found == [["b", "val/accuracy", "0.9000"], ["a", "val/accuracy", "0.1000"], ["c", "val/loss", "0.5000"]]
+    assert choosing(settings(frame([tmp_path]))) == ""
+
+
+def test_runs_that_differ_only_in_seed_or_fold_are_one_line(tmp_path: Path, cells: Any) -> None:
+    """Those of one folder and one code. A second run of a seed, and a failed one, add nothing to the mean."""
+    for seed, best in ((1, 0.5), (2, 0.6), (3, 0.7)):
+        test = {"step": 46, "metrics": {"accuracy": best}, "samples": 100, "errors": {}}
+        make_run(tmp_path / "s" / str(seed), best, optimizer__lr=0.2, seed=seed, test=test)
+    make_run(tmp_path / "s" / "again", 0.1, optimizer__lr=0.2, seed=1, started=1795354013.0)
+    make_run(tmp_path / "s" / "failed", None, "failed", optimizer__lr=0.2, seed=4)
+    make_run(tmp_path / "s" / "other", 0.9, optimizer__lr=0.3, seed=1)
+    for fold in range(5):
+        make_run(tmp_path / "f" / str(fold), 0.5 + fold / 10, loader__fold=fold, loader__folds=5)
+    found = sorted(cells("run,state,objective,seed,changed"))
+    assert found == [
+        ["f (5 runs)", "finished", "0.7000 ± 0.29", "0", "loader.folds=5"],  # 0.20 if they were independent
+        ["s (4 runs)", "3 finished, 1 failed", "0.6000 ± 0.25 of 3", "1,2,3,4", "optimizer.lr=0.2"],
+        ["s/again", "finished", "0.1000", "1", "optimizer.lr=0.2 seed=1"],
+        ["s/other", "finished", "0.9000", "1", "optimizer.lr=0.3 seed=1"],
+    ]
+    assert len(cells("run", "--each")) == 11
+    sweep = settings(frame([tmp_path / "s"]).query("seed < 4"))
+    assert sweep["objective"].tolist() == pytest.approx([0.9, 0.6, 0.1])
+    sentence = choosing(sweep.iloc[1:])
+    assert sentence.startswith(
+        "val/accuracy 0.6 is the best of 2, and so it is optimistic; test/accuracy 0.6 had no part "
+    )
+    assert sentence.endswith("in it (95 %: 0.502 to 0.6906, from 100 test samples)")
+    assert choosing(sweep).endswith("; the test set has not been read")
+
+
+def test_python_gets_a_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "outputs" / "a", optimizer__lr=0.2)
+    monkeypatch.chdir(tmp_path)
+    table: Callable[..., Any] = lockstep.runs  # type: ignore[assignment]
+    assert table().loc[0, ["run", "model", "optimizer.lr", "objective"]].tolist() == ["outputs/a", "mlp", 0.2, 0.5]
+    assert table("outputs").equals(table())
+    (tmp_path / "empty").mkdir()
+    assert table("empty").empty
+    with pytest.raises(ConfigError, match="nowhere is no folder; type "):
+        table("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["table", "nowhere"], "nowhere is no folder; type python src/runs.py table <a folder with runs>"),
+        (["table", "empty"], "no run below empty; type python src/runs.py table <another folder>"),
+        (["table", ".", "--sort", "optimizer.lrr"], "type --sort optimizer.lr"),
+        (["table", ".", "--filter", "lr=0.1"], "type --filter optimizer.lr=<value>"),
+        (["table", ".", "--filter", "optimizer=x"], "type --filter optimizer._target_=<value>"),
+        (["table", ".", "--columns", "obj"], "type --columns state"),
+        (["table", ".", "--filter", "seed"], "--filter seed has no value; type --filter seed=<value>"),
+        (["table", ".", "--filter", "seed=7"], "none of 1 runs has seed=7; type another --filter"),
+        (["table", "--nope"], "type python src/runs.py --help"),
+        ([], "type python src/runs.py --help"),
+        (
+            ["diff", "a", "nowhere"],
+            "nowhere does not exist; type python src/runs.py table to see the runs below outputs",
+        ),
+        (["samples", "a"], "type python src/train.py mode=evaluate resume=<the run folder>"),
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_one_sentence(tmp_path: Path, runs: Any, words: list[str], sentence: str) -> None:
+    make_run(tmp_path / "a", optimizer___target_="torch.optim.SGD")
+    (tmp_path / "empty").mkdir()
+    lines, error = runs(*words, code=2)
+    assert lines == []
+    assert error.startswith("lockstep: ")
+    assert error.count("\n") == 1
+    assert error.strip().endswith(sentence)
+
+
+def test_a_diff_names_what_two_runs_differ_in(tmp_path: Path, runs: Any) -> None:
+    make_run(tmp_path / "a", seed=1, run_dir="a")
+    make_run(tmp_path / "b", seed=1, run_dir="b", optimizer__lr=0.2)
+    path = tmp_path / "b" / "run.json"
+    path.write_text(path.read_text().replace("2.14.1", "2.15.0"))
+    found = [line.split() for line in runs("diff", "a", "b")[0]]
+    assert found == [["a", "b"], ["optimizer.lr", "0.1", "0.2"], ["environment:", "torch", "2.14.1", "2.15.0"]]
+    assert runs("diff", "a", "a")[0] == ["the same: config, data, code and environment"]
