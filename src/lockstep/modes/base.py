@@ -17,7 +17,7 @@ from lockstep.distributed import signals
 from lockstep.errors import ConfigError, exits_are_failures
 from lockstep.failures.record import heartbeat
 from lockstep.files import Contents, write_whole
-from lockstep.runs.record import read_run
+from lockstep.runs.record import read_run, settle
 
 if TYPE_CHECKING:
     from lockstep.config.record import ConfigRecord
@@ -159,6 +159,8 @@ def begin(config: "RunConfig", record: "ConfigRecord", world: "World", logs: "Ra
     from lockstep.distributed.watch import watch
 
     logs.open(config.run_dir)
+    if world.is_rank_zero:
+        settle(Path(config.run_dir))
     watch(world, config.run_dir, config.watch.timeout, config.watch.on_hang)
     build.check_same_config(record, world)
 

@@ -177,7 +177,10 @@ class RunRecord:
             "objective": {"name": name, "mode": mode, "best": best[0], "step": best[1], "last": None},
             "history": [row for row in before["history"] if row["step"] <= step] if step else [],
             "test": None,
-            "starts": [*(_earlier(before, step) if before["starts"] else []), self.begun],
+            "starts": [
+                *(one | {"to_step": max(one["from_step"], min(one["to_step"], step))} for one in before["starts"]),
+                self.begun,
+            ],
             "steps": step,
             "samples_per_second": before["samples_per_second"] if step else None,
         }
@@ -217,16 +220,17 @@ class RunRecord:
         self.written_at = time.monotonic()
 
 
-def _earlier(before: Run, step: int) -> list[dict[str, Any]]:
-    """The earlier starts of a run that goes on after `step`: what they did later is done again.
-
-    One that was killed wrote no end, and which rank failed first is in the failure report.
-    """
-    last = before["starts"][-1]
-    if last["state"] in (RUNNING, FAILED):
-        state = KILLED if last["state"] == RUNNING else state_of(before)
-        last |= {"state": state, "exit_code": exit_code_of(before)}
-    return [one | {"to_step": max(one["from_step"], min(one["to_step"], step))} for one in before["starts"]]
+def settle(folder: Path) -> None:
+    """Write into run.json how the last start ended, which a killed rank 0 could not, and which rank failed first: the
+    failure report of it goes with the next start."""
+    with suppress(ConfigError, OSError):  # a fresh folder, a file that is damaged, a full disk
+        run = read_run(folder)
+        last = run["starts"][-1]
+        if last["state"] in (RUNNING, FAILED):
+            state = KILLED if last["state"] == RUNNING else state_of(run)
+            last |= {"state": state, "exit_code": exit_code_of(run)}
+            del run["folder"]
+            write_whole(folder / NAME, json.dumps(run, indent=1), sync=False)
 
 
 @cache
