@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.check import default_of, word
 from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate, takes
 from lockstep.config.schema import RunConfig
+from lockstep.distributed.environment import RankInfo, read_rank_info
 from lockstep.distributed.run_folder import check_run_folder
 from lockstep.distributed.signals import set_run_folder
 from lockstep.errors import ConfigError
@@ -48,7 +49,7 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
     if not starts and not mode.trains:
         raise ConfigError(f"mode={mode.name} is no training, and a sweep trains; type the command without -m")
     if starts and not mode.starts_ranks:
-        launcher.prepare("lockstep.launchers.rank_imports")
+        launcher.prepare()
     parts = build_parts(config, CalledHere(launcher) if mode.starts_ranks else launcher, mode)
     if starts and not (mode.starts_ranks or launcher.runs_elsewhere):
         check_run_folder(config.run_dir)
@@ -194,9 +195,12 @@ def job_spec(config: RunConfig, launcher: Launcher) -> "JobSpec":
     from lockstep.training.step import Step
 
     world_size, ranks_here = launcher.num_ranks()
+    started_by = "fork" if launcher.starts_processes else read_rank_info().started_by
     backend: str = config.backend.name
     if not launcher.runs_elsewhere:  # another machine may have the GPUs that this one lacks
-        backend = validate_backend(backend, ranks_here, config.backend.socket_ifname)
+        backend = validate_backend(
+            backend, RankInfo(0, world_size, 0, ranks_here, started_by), config.backend.socket_ifname
+        )
     trainer = config.trainer
     return JobSpec(
         world_size=world_size,

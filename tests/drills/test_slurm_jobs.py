@@ -87,7 +87,7 @@ def test_srun_in_a_script_of_ones_own_survives_preemption(start, slurm, tmp_path
     slurm.run("srun", "--partition=high", "--nodes=2", "--ntasks-per-node=4", "true")
     folder = wait_until_logged(tmp_path, "stopped early")
     assert slurm.wait_for_job(job, "COMPLETED")["Restarts"] == "1", (tmp_path / "out").read_text()
-    assert f"stopped early at step {stopped_at(folder)} as Slurm gives the nodes to another job; " in read_log(folder)
+    assert f"stopped early at step {stopped_at(folder)}; " in read_log(folder)
     assert f"resumed from {folder}/snapshots/step_{stopped_at(folder):08d}" in read_log(folder)
     assert "epoch 60/60" in read_log(folder)
 
@@ -171,7 +171,7 @@ def test_the_end_of_the_time_is_told_as_slurms_reason(start, slurm):
     slurm.run("scontrol", "update", f"JobId={job}", "EndTime=now")  # Slurm looks at the limits every 30 s
     folder = wait_until_logged(cwd, "stopped early")
     step = stopped_at(folder)
-    assert f"stopped early at step {step} as Slurm's time limit is reached; go on there with " in read_log(folder)
+    assert f"stopped early at step {step}; go on there with " in read_log(folder)
     assert slurm.wait_for_job(job, "TIMEOUT")["Restarts"] == "0"
 
 

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.distributed.backend import choose_backend, validate_backend
+from lockstep.distributed.backend import choose_backend, number_of_threads, validate_backend
+from lockstep.distributed.environment import RankInfo
+from lockstep.distributed.host import cpu_count
 from lockstep.distributed.old_world import gather_state
 from lockstep.distributed.world import OtherData, join_world, require_same_config, require_same_data
 from lockstep.errors import ConfigError
@@ -25,6 +27,8 @@ VARIABLES = {
     "NCCL_IB_DISABLE": "0",
 }
 SHARES = ([5], [4, 3], [0, 7], [5, 2, 0], [0, 1, 6])
+
+CORES = cpu_count()
 
 
 def _talk(folder: str) -> dict[str, Any]:
@@ -265,11 +269,30 @@ def test_options_that_are_not_set_leave_the_environment_alone():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
 def test_without_gpus_auto_is_gloo_and_nccl_is_refused():
-    assert choose_backend("auto", 4) == "gloo"
+    ranks = RankInfo(world_size=4, local_world_size=4)
+    assert choose_backend("auto", ranks) == "gloo"
     with pytest.raises(ConfigError, match="this machine shows none; type backend=gloo"):
-        choose_backend("nccl")
+        choose_backend("nccl", ranks)
 
 
 def test_a_network_interface_that_is_missing_is_named():
     with pytest.raises(ConfigError, match="eth9 is no network interface .*lo.*; type backend.socket_ifname="):
-        validate_backend("gloo", 1, "lo,eth9")
+        validate_backend("gloo", RankInfo(), "lo,eth9")
+
+
+@pytest.mark.parametrize(
+    ("typed", "ranks_on_cores", "said", "started_by", "expected"),
+    [
+        (None, 1, None, "python", CORES),
+        (None, 2, None, "fork", max(1, CORES // 2)),
+        (None, 1, None, "srun", CORES),  # each task has cores of its own
+        (7, 2, "3", "python", 7),
+        (None, 1, "3", "python", 3),
+        (None, 1, "1", "torchrun", CORES),  # which sets it
+    ],
+)
+def test_threads_of_a_rank(monkeypatch, typed, ranks_on_cores, said, started_by, expected):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert number_of_threads(typed, ranks_on_cores, started_by) == expected

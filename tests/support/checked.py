@@ -8,7 +8,7 @@ import torch
 
 from lockstep.config.nodes import instantiate
 from lockstep.config.schema import RunConfig
-from lockstep.launchers.local import SpawnLauncher
+from lockstep.launchers.local import LocalLauncher
 from lockstep.modes.check import PROMISES, Ended, ended
 from lockstep.modes.recorder import run, traces_in
 from lockstep.modes.train import Train
@@ -50,7 +50,7 @@ def failures(ways: list[tuple[int, RunConfig]]) -> list[tuple[str, bool]]:
     torch.set_num_threads(1)
     sentences = []
     for ranks, way in ways:
-        launcher = SpawnLauncher("fork", ranks, 1, 0, "127.0.0.1", 0)
+        launcher = LocalLauncher("fork", ranks)
         end = ended(way, record_of(way), replace(parts_of(way), launcher=launcher, mode=Train()))
         sentences.append((end.failed, end.is_known))
     return sentences

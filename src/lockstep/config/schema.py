@@ -27,7 +27,7 @@ Fraction = Annotated[float, Ge(0), Lt(1)]
 ClassWeights = list[NotNegative] | Literal["balanced"] | None
 Names = list[str | int]  # of layers: the name of one may be a whole number
 Ranks = Count | Literal["auto", "gpu", "cpu"]
-StartMethod = Literal["spawn", "fork", "forkserver"]
+StartMethod = Literal["fork", "spawn"]
 Shape = list[Count]
 Classes = Count
 
@@ -120,6 +120,7 @@ class Watch:
 class Backend:
     name: Literal["auto", "gloo", "nccl", "mpi"]
     timeout: Annotated[float, Ge(1)]
+    threads: Count | None
     socket_ifname: str | None
     debug: str | None
     p2p_disable: bool | None

@@ -3,19 +3,25 @@
 No torch here.
 """
 
+import ipaddress
 import os
 import re
 import subprocess
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep.errors import ConfigError
 
 Environment = Mapping[str, str]
 
+LOOPBACK = "127.0.0.1"
+STORE_FILE = "LOCKSTEP_STORE_FILE"  # the environment variable in which our launcher names the file of the store
+STARTED_BY = "LOCKSTEP_STARTED_BY"
 SLURM_JOB_FILE = "slurm_job"  # in the run folder: the number of the job that was submitted for it
-ANSWER_SECONDS = 3.0  # Slurm kills the ranks 30 s after it has asked them to end, by default
+ANSWER_SECONDS = 3.0  # of Slurm, which kills the ranks 30 s after it has asked them to end, by default
+# Values that all ranks of a job of mpirun share, and other jobs do not. Open MPI 5 has only the second.
+MPI_JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "HYDI_CONTROL_FD")
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,8 @@ class RankInfo:
 
     started_by: "python" (a plain start), "torchrun", "srun", "mpirun", "environment" (RANK and WORLD_SIZE set by
     another program), or "spawn" or "fork" (this project's own launchers).
-    master_addr, master_port: where the ranks' store listens. Port 0: a world of one, which needs none.
+    store_file: holds the ranks' store, where our launcher has started them on one machine.
+    master_addr, master_port: where the store listens elsewhere. Port 0: a world of one, which needs none.
     agent_store: the starter listens there already, so rank 0 must not.
     """
 
@@ -36,6 +43,7 @@ class RankInfo:
     master_addr: str = ""
     master_port: int = 0
     agent_store: bool = False
+    store_file: str = ""
 
     @property
     def is_rank_zero(self) -> bool:
@@ -45,6 +53,23 @@ class RankInfo:
     def may_start_ranks(self) -> bool:
         """Whether no other program has started this process as one of several ranks. srun --pty bash has one task."""
         return self.started_by == "python" or (self.started_by == "srun" and self.world_size == 1)
+
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether all ranks are known to be on this machine, so that nothing needs to listen beyond it.
+
+        A starter that need not say how many ranks a machine has shows it by a loopback address alone.
+        """
+        known = self.started_by not in ("environment", "mpirun") or is_loopback(self.master_addr)
+        return known and self.local_world_size >= self.world_size
+
+
+def is_loopback(address: str) -> bool:
+    """Whether `address` is localhost or a number such as 127.0.0.1. A name may mean another address elsewhere."""
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 def read_rank_info(env: Environment | None = None) -> RankInfo:
@@ -84,29 +109,30 @@ def _read(env: Environment) -> RankInfo:
 def export_rank_info(info: RankInfo) -> None:
     """Set torchrun's variables in this process, so that other libraries find the rank where they look for it.
 
-    `read_rank_info` gives the same `info` afterwards: the next job of a sweep must find this job's store again.
+    `read_rank_info` gives the same `info` afterwards.
     """
-    environ: MutableMapping[str, str] = os.environ
-    environ["RANK"] = str(info.rank)
-    environ["WORLD_SIZE"] = str(info.world_size)
-    environ["LOCAL_RANK"] = str(info.local_rank)
-    environ["LOCAL_WORLD_SIZE"] = str(info.local_world_size)
-    environ["MASTER_ADDR"] = info.master_addr or "127.0.0.1"
-    environ["MASTER_PORT"] = str(info.master_port or 29500)
-    environ["LOCKSTEP_STARTED_BY"] = info.started_by
+    os.environ |= {
+        "RANK": str(info.rank),
+        "WORLD_SIZE": str(info.world_size),
+        "LOCAL_RANK": str(info.local_rank),
+        "LOCAL_WORLD_SIZE": str(info.local_world_size),
+        "MASTER_ADDR": info.master_addr or LOOPBACK,
+        "MASTER_PORT": str(info.master_port or 29500),
+        STARTED_BY: info.started_by,
+    }
 
 
 def node_rank_info(nnodes: int, node_rank: int, master_addr: str, master_port: int) -> RankInfo:
-    """The place of a `launch=spawn` parent among the parents of all nodes. The first of them hosts the ranks' store.
+    """The place of a `launch=spawn` parent among the parents of several nodes, of which the first hosts the store.
 
-    master_port 0 means a free port, which only one node can use. Raises ConfigError for several nodes.
+    Raises ConfigError.
     """
-    if nnodes > 1 and not master_port:
+    if not master_port:
         raise ConfigError(
             "launch=spawn on several nodes needs a port that all of them know; type launch.master_port=29500 on each"
         )
     if not 0 <= node_rank < nnodes:
-        choices = "launch.node_rank=0" if nnodes <= 1 else f"launch.node_rank=0 to {nnodes - 1}"
+        choices = f"launch.node_rank=0 to {nnodes - 1}"
         raise ConfigError(f"launch.node_rank={node_rank} does not fit launch.nnodes={nnodes}; type {choices}")
     return RankInfo(node_rank, nnodes, started_by="spawn", master_addr=master_addr, master_port=master_port)
 
@@ -125,17 +151,18 @@ def _from_torchrun(env: Environment) -> RankInfo:
         raise numbers.error(f"RANK={rank} does not fit WORLD_SIZE={world_size}: ranks are 0, 1, ... below WORLD_SIZE")
     started_by = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
     # Without LOCAL_*, as in a container for each rank, another host of the store means other machines.
-    address = env.get("MASTER_ADDR", "127.0.0.1")
-    is_here = "LOCAL_WORLD_SIZE" not in env and (address in ("localhost", "::1") or address.startswith("127."))
+    address = env.get("MASTER_ADDR", LOOPBACK)
+    is_here = "LOCAL_WORLD_SIZE" not in env and is_loopback(address)
     return RankInfo(
         rank=rank,
         world_size=world_size,
         local_rank=numbers.get("LOCAL_RANK", rank if is_here else 0),
         local_world_size=numbers.get("LOCAL_WORLD_SIZE", world_size if is_here else 1),
-        started_by=env.get("LOCKSTEP_STARTED_BY") or started_by,
+        started_by=env.get(STARTED_BY) or started_by,
         master_addr=address,
         master_port=numbers.get("MASTER_PORT", 29500),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        store_file=env.get(STORE_FILE, ""),
     )
 
 
@@ -159,28 +186,24 @@ def _from_slurm(env: Environment) -> RankInfo:
     )
 
 
-# Values that all ranks of a job of mpirun share, and other jobs do not. Open MPI 5 has only the second.
-MPI_JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "HYDI_CONTROL_FD")
-
-
 def _from_mpi(env: Environment, names: str, local_rank: str, local_size: str) -> RankInfo:
     """names: of the rank and the world size; local_rank, local_size: the names of those on this machine."""
     numbers = _Numbers(env, unset=names.format("SIZE"), starter="mpirun")
     rank, world_size = numbers[names.format("RANK")], numbers[names.format("SIZE")]
     local_world_size = numbers.get(local_size, world_size)
-    job = next((env[name] for name in MPI_JOBS if env.get(name)), str(os.getppid()))
     if local_world_size < world_size and not env.get("MASTER_ADDR"):
         raise ConfigError(
             "mpirun started ranks on several hosts and MPI does not say where their store listens; "
             "type mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
         )
+    job = next((env[name] for name in MPI_JOBS if env.get(name)), str(os.getppid()))
     return RankInfo(
         rank=rank,
         world_size=world_size,
         local_rank=numbers.get(local_rank, rank),
         local_world_size=local_world_size,
         started_by="mpirun",
-        master_addr=env.get("MASTER_ADDR") or "127.0.0.1",
+        master_addr=env.get("MASTER_ADDR") or LOOPBACK,
         master_port=numbers.get("MASTER_PORT", _port_of_job(job)),
     )
 
@@ -220,46 +243,25 @@ def first_host(nodelist: str) -> str:
     """
     first = re.match(r"([^,\[]|\[[^\]]*\])*", nodelist)  # up to a comma that is not in brackets
     name = first[0] if first else ""
-    return re.sub(r"\[(\w*)[^\]]*\]", r"\1", name) or "127.0.0.1"
+    return re.sub(r"\[(\w*)[^\]]*\]", r"\1", name) or LOOPBACK
 
 
 def tasks_per_node(counts: str) -> list[int]:
     """The tasks of each host: "2(x2),1" -> [2, 2, 1]. Raises ConfigError."""
-    tasks: list[int] = []
-    for part in counts.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise ConfigError(
-                f"SLURM_STEP_TASKS_PER_NODE={counts} in the environment is not a list such as 2(x2),1; "
-                f"type `unset SLURM_STEP_TASKS_PER_NODE`, or start with srun"
-            )
-        tasks += [int(match[1])] * int(match[2] or 1)
-    return tasks
-
-
-def slurm_reason() -> str:
-    """ " as Slurm ..." if this rank is in a job that Slurm ends; empty if Slurm confirms no reason. Asks Slurm."""
-    job = os.environ.get("SLURM_JOB_ID")
-    if job is None:
-        return ""
-    words = _ask_slurm("scontrol", "--oneliner", "show", "job", job)[0].split()
-    if "Reason=TimeLimit" in words:
-        return " as Slurm's time limit is reached"
-    if any(word.startswith("PreemptTime=") for word in words) and "PreemptTime=None" not in words:
-        return " as Slurm gives the nodes to another job"
-    return ""
+    found = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()) for part in counts.split(",")]
+    if None in found:
+        raise ConfigError(
+            f"SLURM_STEP_TASKS_PER_NODE={counts} in the environment is not a list such as 2(x2),1; "
+            f"type `unset SLURM_STEP_TASKS_PER_NODE`, or start with srun"
+        )
+    return [int(part[1]) for part in found if part for _ in range(int(part[2] or 1))]
 
 
 def is_in_queue(job: str) -> bool:
     """Whether Slurm runs this job, or will. True if Slurm does not answer."""
-    told, problem = _ask_slurm("squeue", "--noheader", "--format=%i", f"--jobs={job}")
-    return bool(told.strip() or problem) and "Invalid job id" not in problem
-
-
-def _ask_slurm(*command: str) -> tuple[str, str]:
-    """(what a command of Slurm's prints, why it has failed). The second is empty if it has not."""
+    command = ("squeue", "--noheader", "--format=%i", f"--jobs={job}")
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return "", str(error)
-    return answer.stdout, answer.stderr if answer.returncode else ""
+    except (OSError, subprocess.TimeoutExpired):
+        return True
+    return bool(answer.stdout.strip() or answer.returncode) and "Invalid job id" not in answer.stderr

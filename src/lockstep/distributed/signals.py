@@ -1,4 +1,4 @@
-"""How a run is asked to stop: signals, in a rank and in the process that starts ranks, and the vote of the ranks.
+"""How a run is asked to stop: by signals, in a rank and in the process that starts ranks.
 
 Before the training there is nothing to save, so the first signal ends the process at once. During the training the
 ranks agree on it at a step, save, and exit together. A second one ends the process at once. No torch at the top.
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 # has neither.
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 STOP_SIGNALS = tuple(number for number in signal.Signals if number.name in NAMES)
-SILENT = 2.0  # seconds after the first signal: a step that takes longer may hang
 REPEAT_AFTER = 2.0  # seconds: one Ctrl-C can arrive twice, from the terminal and from the launcher
 
 
@@ -41,17 +40,18 @@ class _Process:
     requested_at: when the first signal came, by the monotonic clock. requested_by: its number.
     saves_first: whether the ranks save after the first signal, before they end.
     prints: whether this process prints the last line of a run that ends at once. One process of a run does.
+    launcher: the process that has started this rank, if it is ours.
+    look: called each second in the thread that hears signals.
+    writer: the signal's number is written here, also while Python runs no code.
     """
 
-    def __init__(self) -> None:
-        self.requested_at: float | None = None
-        self.requested_by = 0
-        self.saves_first = False
-        self.prints = True
-        self.launcher: int | None = None  # the process that has started this rank
-        self.run_dir: str | Path | None = None
-        self.look: Callable[[float], object] | None = None  # called each second in the thread that hears signals
-        self.writer: int | None = None  # the signal's number is written here, also while Python runs no code
+    requested_at: float | None = None
+    requested_by = 0
+    saves_first, prints = False, True
+    launcher: int | None = None
+    run_dir: str | Path | None = None
+    look: Callable[[float], object] | None = None
+    writer: int | None = None
 
 
 _process = _Process()
@@ -81,8 +81,6 @@ def listen(run_dir: str | Path | None = None) -> None:
     handle_signals(lambda number, frame: None)  # the thread acts
     signal.set_wakeup_fd(_process.writer, warn_on_full_buffer=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    if _process.requested_at is not None and _ends_at_once(_process.requested_by):
-        _end(_process.requested_by)  # it came between two jobs of a sweep
 
 
 def each_second(look: Callable[[float], object] | None) -> None:
@@ -109,8 +107,7 @@ def remove_folder_of_launcher() -> None:
 def stop_listening() -> None:
     """Ignore these signals: this rank is about to exit. srun sends SIGTERM to all ranks when the first one exits, and
     that must not change an exit code."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    handle_signals(signal.SIG_IGN)
 
 
 def stop_requested() -> bool:
@@ -162,12 +159,15 @@ def with_newest_snapshot(reason: str) -> str:
 
 def ended_at_once(number: int, in_training: bool) -> StoppedEarly:
     """The error for a process that signal `number` ends at once. in_training: it is a second one, in training."""
-    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED_WITHOUT_SNAPSHOT
     if not in_training and newest_snapshot(Path(_process.run_dir or ".")) is None:
-        return StoppedEarly(f"ended by {name}; there is nothing to save", code)
-    what = f"ended at once by a second {name}" if in_training else f"ended by {name} before its first step"
-    return StoppedEarly(with_newest_snapshot(what), code)
+        return StoppedEarly(f"ended by {_name(number)}; there is nothing to save", code)
+    how = f"at once by a second {_name(number)}" if in_training else f"by {_name(number)} before its first step"
+    return StoppedEarly(with_newest_snapshot(f"ended {how}"), code)
+
+
+def _name(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def is_repeated(first: float, number: int) -> bool:
@@ -175,7 +175,7 @@ def is_repeated(first: float, number: int) -> bool:
     return number != signal.SIGUSR1 and time.monotonic() - first > REPEAT_AFTER
 
 
-def handle_signals(handler: Callable[[int, FrameType | None], object]) -> None:
+def handle_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
     """Handle the signals that ask for a stop. SIGHUP stays ignored if it is, as under nohup."""
     for number in STOP_SIGNALS:
         if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:
@@ -183,28 +183,20 @@ def handle_signals(handler: Callable[[int, FrameType | None], object]) -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None = None) -> None:
-    """Signal `number` has arrived."""
-    if _ends_at_once(number):
+    """Signal `number` has arrived. SIGUSR1 ends nothing before the training: Slurm sends it long before the end."""
+    if not _process.saves_first and number != signal.SIGUSR1:
         _end(number)
     if _process.requested_at is None:
         _process.requested_at, _process.requested_by = time.monotonic(), number
         if _process.saves_first and read_rank_info().is_rank_zero:
-            waits = threading.Timer(SILENT, _say_what_is_awaited, [number])
-            waits.daemon = True
-            waits.start()
+            _print(f"{_name(number)}: stopping after this step; a second one ends at once")
     elif is_repeated(_process.requested_at, number):
         _end(number)
 
 
-def _say_what_is_awaited(number: int) -> None:
-    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+def _print(line: str) -> None:
     with suppress(OSError, ValueError):  # the terminal is closed
-        print(f"{name}: stopping after this step; a second one ends at once", file=sys.stderr, flush=True)
-
-
-def _ends_at_once(number: int) -> bool:
-    """Whether a first signal `number` ends this process. SIGUSR1 never does: Slurm sends it long before the end."""
-    return not _process.saves_first and number != signal.SIGUSR1
+        print(line, file=sys.stderr, flush=True)
 
 
 def _read_signals(reader: int) -> None:
@@ -226,8 +218,7 @@ def _end(number: int) -> NoReturn:
     heartbeat.enter("end")
     stopped = ended_at_once(number, _process.saves_first)
     if _process.prints:
-        with suppress(OSError, ValueError):  # the terminal is closed
-            print(f"lockstep: {stopped}", file=sys.stderr, flush=True)
+        _print(f"lockstep: {stopped}")
     remove_folder_of_launcher()
     if _process.launcher is None:
         remove_temporary_folder()

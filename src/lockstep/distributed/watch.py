@@ -5,6 +5,7 @@ import sys
 import tempfile
 import uuid
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from lockstep.failures.watchdog import Watchdog
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-CONNECT_SECONDS = 10.0  # to a store, which may be in the process that hangs
+CONNECT_TIME = timedelta(seconds=10)  # to a store, which may be in the process that hangs
 
 
 def watch(world: World, run_dir: str | Path, timeout: float | None, on_hang: str) -> None:
@@ -29,30 +30,22 @@ def watch(world: World, run_dir: str | Path, timeout: float | None, on_hang: str
     """
     info, before, run_dir = read_rank_info(), read_report(Path(run_dir)), os.path.abspath(run_dir)
     is_launched, own = heartbeat.folder is not None, ""
-    if not is_launched and world.local_rank == 0 and world.size > 1:
+    if not is_launched and world.local_rank == 0 and world.local_size > 1:
         own = tempfile.mkdtemp(prefix="lockstep-")
-    # Not for containers of one machine: they do not see each other's processes.
-    spaces = [os.readlink(path) for path in ("/proc/self/ns/pid", "/proc/self/ns/net") if os.path.exists(path)]
-    machine = [heartbeat.who["host"], *spaces, str(heartbeat.folder or "")]
-    everyone = world.all_gather_json([machine, os.getpid(), own, uuid.uuid4().hex])
-    ranks = {rank: pid for rank, (of, pid, *_) in enumerate(everyone) if of == machine}
-    folder = next((folder for of, _, folder, _ in everyone if of == machine and folder), "")
-    if heartbeat.stacks is None:
-        heartbeat.share(Path(folder) if len(ranks) > 1 and os.path.isdir(folder) else None)
-    if own and heartbeat.folder != Path(own):
-        os.rmdir(own)
+    of_ranks = world.all_gather_json([own, uuid.uuid4().hex])
+    if not is_launched:
+        folder = of_ranks[min(world.here)][0]
+        heartbeat.share(Path(folder) if os.path.isdir(folder) else None)
     log_file = os.path.join(run_dir, "logs", f"rank{world.rank}.log")
-    of_before = None if before is None else identity(before["first"])
-    heartbeat.note(run_dir=run_dir, log=log_file, before=of_before)
+    heartbeat.note(run_dir=run_dir, log=log_file, before=None if before is None else identity(before["first"]))
     if world.is_rank_zero:
         with suppress(OSError):
             Path(run_dir, FILE).unlink(missing_ok=True)
-    machines = list({str(of): rank for rank, (of, *_) in reversed([*enumerate(everyone)])}.values())
 
     def store() -> "Store":
         from torch.distributed import PrefixStore
 
-        return PrefixStore(f"watchdog/{everyone[0][3]}", client_of_store(info, CONNECT_SECONDS))
+        return PrefixStore(f"watchdog/{of_ranks[0][1]}", client_of_store(info, CONNECT_TIME))
 
     def show(failure: dict[str, Any]) -> None:
         command = typed_command(info.started_by)
@@ -60,7 +53,7 @@ def watch(world: World, run_dir: str | Path, timeout: float | None, on_hang: str
         with suppress(OSError, ValueError):  # nobody reads stderr any more
             print(screen(report), file=sys.stderr, flush=True)
 
-    dog = Watchdog(
-        ranks, world.size, heartbeat, machines, store, timeout, on_hang, world.timeout, None if is_launched else show
-    )
+    printing = None if is_launched else show
+    ranks = world.here, world.size, heartbeat, list(world.machines)
+    dog = Watchdog(*ranks, store, timeout, on_hang, world.timeout, printing)
     signals.each_second(dog.look)

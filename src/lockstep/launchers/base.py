@@ -23,11 +23,8 @@ class Launcher:
     runs_elsewhere: bool = False
     """Whether the ranks run later, perhaps on machines that are unlike this one."""
 
-    def prepare(self, rank_imports: str) -> None:
-        """Begin what takes time, such as imports. Called first. Raises ConfigError if it cannot begin.
-
-        rank_imports: the module that imports what ranks need, see `lockstep.launchers.rank_imports`.
-        """
+    def prepare(self) -> None:
+        """Begin what takes time, such as imports. Called first."""
 
     def validate(self) -> None:
         """Raise ConfigError for whatever would make `launch` fail."""

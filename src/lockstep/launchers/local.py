@@ -1,7 +1,6 @@
-"""launch=torchrun, spawn and fork: ranks that this process starts on its machine, watches, and starts again.
+"""launch=fork, spawn and torchrun: ranks that this process starts on its machine, watches, and starts again.
 
-`spawn` is a fresh interpreter that imports everything itself. `fork` is a copy of this process, and `forkserver` a copy
-of a helper process without threads or CUDA; such copies share one import of torch.
+`fork` copies this process, so that ranks share one import of torch; `spawn` starts fresh interpreters.
 
 This does not use torch's elastic agent, which `torchrun src/train.py` starts. That agent listens on all interfaces,
 unpickles what it finds in its store, waits 30 s for a rank that does not end, and may name the wrong rank.
@@ -13,7 +12,6 @@ import itertools
 import math
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
@@ -30,9 +28,9 @@ from annotated_types import Ge, Le
 
 from lockstep.config.schema import Count, Ranks, StartMethod, Whole
 from lockstep.distributed import signals
-from lockstep.distributed.environment import RankInfo, node_rank_info
-from lockstep.distributed.host import LAUNCHER, cpu_count, end_with_parent
-from lockstep.distributed.rendezvous import LOOPBACK, close_store, hold_port, shared_store, store_address
+from lockstep.distributed.environment import LOOPBACK, STARTED_BY, STORE_FILE, node_rank_info
+from lockstep.distributed.host import cpu_count, end_with_parent
+from lockstep.distributed.rendezvous import shared_store
 from lockstep.distributed.signals import STOP_SIGNALS, Relay
 from lockstep.errors import (
     EXIT_FAILED,
@@ -65,201 +63,105 @@ def resolve_nproc(nproc_per_node: int | str) -> int:
 
     cpu: one per core. gpu: one per GPU. auto: one per GPU if there are any, else one per core. Raises ConfigError.
     """
+    if isinstance(nproc_per_node, int):
+        return nproc_per_node
     if nproc_per_node == "cpu":
         return cpu_count()
-    if nproc_per_node in ("gpu", "auto"):
-        import torch
+    import torch
 
-        gpus = torch.cuda.device_count()
-        if nproc_per_node == "gpu" and not gpus:
-            raise ConfigError(
-                "launch.nproc_per_node=gpu needs a GPU and this machine shows none; type launch.nproc_per_node=cpu"
-            )
-        return gpus or cpu_count()
-    return int(nproc_per_node)
+    gpus = torch.cuda.device_count()
+    if nproc_per_node == "gpu" and not gpus:
+        raise ConfigError(
+            "launch.nproc_per_node=gpu needs a GPU and this machine shows none; type launch.nproc_per_node=cpu"
+        )
+    return gpus or cpu_count()
 
 
 class LocalLauncher(Launcher):
-    """What the launchers of this file share.
+    """Ranks on this machine, and those of one run on several nodes: there the same command runs on each.
 
-    name: of the option. nnodes, node_rank, master_addr, master_port: see SpawnLauncher.
+    start_method: fork: a copy of this process; spawn: a fresh interpreter for each rank.
+    nproc_per_node: ranks on this machine, the same number on each; gpu: as many as GPUs; auto: GPUs, else CPUs.
+    max_restarts: how often failed ranks are started again, all together, on one machine.
+    nnodes: machines; run the same command on each with its own node_rank.
+    node_rank: number of this machine.
+    master_addr: address of the machine with node_rank 0.
+    master_port: port there; for several machines.
     """
 
     starts_processes = True
 
     def __init__(
         self,
-        name: str,
-        start_method: str,
-        nproc_per_node: int | str,
-        max_restarts: int = 0,
-        nnodes: int = 1,
-        node_rank: int = 0,
+        start_method: StartMethod,
+        nproc_per_node: Ranks,
+        max_restarts: Whole = 0,
+        nnodes: Count = 1,
+        node_rank: Whole = 0,
         master_addr: str = LOOPBACK,
-        master_port: int = 0,
+        master_port: Annotated[int, Ge(0), Le(65535)] = 0,
     ) -> None:
-        self.name, self.start_method, self.nproc_per_node = name, start_method, nproc_per_node
-        self.max_restarts, self.nnodes, self.node_rank = max_restarts, nnodes, node_rank
-        self.master_addr, self.master_port = master_addr, master_port
+        self.start_method, self.nproc_per_node, self.max_restarts = start_method, nproc_per_node, max_restarts
+        self.nnodes, self.node = nnodes, (nnodes, node_rank, master_addr, master_port)
+        self.node_rank = node_rank
 
-    def prepare(self, rank_imports: str) -> None:
-        starts_once = not self.max_restarts and self.nnodes == 1
-        if self.start_method == "forkserver" and rank_imports in sys.modules and starts_once:
-            # A job of a sweep is a copy of a process that has imported everything. A fork server of its own would
-            # import torch again, for 2 s. After the first start this process has threads, and must not fork.
-            self.start_method = "fork"
+    def prepare(self) -> None:
         if self.start_method == "fork":
-            importlib.import_module(rank_imports)
-            return
-        # Otherwise the start of the first process starts it, and that unblocks the signals of `signals.blocked`.
-        multiprocessing.resource_tracker.ensure_running()
-        if self.start_method == "forkserver":
-            start_fork_server(rank_imports)
+            importlib.import_module("lockstep.launchers.rank_imports")
+        else:  # else the start of the first process starts it, and that unblocks the signals of `signals.blocked`
+            multiprocessing.resource_tracker.ensure_running()
 
     def validate(self) -> None:
         resolve_nproc(self.nproc_per_node)
-        refuse_nesting(self.name)
-        if self.start_method == "fork" and self.max_restarts:
-            raise ConfigError(
-                "launch.start_method=fork cannot restart ranks: after the first start this process has threads; "
-                "type launch.start_method=forkserver"
-            )
-        if self.start_method == "fork" and self.nnodes > 1:
-            raise ConfigError(
-                "launch=fork is for one machine: the parents of several machines share a store, which has threads, and "
-                "a process with threads cannot fork safely; type launch=spawn"
-            )
-        self._node()
+        refuse_nesting(self.start_method)
+        if self.nnodes > 1:
+            node_rank_info(*self.node)
+            if self.start_method == "fork":
+                raise ConfigError(
+                    "launch.start_method=fork is for one machine: the parents of several machines share a store, which "
+                    "has threads, and a process with threads cannot fork safely; type launch=spawn"
+                )
+            if self.max_restarts:
+                raise ConfigError(
+                    "launch.max_restarts is for one machine; type launch.max_restarts=0, or start the ranks with "
+                    "torchrun --max-restarts"
+                )
 
     def num_ranks(self) -> tuple[int, int]:
         ranks = resolve_nproc(self.nproc_per_node)
         return self.nnodes * ranks, ranks
 
     def launch(self, worker: Worker, *args: Any) -> Any:
-        node = self._node() if self.master_port else hold_port(self._node())
+        """Run `worker(*args)` in every rank, again after a failure if restarts are left. Returns rank 0's value.
+
+        Raises what `Launcher.launch` raises.
+        """
         world_size, ranks_here = self.num_ranks()
         env = {
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(ranks_here),
             "GROUP_RANK": str(self.node_rank),
-            "MASTER_ADDR": store_address(node),
-            "MASTER_PORT": str(node.master_port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # a launcher hosts the store, not rank 0
-            "LOCKSTEP_STARTED_BY": self.name,
+            STARTED_BY: self.start_method,
         }
-        # Elsewhere only the ranks need the store: this process would wait for node 0 and hear no signal meanwhile.
-        hosted = node if self.node_rank == 0 else None
-        first_rank = self.node_rank * ranks_here
-        supervisor = Supervisor(self.start_method, ranks_here, first_rank, env, self.max_restarts, hosted)
-        try:
-            return supervisor.run(worker, *args)
-        finally:
-            if self.nnodes == 1:  # nodes end a job at different times, so theirs stays for the next job of a sweep
-                close_store(node)
-
-    def _node(self) -> RankInfo:
-        return node_rank_info(self.nnodes, self.node_rank, self.master_addr, self.master_port)
-
-
-class TorchrunLauncher(LocalLauncher):
-    """launch=torchrun: ranks on this machine, and restarts as torchrun makes them.
-
-    start_method: spawn: a fresh interpreter for each rank; fork: a copy of this one; forkserver: a copy of a helper.
-    nproc_per_node: ranks on this machine; gpu: as many as GPUs; auto: GPUs, else CPUs.
-    max_restarts: how often failed ranks are started again, all together.
-    """
-
-    def __init__(self, start_method: StartMethod, nproc_per_node: Ranks, max_restarts: Whole) -> None:
-        super().__init__("torchrun", start_method, nproc_per_node, max_restarts)
-
-
-class SpawnLauncher(LocalLauncher):
-    """launch=spawn and launch=fork. On several nodes the same command runs on each, with its own `node_rank`.
-
-    start_method: spawn: a fresh interpreter for each rank; fork: a copy of this one; forkserver: a copy of a helper.
-    nproc_per_node: ranks on this machine, the same number on each; gpu: as many as GPUs; auto: GPUs, else CPUs.
-    nnodes: machines, for launch=spawn; run the same command on each with its own node_rank.
-    node_rank: number of this machine.
-    master_addr: address of the machine with node_rank 0.
-    master_port: port there; 0: any free one, for one machine.
-    """
-
-    def __init__(
-        self,
-        start_method: StartMethod,
-        nproc_per_node: Ranks,
-        nnodes: Count,
-        node_rank: Whole,
-        master_addr: str,
-        master_port: Annotated[int, Ge(0), Le(65535)],
-    ) -> None:
-        name = "fork" if start_method == "fork" else "spawn"
-        super().__init__(name, start_method, nproc_per_node, 0, nnodes, node_rank, master_addr, master_port)
-
-
-def start_fork_server(rank_imports: str) -> None:
-    """Start the process that ranks are forked from. It imports the module `rank_imports` while this process goes on."""
-    multiprocessing.set_forkserver_preload([rank_imports])
-    path = os.environ.get("PYTHONPATH")
-    os.environ[LAUNCHER] = str(os.getpid())
-    # A fork server of Python 3.11 has no sys.path of its launcher, and skips a module that it does not find.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), path]))
-    try:
-        with signals.blocked():  # it must not end at Ctrl-C or with the terminal: it reads how the ranks end
-            multiprocessing.forkserver.ensure_running()
-    except OSError as error:  # the system's limit for the path of a Unix socket is about 100 characters
-        folder = os.environ.get("TMPDIR", "/tmp")  # tempfile has no answer if no folder can be used
-        raise ConfigError(
-            f"the helper process of the ranks cannot listen in {folder} ({error}); "
-            f"type TMPDIR=/tmp before the command, or launch.start_method=spawn"
-        ) from None
-    finally:
-        del os.environ[LAUNCHER], os.environ["PYTHONPATH"]
-        if path is not None:
-            os.environ["PYTHONPATH"] = path
-
-
-class Supervisor:
-    """The ranks of this machine, `first_rank` and the following.
-
-    env: what all of them find in their environment. hosted: the place of the ranks' store if this process hosts it.
-    """
-
-    def __init__(
-        self,
-        start_method: str,
-        ranks: int,
-        first_rank: int,
-        env: dict[str, str],
-        max_restarts: int,
-        hosted: RankInfo | None,
-    ) -> None:
-        from torch import multiprocessing as torch_multiprocessing  # it shares tensors that are sent between processes
-
-        self.context: Any = torch_multiprocessing.get_context(start_method)
-        self.ranks, self.first_rank, self.env = ranks, first_rank, env
-        self.max_restarts, self.hosted = max_restarts, hosted
-        self.processes: list[BaseProcess] = []
-        self.ends: dict[int, End] = {}
-
-    def run(self, worker: Worker, *args: Any) -> Any:
-        """Run `worker(*args)` in every rank, again after a failure if restarts are left. Returns rank 0's value.
-
-        Raises what `Launcher.launch` raises.
-        """
+        if self.nnodes > 1:  # the parent of the first node hosts the store
+            node = node_rank_info(*self.node)
+            env |= {"MASTER_ADDR": node.master_addr, "MASTER_PORT": str(node.master_port)}
+            env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+            if node.is_rank_zero:
+                shared_store(node)
         # Made before the ranks, the folder of multiprocessing is theirs, too: it goes with the last of them.
         temporary = multiprocessing.util.get_temp_dir()
         with Relay() as relay:
             for attempt in itertools.count():
                 folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=temporary))
+                here = {FOLDER: str(folder), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+                here |= {STORE_FILE: str(folder / "store")} if self.nnodes == 1 else {}
+                ranks = RankProcesses(self.start_method, ranks_here, self.node_rank * ranks_here, folder, relay)
                 try:
-                    return self._attempt(folder, relay, attempt, worker, args)
+                    return ranks.run(env | here, worker, args)
                 except RankFailed as failed:
-                    if (
-                        attempt == self.max_restarts
-                        or relay.first is not None
-                        or failed.report.get("first", {}).get("kind") in RAISED_BY_ALL
-                    ):
+                    is_alike = failed.report.get("first", {}).get("kind") in RAISED_BY_ALL
+                    if attempt == self.max_restarts or relay.first is not None or is_alike:
                         raise
                     if failed.report.get("will_fail_again"):
                         print_line("lockstep: no restart: the same failure came again at the same step", sys.stdout)
@@ -269,24 +171,32 @@ class Supervisor:
                 finally:
                     shutil.rmtree(folder, ignore_errors=True)
 
-    def _attempt(self, folder: Path, relay: Relay, attempt: int, worker: Worker, args: tuple[Any, ...]) -> Any:
+
+class RankProcesses:
+    """The ranks of one start. folder: that they share. relay: gives them the signals of this process."""
+
+    def __init__(self, start_method: str, ranks: int, first_rank: int, folder: Path, relay: Relay) -> None:
+        from torch import multiprocessing as torch_multiprocessing  # it shares tensors that are sent between processes
+
+        self.context: Any = torch_multiprocessing.get_context(start_method)
+        self.ranks, self.first_rank, self.folder, self.relay = ranks, first_rank, folder, relay
+        self.processes: list[BaseProcess] = []
+        self.ends: dict[int, End] = {}
+
+    def run(self, env: dict[str, str], worker: Worker, args: tuple[Any, ...]) -> Any:
         """Start all ranks and wait for them. Returns rank 0's value."""
         reader, writer = multiprocessing.Pipe(duplex=False)
-        env = self.env | {FOLDER: str(folder), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         self.processes = [
             self.context.Process(target=run_rank, args=(local, self.first_rank + local, env, writer, worker, args))
             for local in range(self.ranks)
         ]
-        self.ends = {}
         try:
             with signals.blocked():
                 for process in self.processes:
                     process.start()
-                relay.start([process.pid or 0 for process in self.processes])
-            if self.hosted is not None:
-                shared_store(self.hosted)  # after the ranks are forked: a fork copies locks that its thread may hold
-            value = self._wait(folder, relay, reader)
-            failure = self._failure(folder, relay)
+                self.relay.start([process.pid or 0 for process in self.processes])
+            value = self._wait(reader)
+            failure = self._failure()
             if failure is not None:
                 raise failure
             return value
@@ -297,12 +207,12 @@ class Supervisor:
             reader.close()
             writer.close()
 
-    def _wait(self, folder: Path, relay: Relay, results: "Connection[Any, Any]") -> Any:
+    def _wait(self, results: "Connection[Any, Any]") -> Any:
         """Wait until all ranks have ended. Returns rank 0's value, which may be larger than a pipe holds.
 
         Kills those that do not end, after a failure or while the others have stopped.
         """
-        value: Any = None
+        value, relay, folder = None, self.relay, self.folder
         files = {process: open_pid_file(process.pid or 0) for process in self.processes}
         waiting, killed, first_end, first_failure = [*self.processes], set[Any](), math.inf, math.inf
         while waiting:
@@ -333,9 +243,9 @@ class Supervisor:
                     process.kill()
         return results.recv() if results.poll() else value
 
-    def _failure(self, folder: Path, relay: Relay) -> BaseException | None:
+    def _failure(self) -> BaseException | None:
         """What the exit codes of the ranks and their records say; None if all have finished."""
-        codes = [end.code for end in self.ends.values()]
+        codes, relay = [end.code for end in self.ends.values()], self.relay
         before_training = [number for number in STOP_SIGNALS if 128 + number in codes]
         have_stopped = any(code in STOP_EXITS for code in codes)
         stopped = None
@@ -350,7 +260,7 @@ class Supervisor:
         if stopped is not None:
             print_line(f"lockstep: {stopped}", sys.stderr)
             return stopped
-        failures = failures_in(folder, self.ends)
+        failures = failures_in(self.folder, self.ends)
         report = make_report(failures, typed_command())
         if report is None:
             if not any(codes):

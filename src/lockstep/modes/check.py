@@ -128,12 +128,12 @@ class Check(Mode):
             raise StoppedEarly("a promise does not hold, as the table says", EXIT_PROMISES)
 
     def parts(self, config: "RunConfig", ranks: int) -> "Parts":
-        from lockstep.launchers.local import SpawnLauncher
+        from lockstep.launchers.local import LocalLauncher
         from lockstep.modes.train import Train
         from lockstep.preflight import build_parts
 
-        launcher = SpawnLauncher("fork", ranks, 1, 0, "127.0.0.1", 0)
-        launcher.prepare("lockstep.launchers.rank_imports")
+        launcher = LocalLauncher("fork", ranks)
+        launcher.prepare()
         try:
             return build_parts(config.changed(self.changed), launcher, Train())
         except ConfigError as error:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.distributed import signals
-from lockstep.distributed.environment import slurm_reason
 from lockstep.distributed.run_folder import go_on_words
 from lockstep.distributed.world import World
 from lockstep.errors import (
@@ -250,10 +249,8 @@ class Checkpointer:
         with disk_access(self.world):
             newest = str(self.newest() or "") if self.world.is_rank_zero else ""
         newest = self.world.broadcast_json(newest)
-        reason = slurm_reason() if self.world.is_rank_zero else ""  # while the other ranks wait, as it takes its time
-        self.world.barrier()
         signals.stop_listening()
-        stopped = f"stopped early at step {self.run.progress.step}{reason}"
+        stopped = f"stopped early at step {self.run.progress.step}"
         if newest == str(self.folder / self._name("step")):
             raise StoppedEarly(f"{stopped}; go on there with {go_on_words(self.run_dir)}")
         where = f"go on from {newest}" if newest else "start again"
