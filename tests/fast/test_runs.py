@@ -16,7 +16,7 @@ import pytest
 import lockstep
 import runs as runs_py
 from lockstep.errors import ConfigError
-from lockstep.runs.record import RunRecord, code_facts, read_run, seconds_of, state_of
+from lockstep.runs.record import RunRecord, code_facts, read_run, seconds_of, settle, state_of
 from lockstep.runs.table import choosing, frame, settings
 from support.commands import ROOT
 from support.made_runs import make_run
@@ -93,6 +93,7 @@ def test_a_run_of_a_process_that_is_gone_was_killed_and_one_elsewhere_is_unknown
 
 def test_a_run_that_is_killed_before_its_first_snapshot_keeps_its_start(tmp_path: Path) -> None:
     for _ in range(2):
+        settle(tmp_path)
         record = RunRecord(tmp_path, ("val/loss", "min"))
         record.start(FACTS, 0)
         record.epoch(1, 20, {"train/loss": 1.0, "val/loss": 0.5, "speed/samples_per_s": 9.0}, (0.5, 20))

@@ -32,7 +32,7 @@ def test_a_learning_rate_that_is_too_large_ends_with_the_step_of_the_first_bad_l
     assert re.search(
         r"\n  raised by all ranks, first by rank \d of \d \(.+, pid \d+\), in epoch 1, after step \d", report
     )
-    assert re.search(r"\nits log, run/logs/rank\d.log, ends with:\n  .* gloo on cpu, started by ", report)
+    assert re.search(r"\nits log, run/logs/rank\d.log, ends with:\n  .* gloo on cpu, . threads?, started by ", report)
     assert f"\nrun folder: {tmp_path}/run\nnewest snapshot: none; steps lost: " in report
     assert "resume: " not in report  # there is no snapshot to go on from
     assert "consequences" not in report

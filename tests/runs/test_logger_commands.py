@@ -11,7 +11,7 @@ from support.worlds import in_world
 from support.worlds import train as train_in_rank
 
 SHORT = ["model=linear", "trainer.epochs=2", "hydra.run.dir=run"]
-START = "rank 0 of 1: gloo on cpu, started by python"
+START = "rank 0 of 1: gloo on cpu, 2 threads, started by python"
 sys.path.insert(0, str(ROOT / "bench"))
 
 

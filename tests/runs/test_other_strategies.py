@@ -80,7 +80,7 @@ def test_samples_are_scattered_in_order_and_a_gpu_without_samples_is_left_out() 
 def test_every_layer_of_a_cpu_rank_is_on_the_cpu() -> None:
     from lockstep.distributed.world import World
 
-    world = World(0, 1, 0, 1, torch.device("cpu"), None, 60, None)  # type: ignore[arg-type]
+    world = World(0, 1, torch.device("cpu"), None, 60, None)  # type: ignore[arg-type]
     assert rank_devices(world, 3) == [torch.device("cpu")] * 3
 
 

@@ -84,7 +84,7 @@ def test_a_stage_may_have_frozen_layers_only_and_tensors_that_are_no_buffers(tmp
 def test_a_batch_of_several_tensors_is_refused(inputs: str, targets: str, said: str) -> None:
     values: dict[str, Any] = {"tensor": torch.ones(4, 2), "dict": {"left": torch.ones(4, 2)}}
     strategy = instantiate(composed("strategy=pipeline").strategy)
-    strategy.world = World(0, 2, 0, 2, torch.device("cpu"), None, 60, None)  # type: ignore[arg-type]
+    strategy.world = World(0, 2, torch.device("cpu"), None, 60, None)  # type: ignore[arg-type]
     part = LoadedPart(0, 0, values[inputs], values[targets], torch.arange(4))
     with pytest.raises(ConfigError, match=f"{said} of tensors; type strategy=fsdp"):
         strategy.forward_backward(part, None, torch.ones(()), True)

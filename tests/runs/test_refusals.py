@@ -127,7 +127,7 @@ def test_a_missing_data_set_names_the_folder_that_was_searched(train):
 
 def test_a_launcher_inside_a_launcher_is_refused(start):
     run = start(*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "launch=torchrun").finish(1)
-    assert "launch=torchrun inside torchrun would start every rank several times; type launch=env" in run.output
+    assert "a launcher inside torchrun would start every rank several times; type launch=env" in run.output
 
 
 def test_an_occupied_port_is_named_with_a_free_one(start):
@@ -136,7 +136,7 @@ def test_an_occupied_port_is_named_with_a_free_one(start):
         holder.listen()
         port = holder.getsockname()[1]
         run = start(*PYTHON_TRAIN, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port).finish(2)
-    assert f"port {port} on 127.0.0.1 is taken" in run.sentence
+    assert f"port {port} is taken" in run.sentence
     assert f"MASTER_PORT={port + 1}" in run.sentence
 
 

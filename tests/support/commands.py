@@ -124,10 +124,9 @@ def command_line(pid: int) -> bytes:
 
 
 def ranks_under(launcher: int) -> list[int]:
-    """The rank processes of one of our launchers: those it spawned, or those that its fork server forked."""
-    servers = [pid for pid in children(launcher) if b"forkserver" in command_line(pid)]
-    spawned = [pid for pid in children(launcher) if b"spawn_main" in command_line(pid)]
-    return spawned + [pid for server in servers for pid in children(server)]
+    """The rank processes of one of our launchers: a forked one has the command line of its parent."""
+    own = command_line(launcher)
+    return [pid for pid in children(launcher) if b"spawn_main" in command_line(pid) or command_line(pid) == own]
 
 
 def ranks_of_torchrun(agent: int) -> list[int]:

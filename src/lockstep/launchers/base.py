@@ -57,12 +57,12 @@ class CalledHere(Launcher):
         return worker(*args)
 
 
-def refuse_nesting(name: str) -> None:
+def refuse_nesting() -> None:
     """Raise ConfigError if another launcher has started this process as a rank already."""
     info = read_rank_info()
     if not info.may_start_ranks:
         raise ConfigError(
-            f"launch={name} inside {info.started_by} would start every rank several times; "
+            f"a launcher inside {info.started_by} would start every rank several times; "
             f"type launch=env, or leave {info.started_by} out"
         )
 

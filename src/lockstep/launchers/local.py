@@ -113,7 +113,7 @@ class LocalLauncher(Launcher):
 
     def validate(self) -> None:
         resolve_nproc(self.nproc_per_node)
-        refuse_nesting(self.start_method)
+        refuse_nesting()
         if self.nnodes > 1:
             node_rank_info(*self.node)
             if self.start_method == "fork":

@@ -78,7 +78,7 @@ class SlurmLauncher(Launcher):
         self.folder = Path(run_dir).resolve()
 
     def validate(self) -> None:
-        refuse_nesting("slurm")
+        refuse_nesting()
         if "SLURM_JOB_ID" in os.environ:
             raise ConfigError(
                 f"launch=slurm inside Slurm job {os.environ['SLURM_JOB_ID']} would submit another one; "
