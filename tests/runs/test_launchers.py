@@ -163,9 +163,7 @@ def test_what_launchers_refuse(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    with pytest.raises(
-        ConfigError, match="a launcher inside torchrun would start every rank several times; type launch=env"
-    ):
+    with pytest.raises(ConfigError, match="a launcher inside torchrun would start .* type launch=env"):
         LocalLauncher("fork", 2).validate()
 
 
