@@ -296,3 +296,15 @@ def test_threads_of_a_rank(monkeypatch, typed, ranks_on_cores, said, started_by,
     if said is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", said)
     assert number_of_threads(typed, ranks_on_cores, started_by) == expected
+
+
+def _place_with_a_virtual_local_rank() -> tuple[int, int]:
+    os.environ["LOCAL_RANK"] = "0"
+    with join_world("gloo", 60) as world:
+        world.barrier()
+        return world.local_rank, world.local_size
+
+
+def test_ranks_count_themselves_where_torchrun_calls_each_of_them_the_first_of_its_machine():
+    """torchrun --virtual-local-rank does: one that believed it would prepare the data beside the others."""
+    assert in_world(2, _place_with_a_virtual_local_rank) == [(0, 2), (1, 2)]
