@@ -50,6 +50,7 @@ def kill_while_writing(run: Command, folder: Path) -> bool:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     run.finish(code=None)
+    run.remove_folders()
     return bool(unfinished(folder))
 
 

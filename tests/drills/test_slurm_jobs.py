@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -126,8 +125,7 @@ def test_a_signal_to_a_typed_srun_loses_no_finished_snapshot(start_faulty, slurm
         run.send(number)
     run.finish(137)
     wait_for(lambda: not slurm.run("squeue", "--noheader"), "end of the job", 10)
-    for folder in run.temporary.glob("lockstep-*"):  # no rank is left that could remove it
-        shutil.rmtree(folder)
+    run.remove_folders()
     if trains:
         words = ["hydra.run.dir=run", f"trainer.max_steps={newest_snapshot(tmp_path / 'run')['progress']['step'] + 1}"]
         start_faulty(

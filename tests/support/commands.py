@@ -84,6 +84,11 @@ class Command:
         self.broken_at = time.time()
         (os.killpg if to == "group" else os.kill)(self.process.pid, number)
 
+    def remove_folders(self) -> None:
+        """The temporary folders of a launcher and ranks that were all killed at once: nobody is left to do it."""
+        for folder in [*self.temporary.glob("pymp-*"), *self.temporary.glob("lockstep-*")]:
+            shutil.rmtree(folder, ignore_errors=True)
+
     def kill_group(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
 

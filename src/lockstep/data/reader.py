@@ -222,10 +222,16 @@ def batches(reader: SampleReader, requests: Iterable[Request], workers: int, pin
     end = partial(_end, started)
     atexit.register(end)  # Python would wait for ever for workers that ignore its SIGTERM
     with suppress(GeneratorExit):
-        for found in read:
-            if isinstance(found, Told):
-                raise ConfigError(found.sentence)
-            yield found
+        try:
+            for found in read:
+                if isinstance(found, Told):
+                    raise ConfigError(found.sentence)
+                yield found
+        except (OSError, EOFError) as error:  # of a socket or a pipe to a worker
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error later, wherever that is
+            if not all(worker.is_alive() for worker in started):
+                raise RuntimeError(f"a DataLoader worker exited ({type(error).__name__})") from error
+            raise
     atexit.unregister(end)  # not after an error, whose traceback may hold the workers
 
 

@@ -30,6 +30,7 @@ STORE_TIMEOUT = timedelta(seconds=300)
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.002, 1.0  # seconds between two requests
 PAUSE_SHARE = 0.1  # of the time already waited, so that a process notices an answer at most 10 % late
 REQUESTS_PER_SECOND = 20_000  # of all ranks together: a TCPStore answers several times as many
+NAME_SECONDS = 20.0  # for a host name to appear: a cluster may register a pod's name after it has started the pod
 NOTICE_SECONDS = 5.0  # of silence
 TRY_SECONDS = 1.0  # for one connection
 NOTES = Path("outputs", ".started")  # start times of jobs whose restarts share only a name, and claims
@@ -136,7 +137,10 @@ def store_address(info: RankInfo) -> str:
 
 
 def _wait_until_listening(info: RankInfo, timeout: timedelta) -> None:
-    """Wait until a program accepts connections where the store is, `timeout` at most. Raises RankMissing."""
+    """Wait until a program accepts connections where the store is, `timeout` at most.
+
+    Raises ConfigError if the name of the host is not known, and RankMissing.
+    """
     patience, has_noticed, place = Patience(timeout), False, (store_address(info), info.master_port)
     while True:
         try:
@@ -144,11 +148,17 @@ def _wait_until_listening(info: RankInfo, timeout: timedelta) -> None:
             return
         except OSError as error:
             problem = f"{place[0]}:{place[1]} ({error.strerror or error})"
-        if not has_noticed and patience.waited > NOTICE_SECONDS:
+            is_known = not isinstance(error, socket.gaierror)
+            if not is_known and patience.waited > NAME_SECONDS:
+                raise ConfigError(
+                    f"the host {place[0]} of rank 0 is not known on this machine ({error.strerror}); "
+                    f"type MASTER_ADDR=<its name or address> before the command, or launch.master_addr="
+                ) from None
+        if is_known and not has_noticed and patience.waited > NOTICE_SECONDS:
             has_noticed = True
             with suppress(OSError):
                 print(f"lockstep: waits for rank 0 to listen at {problem}", file=sys.stderr, flush=True)
-        patience.pause(f"rank 0, of MASTER_ADDR or launch.master_addr, does not listen at {problem}")
+        patience.pause(f"rank 0 does not listen at {problem}")
 
 
 # The rendezvous.
