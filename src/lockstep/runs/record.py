@@ -172,7 +172,7 @@ class RunRecord:
         self.begun = facts["start"] | now | {"from_step": step, "to_step": step, "source": code["source"]}
         self.run = {"format": FORMAT, **{key: value for key, value in facts.items() if key != "start"}}
         self.run |= {
-            "code": code | {"modules": module_hashes(users_only=True)},
+            "code": code | {"modules": module_hashes()},
             "environment": facts["environment"] | versions(),
             "objective": {"name": name, "mode": mode, "best": best[0], "step": best[1], "last": None},
             "history": [row for row in before["history"] if row["step"] <= step] if step else [],
