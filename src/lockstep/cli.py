@@ -22,8 +22,8 @@ from omegaconf.errors import MissingMandatoryValue
 
 from lockstep import errors
 from lockstep.config.check import OPTIONS, explain, flatten, key_of
-from lockstep.config.record import NOT_COMPUTED, RECORD, config_flags, sets, typed_overrides
-from lockstep.config.schema import CONF
+from lockstep.config.record import RECORD, config_flags, sets, typed_overrides
+from lockstep.config.schema import CONF, NO_NUMBER, SHARED_BY
 from lockstep.distributed import signals
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.host import ENDS_WITH_PARENT, end_with_parent, remove_temporary_folder, start_agent_watchdog
@@ -39,7 +39,7 @@ MULTIRUN_FLAGS = {"--multirun", "-m"}
 VALUED_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--package", "-p", "--cfg", "-c"}
 STARTERS = ("torchrun", "srun", "mpirun")  # programs that live as long as the ranks that they start
 OWN_CONFIG = (None, "train", "find_lr", "check")  # the modes whose config is that of the command alone
-NOT_TAKEN = (*NOT_COMPUTED, "trainer.compile")  # of a run that a mode uses
+NOT_TAKEN = tuple({*NO_NUMBER, *SHARED_BY, "trainer.compile"} - {"data_dir"})  # of a run that a mode uses
 VALUES_OF_RUN = ("dataset", "loader", "model", "task", "trainer")  # the parts of a config that say what a net computes
 INPUTS_OF_NET = ("dataset.mean", "dataset.std")  # of its own training, on other data, too
 
@@ -116,13 +116,23 @@ def refuse_other_launchers() -> None:
 def tell(error: Exception) -> int:
     """Print an error that ends a command. Returns the exit code."""
     known = as_config_error(error)
+    shown = known or error
+    text = (
+        str(shown) if isinstance(shown, RankFailed) else f"lockstep: {shown}"
+    )  # empty if the monitor prints the report
     if known is not None:
         remove_empty_run_folder()
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(1)  # rank 0 of this machine usually prints the same sentence, and the launcher ends this rank
     else:
         start_agent_watchdog(os.environ)
-    if text := _text_of(known or error):
+    if not isinstance(shown, RankFailed) and errors.kind_of(shown) not in errors.RAISED_BY_ALL:
+        text = "".join(traceback.format_exception(shown)).rstrip("\n")
+        if is_communication_error(shown) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            text += f"\nlockstep: {'; '.join(LOST_RANK)}"
+    if text:
         print_line(text, sys.stderr)
-    return errors.exit_code_of(known or error)
+    return errors.exit_code_of(shown)
 
 
 def as_config_error(error: BaseException, words: Sequence[str] | None = None) -> ConfigError | None:
@@ -135,20 +145,6 @@ def as_config_error(error: BaseException, words: Sequence[str] | None = None) ->
         return errors.CannotStartNow(unwritable(error.filename, error))
     sentence = explain(error, sys.argv[1:] if words is None else words)
     return None if sentence is None else ConfigError(sentence)
-
-
-# until issue 46
-def _text_of(error: Exception) -> str:
-    if isinstance(error, RankFailed):
-        return str(error)  # empty if the monitor prints the report
-    if isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(1)  # rank 0 of this machine usually prints the same sentence, and the launcher then ends this rank
-    if errors.kind_of(error) in errors.RAISED_BY_ALL:
-        return f"lockstep: {error}"
-    text = "".join(traceback.format_exception(error)).rstrip("\n")
-    if is_communication_error(error) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        text += f"\nlockstep: {'; '.join(LOST_RANK)}"
-    return text
 
 
 def remove_empty_run_folder() -> None:

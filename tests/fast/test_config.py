@@ -21,7 +21,7 @@ WRONG = """
  | seed=abc | a valid integer | seed=0
  | seed=-1 | greater than or equal to 0 | seed=0
  | seed=null | a valid integer | seed=0
- | seed=2.5 | a valid integer | seed=2
+ | seed=2.5 | a valid integer | seed=0
  | optimizer.lr=1.2.3% | a valid number | optimizer.lr=0.05
  | trainer.epochs=0 | greater than or equal to 1 | trainer.epochs=5
  | trainer.epochs=true | a valid integer | trainer.epochs=5

@@ -1,4 +1,4 @@
-"""Sixty wrong commands. Each ends at once with one sentence that names the mistake and says what to type, and the
+"""Seventy wrong commands. Each ends at once with one sentence that names the mistake and says what to type, and the
 command with what it says is right, or goes wrong elsewhere."""
 
 import re
@@ -75,7 +75,6 @@ model=mlp | model.widht=8 | model.widht
  | model.width=8 | model.width
  | launch.nproc_per_node=2 | launch.nproc_per_node
  | trainer.epochs=ten | trainer.epochs
- | trainer.epochs=0 | trainer.epochs
  | trainer.epochs=2.5 | trainer.epochs
  | trainer.epochs="'3'" | trainer.epochs
  | trainer.epochs=[3] | trainer.epochs
@@ -84,7 +83,6 @@ model=mlp | model.widht=8 | model.widht
  | trainer.deterministic=yes | trainer.deterministic
  | trainer.max_grad_norm=none | trainer.max_grad_norm
  | optimizer.lr=-1 | -1
- | optimizer.lr=high | optimizer.lr
  | optimizer.lr=10% | optimizer.lr
  | snapshot.every=10 | snapshot.every
  | parameters.freeze=net | parameters.freeze
@@ -118,10 +116,6 @@ model._target_=own_net.Net | +model.widht=4 | widht
  | --config-dir=conf experiment=tab | tab.yaml
  | --config-dir=conf experiment=twice | twice.yaml
  | --config-dir=conf experiment=no_option | nlp
- | monitor=test/accuracy | monitor
-loader.validation=null | evaluation.patience=3 | evaluation.patience
- | loader.folds=5 | loader.folds
- | loader.validation=1.5 | loader.validation
 model=mlp | model.dropout=2 | model.dropout
  | scheduler=torch | scheduler.schedule
 """
