@@ -90,9 +90,8 @@ def check_value(kind: Any, value: Any, key: str = "", target: object = None) -> 
 
 def _section(kind: Any, values: Any, section: str) -> Any:
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"{section} is a section with keys of its own; type the command without {word(section, values)}"
-        )
+        what = f"{section} is a section with keys of its own"
+        raise ConfigError(f"{what}; type the command without {word(section, values)}")
     types = get_type_hints(kind, include_extras=True)
     for name in [*values, *types]:
         key = join(section, name)
