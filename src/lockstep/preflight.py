@@ -110,8 +110,19 @@ def check_options(
     config: RunConfig, launcher: Launcher, mode: Mode, strategy: "Strategy", gradient_sync: "GradientSync"
 ) -> None:
     """Raise ConfigError for options that contradict each other."""
+    from lockstep.build import direction_of
+    from lockstep.data.partition import seeded
+    from lockstep.tasks.base import Task
     from lockstep.training.run import time_limit
 
+    if config.monitor not in (None, "auto"):
+        try:
+            with seeded(config.seed):
+                direction_of(config, instantiate_as(Task, config.task, "task"), config.monitor)
+        except ConfigError:
+            raise
+        except Exception:  # perhaps it needs what the data will tell; then a rank makes it, or says why it cannot
+            pass
     time_limit(config.trainer.max_time)
     job = job_spec(config, launcher)
     if job.compile == "reduce-overhead" and job.gradient_accumulation_steps > 1:
