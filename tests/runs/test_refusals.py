@@ -41,24 +41,6 @@ def test_bad_input_ends_in_one_sentence(train, typed, said):
     assert_refused(train(*typed, code=2), said)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (
-            "train: {_target_: own.Data\ntest: x\n",
-            "expected ',' or '}', but got ':' in ",
-        ),
-        ("train: 'own.Data\n", "found unexpected end of stream in "),
-    ],
-    ids=["bracket", "quote"],
-)
-def test_a_config_file_that_is_no_yaml_is_named_with_its_line(train, tmp_path, text, said):
-    (tmp_path / "conf" / "dataset").mkdir(parents=True)
-    (tmp_path / "conf" / "dataset" / "own.yaml").write_text(text)
-    run = train("--config-dir=conf", "dataset=own", "launch=fork", code=2)
-    assert_refused(run, 'conf/dataset/own.yaml", line 2', said, "; type each key once, as `key: value`")
-
-
 CUT_MIX = "loader.batch_transforms=[{_target_:torchvision.transforms.v2.CutMix,num_classes:2}]"
 FLIP = "loader.augment={_target_:lockstep.data.augment.ShiftFlip,flip:true}"
 
