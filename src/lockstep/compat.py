@@ -27,7 +27,8 @@ def multiprocessing_folder() -> str | None:
     It is removed while the interpreter is torn down, which this project's processes skip. Missing: it stays.
     """
     process = sys.modules.get("multiprocessing.process")  # else nobody has made one
-    return getattr(process.current_process(), "_config", {}).get("tempdir") if process else None
+    folder: str | None = getattr(process.current_process(), "_config", {}).get("tempdir") if process else None
+    return folder
 
 
 def forget_multiprocessing_folder() -> None:
