@@ -117,16 +117,15 @@ def tell(error: Exception) -> int:
     """Print an error that ends a command. Returns the exit code."""
     known = as_config_error(error)
     shown = known or error
-    text = (
-        str(shown) if isinstance(shown, RankFailed) else f"lockstep: {shown}"
-    )  # empty if the monitor prints the report
+    is_report = isinstance(shown, RankFailed)
+    text = str(shown) if is_report else f"lockstep: {shown}"  # a report is empty if the monitor prints it
     if known is not None:
         remove_empty_run_folder()
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(1)  # rank 0 of this machine usually prints the same sentence, and the launcher ends this rank
     else:
         start_agent_watchdog(os.environ)
-    if not isinstance(shown, RankFailed) and errors.kind_of(shown) not in errors.RAISED_BY_ALL:
+    if not is_report and errors.kind_of(shown) not in errors.RAISED_BY_ALL:
         text = "".join(traceback.format_exception(shown)).rstrip("\n")
         if is_communication_error(shown) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             text += f"\nlockstep: {'; '.join(LOST_RANK)}"
