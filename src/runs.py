@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.errors import EXIT_CONFIG, EXIT_FINISHED, EXIT_INTERRUPTED, ConfigError
+from lockstep.errors import EXIT_CONFIG, EXIT_FINISHED, ConfigError
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,9 +43,7 @@ def parser() -> argparse.ArgumentParser:
     diff = verbs.add_parser("diff", help="in what two runs differ")
     diff.add_argument("folders", nargs=2, metavar="FOLDER")
     samples = verbs.add_parser("samples", help="the samples of a run's test with the highest loss")
-    samples.add_argument(
-        "place", type=Path, metavar="FOLDER", help="a run folder, or a file as mode=evaluate writes it"
-    )
+    samples.add_argument("place", type=Path, metavar="FOLDER", help="or a file as mode=evaluate writes it")
     samples.add_argument("--worst", type=int, default=20, metavar="N", help="how many; default: 20")
     samples.add_argument("--by", metavar="COLUMN", help="instead, means over those with one value in this column")
     return top
@@ -87,8 +85,6 @@ def main(words: list[str]) -> int:
     except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FINISHED
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -4,16 +4,14 @@ Each function with random numbers has a seed block of its own, so that none of t
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from hydra.utils import get_object
 from torch import nn
 
-from lockstep.config.nodes import check_nodes, instantiate_as, nodes_in
+from lockstep.config.nodes import check_nodes, instantiate_as, locate, nodes_in
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
 from lockstep.data.build import Data, build_data, completed, loader_of, reader_of, source_of
@@ -48,7 +46,8 @@ def build_run(config: RunConfig, world: World, parts: Parts) -> Run:
     heartbeat.enter("prepare")
     world.once_per_machine(lambda: source_of(config).prepare())
     heartbeat.enter("build")
-    import_nodes(config)
+    for key, node in nodes_in(config):  # a module that seeds torch when it is imported does so here
+        locate(key, node["_target_"])
     data = build_data(config, parts.mode.reads_training_data)
     split = check_same_data(data, world)
     told, config = config, completed(config, data)
@@ -140,13 +139,6 @@ def direction_of(config: RunConfig, task: Task, objective: str) -> str:
         return task.mode(objective)
     is_higher = getattr(instantiate_as(object, node, "evaluation.metrics"), "higher_is_better", True)
     return "max" if is_higher else "min"
-
-
-def import_nodes(config: RunConfig) -> None:
-    """A module that seeds torch when it is imported does so here."""
-    for _, node in nodes_in(config):
-        with suppress(Exception):  # what fails here fails again when it is instantiated, with a message
-            get_object(node["_target_"])
 
 
 def check_same_data(data: Data, world: World) -> str | None:

@@ -21,10 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 from lockstep import errors
-from lockstep.compat import register_resolver
 from lockstep.config.check import OPTIONS, explain, flatten, key_of
-from lockstep.config.record import NOT_COMPUTED, RECORD, config_flags, sets, typed_overrides
-from lockstep.config.schema import CONF
+from lockstep.config.record import RECORD, config_flags, sets, typed_overrides
+from lockstep.config.schema import CONF, NO_NUMBER, SHARED_BY
 from lockstep.distributed import signals
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.host import ENDS_WITH_PARENT, end_with_parent, remove_temporary_folder, start_agent_watchdog
@@ -40,7 +39,7 @@ MULTIRUN_FLAGS = {"--multirun", "-m"}
 VALUED_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--package", "-p", "--cfg", "-c"}
 STARTERS = ("torchrun", "srun", "mpirun")  # programs that live as long as the ranks that they start
 OWN_CONFIG = (None, "train", "find_lr", "check")  # the modes whose config is that of the command alone
-NOT_TAKEN = (*NOT_COMPUTED, "trainer.compile")  # of a run that a mode uses
+NOT_TAKEN = tuple({*NO_NUMBER, *SHARED_BY, "trainer.compile"} - {"data_dir"})  # of a run that a mode uses
 VALUES_OF_RUN = ("dataset", "loader", "model", "task", "trainer")  # the parts of a config that say what a net computes
 INPUTS_OF_NET = ("dataset.mean", "dataset.std")  # of its own training, on other data, too
 
@@ -117,13 +116,22 @@ def refuse_other_launchers() -> None:
 def tell(error: Exception) -> int:
     """Print an error that ends a command. Returns the exit code."""
     known = as_config_error(error)
+    shown = known or error
+    is_report = isinstance(shown, RankFailed)
+    text = str(shown) if is_report else f"lockstep: {shown}"  # a report is empty if another rank prints it
     if known is not None:
         remove_empty_run_folder()
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(1)  # rank 0 of this machine usually prints the same sentence, and the launcher ends this rank
     else:
         start_agent_watchdog(os.environ)
-    if text := _text_of(known or error):
+    if not is_report and errors.kind_of(shown) not in errors.RAISED_BY_ALL:
+        text = "".join(traceback.format_exception(shown)).rstrip("\n")
+        if is_echo(shown) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            text += f"\nlockstep: {'; '.join(LOST_RANK)}"
+    if text:
         print_line(text, sys.stderr)
-    return errors.exit_code_of(known or error)
+    return errors.exit_code_of(shown)
 
 
 def as_config_error(error: BaseException, words: Sequence[str] | None = None) -> ConfigError | None:
@@ -136,19 +144,6 @@ def as_config_error(error: BaseException, words: Sequence[str] | None = None) ->
         return errors.CannotStartNow(unwritable(error.filename, error))
     sentence = explain(error, sys.argv[1:] if words is None else words)
     return None if sentence is None else ConfigError(sentence)
-
-
-def _text_of(error: Exception) -> str:
-    if isinstance(error, RankFailed):
-        return str(error)  # empty if another rank prints the report
-    if isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(1)  # rank 0 of this machine usually prints the same sentence, and the launcher then ends this rank
-    if errors.kind_of(error) in errors.RAISED_BY_ALL:
-        return f"lockstep: {error}"
-    text = "".join(traceback.format_exception(error)).rstrip("\n")
-    if is_echo(error) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        text += f"\nlockstep: {'; '.join(LOST_RANK)}"
-    return text
 
 
 def remove_empty_run_folder() -> None:
@@ -170,7 +165,7 @@ def register_resolvers() -> None:
         claim = not asks_for_text(sys.argv)
         return run_started_at(_composing_rank(_root_), claim=claim, timeout=timeout).strftime(pattern)
 
-    register_resolver("started", started)
+    OmegaConf.register_new_resolver("started", started, replace=True)
 
 
 def _composing_rank(root: DictConfig) -> RankInfo:
@@ -234,9 +229,12 @@ def with_values_of_run(cfg: DictConfig) -> DictConfig:
         return cfg
     from lockstep.runs.record import read_run
 
+    words = typed_overrides(HydraConfig.get())
+    if not {"mode", "resume"} <= {*map(key_of, words)}:
+        raise ConfigError("a mode and the run that it uses are typed, and no preset has them; type mode=... resume=...")
     record = folder_of_run(str(cfg.resume)) / RECORD
     config, recorded = _read(record / "config.yaml"), _read(record / "overrides.yaml")
-    typed = [key_of(word) for word in typed_overrides(HydraConfig.get()) if word not in recorded]
+    typed = [key_of(word) for word in words if word not in recorded]
     typed += [key.removesuffix("._target_") for key in typed]  # the arguments of a typed class are its own
     for key, value in flatten({name: config.get(name) or {} for name in VALUES_OF_RUN}).items():
         stays = key in INPUTS_OF_NET and key not in typed
@@ -250,19 +248,9 @@ def with_values_of_run(cfg: DictConfig) -> DictConfig:
 
 
 def chosen(key: str, words: Sequence[str]) -> str | None:
-    """What is typed for `mode` or `resume`, or else said by the typed preset, or by conf/local. Nothing is composed:
-    without the words of the run Hydra would refuse a key of the run's own data set."""
-    typed = {key_of(word): word.partition("=")[2] for word in words if "=" in word}
-    if key in typed:
-        return typed[key]
-    names = [f"experiment/{typed.get('experiment')}", "local/default"]
-    for path in [folder / f"{name}.yaml" for name in names for folder in (*config_dirs(words), CONF)]:
-        found = _read(path) if path.is_file() else {}
-        options = [item for item in found.get("defaults", []) if isinstance(item, dict)]
-        said = {str(group).split("/")[-1]: option for item in options for group, option in item.items()} | found
-        if isinstance(said.get(key), str):
-            return str(said[key])
-    return None
+    """What is typed for a key or a group. Nothing is composed: without the words of the run Hydra would refuse a key of
+    the run's own data set."""
+    return {key_of(word): word.partition("=")[2] for word in words if "=" in word}.get(key)
 
 
 def config_dirs(words: Sequence[str]) -> list[Path]:

@@ -24,34 +24,21 @@ if TYPE_CHECKING:
 def multiprocessing_folder() -> str | None:
     """The folder in TMPDIR that multiprocessing has made for the socket of a fork server, None without one.
 
-    multiprocessing removes it while the interpreter is torn down, which this project's processes skip. Missing: None,
-    and the folder stays.
+    It is removed while the interpreter is torn down, which this project's processes skip. Missing: it stays.
     """
     process = sys.modules.get("multiprocessing.process")  # else nobody has made one
-    folder: str | None = None
-    if process is not None:
-        folder = getattr(process.current_process(), "_config", {}).get("tempdir")
+    folder: str | None = getattr(process.current_process(), "_config", {}).get("tempdir") if process else None
     return folder
 
 
 def forget_multiprocessing_folder() -> None:
-    """In a process of a fork server: that folder is of the process which uses the server.
-
-    Missing: `multiprocessing_folder` finds none, either.
-    """
+    """In a process of a fork server: that folder is of the process which uses the server. Missing: there is none."""
     import multiprocessing
 
     getattr(multiprocessing.current_process(), "_config", {}).pop("tempdir", None)
 
 
-# Hydra, seen in 1.3.8 and 1.4.0rc3. What differs between the two is here, too, though it is public.
-
-
-def hydra_version_base() -> dict[str, str]:
-    """The argument `version_base` of Hydra's functions: without it 1.3 warns, and with it 1.4 does."""
-    import hydra
-
-    return {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+# Hydra, seen in 1.3.8.
 
 
 @contextmanager
@@ -76,7 +63,7 @@ def hydra_composed(words: Sequence[str], folders: Iterable[Path] = ()) -> "Itera
     if searched := ",".join(path_value(f"file://{folder.resolve()}") for folder in folders):
         overrides.append(f"hydra.searchpath=[{searched}]")
     try:
-        with hydra.initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
+        with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             cfg = hydra.compose("config", overrides=overrides, return_hydra_config=True)
         HydraConfig.instance().set_config(cfg)
         with open_dict(cfg):
@@ -88,36 +75,7 @@ def hydra_composed(words: Sequence[str], folders: Iterable[Path] = ()) -> "Itera
         HydraConfig.instance().cfg = known
 
 
-def hydra_may_call_all() -> dict[str, object]:
-    """The argument of `hydra.utils.instantiate` with which 1.4 calls any target, as 1.3 does, and does not warn.
-
-    Missing, as in 1.3: no argument.
-    """
-    import hydra.utils
-
-    policy = getattr(hydra.utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
-    return {} if policy is None else {"_execution_whitelist_": policy}
-
-
-# OmegaConf, seen in 2.3.1 and 2.4.1rc1.
-
-
-def key_of(node: Any) -> str:
-    """The full key of a node in its config, such as model: no public name tells it. Missing: "node"."""
-    key: str = getattr(node, "_get_full_key", lambda name: "node")("")
-    return key
-
-
-def register_resolver(name: str, function: Callable[..., object]) -> None:
-    """`${name:...}` in a config calls `function`. 2.4 has another name for the function, and warns."""
-    import omegaconf
-
-    is_old = omegaconf.__version__.startswith("2.3.")
-    register = getattr(omegaconf.OmegaConf, "register_new_resolver" if is_old else "register_resolver")
-    register(name, function, replace=True)
-
-
-# torch, seen in 2.14.1.
+# torch, seen in 2.14.1 and 2.15.0.
 
 
 @contextmanager
@@ -125,16 +83,15 @@ def hidden_from_profiler() -> Iterator[None]:
     """For the start of a collective that may end after torch's profiler has stopped.
 
     A recorded collective writes its end into the profiler's memory, from a thread of gloo. If the profiler has stopped
-    by then, this memory is freed, and the write corrupts the heap. Missing: the collective is recorded.
+    by then, this memory is freed, and the write corrupts the heap. Missing: an ImportError.
     """
-    import torch
+    from torch.autograd import _enable_record_function
 
-    enable = getattr(torch.autograd, "_enable_record_function", lambda enabled: None)
-    enable(False)
+    _enable_record_function(False)
     try:
         yield
     finally:
-        enable(True)
+        _enable_record_function(True)
 
 
 def dispatch_mode() -> Any:
@@ -152,13 +109,10 @@ def gamma_functions() -> list[Any]:
 
 
 def batch_norm_class() -> Any:
-    """The class that torch's batch norms are derived from, and perhaps one of the user's.
+    """The class that torch's batch norms are derived from, and perhaps one of the user's. Missing: an ImportError."""
+    from torch.nn.modules.batchnorm import _BatchNorm
 
-    Missing: the class before BatchNorm1d in its list of classes.
-    """
-    from torch import nn
-
-    return getattr(nn.modules.batchnorm, "_BatchNorm", nn.BatchNorm1d.__base__)
+    return _BatchNorm
 
 
 def tree_map() -> Callable[..., Any]:
@@ -251,12 +205,11 @@ def has_gradient_hooks(tensor: Any) -> bool:
 def is_of_transform(tensor: Any) -> bool:
     """Whether a tensor exists inside of torch.func.vmap, grad and such alone, where nobody may ask for its values.
 
-    Seen in 2.14. Missing: no, and mode=check fails on a model that uses them.
+    Missing: an ImportError in mode=check.
     """
-    import torch
+    from torch._C._functorch import is_functorch_wrapped_tensor
 
-    is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
-    return is_wrapped is not None and bool(is_wrapped(tensor))
+    return bool(is_functorch_wrapped_tensor(tensor))
 
 
 def decoded_jpeg(stored: bytes) -> "Tensor | None":

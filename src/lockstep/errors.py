@@ -41,8 +41,8 @@ class RankMissing(CannotStartNow, TimeoutError):
     """A rank did not come to the rendezvous within backend.timeout."""
 
 
-class TrainingDiverged(Exception):
-    """A loss, a gradient or a weight is not finite, so training cannot continue.
+class WrongNumbers(Exception):
+    """Training cannot continue with the numbers that it has.
 
     what: the first words, with the step. advice: what to type; empty if `what` says it.
     """
@@ -57,24 +57,15 @@ class TrainingDiverged(Exception):
             self.args = (f"{self.what}; the last good snapshot is {path}; {self.advice}",)
 
 
-# until issue 42
-class RanksDiffer(Exception):
-    """Ranks that must hold the same weights do not. The message says which rank, which weights and what to type.
+class TrainingDiverged(WrongNumbers):
+    """A loss, a gradient or a weight is not finite."""
 
-    what: the first words.
-    """
 
-    ADVICE = "watch.weights_every=0 if ranks compute on different hardware"
+class RanksDiffer(WrongNumbers):
+    """Ranks that must hold the same weights do not. `what` says which rank and which weights."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"{what}; no snapshot was saved before; type {self.ADVICE}")
-        self.what = what
-
-    def name_snapshot(self, path: Path) -> None:
-        """Say in the message that `path` is the last good snapshot."""
-        word = path_word("hydra.run.dir", path.parent.parent)
-        advice = f"to go on from it type the command again with {word}, and {self.ADVICE}"
-        self.args = (f"{self.what}; the last good snapshot is {path}; {advice}",)
+        super().__init__(what, "type watch.weights_every=0 if ranks compute on different hardware")
 
 
 class LeftEarly(Exception):

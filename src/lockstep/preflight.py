@@ -5,15 +5,13 @@ Functions import torch, and what needs it, inside: the fork server imports the s
 
 import gc
 import importlib.util
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.check import default_of, word
-from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate, takes
+from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.environment import RankInfo, read_rank_info
 from lockstep.distributed.run_folder import check_run_folder
@@ -83,8 +81,7 @@ def check_loggers(config: RunConfig) -> None:
     """Raise ConfigError for a logger whose packages are not installed."""
     for name, node in config.logger.items():
         needed: Sequence[str] = getattr(locate(f"logger.{name}", node["_target_"]), "packages", ())
-        missing = [package for package in needed if importlib.util.find_spec(package) is None]
-        if missing:
+        if missing := [package for package in needed if importlib.util.find_spec(package) is None]:
             raise ConfigError(f"logger={name} needs {' and '.join(missing)}; type pip install {' '.join(missing)}")
 
 
@@ -92,7 +89,7 @@ def check_optimizer(config: RunConfig) -> None:
     """Raise ConfigError for hyperparameters that an optimizer of torch refuses: it is asked with one small weight."""
     import torch
 
-    node, groups = config.optimizer, config.parameters.groups
+    node, path = config.optimizer, str(config.optimizer["_target_"])
 
     def refusal(changes: dict[str, Any]) -> str:
         try:
@@ -101,67 +98,40 @@ def check_optimizer(config: RunConfig) -> None:
             return " ".join(str(error).split())
         return ""
 
-    is_torchs = node["_target_"].startswith("torch.optim.")
-    if is_torchs and (reason := refusal({})):
-        defaults = {name: default_of(f"optimizer.{name}", node["_target_"]) for name in node if name != "_target_"}
+    if path.startswith("torch.optim.") and (reason := refusal({})):
+        defaults = {name: default_of(f"optimizer.{name}", path) for name in node if name != "_target_"}
         fitting = [word(f"optimizer.{name}", value) for name, value in defaults.items() if not refusal({name: value})]
-        raise ConfigError(f"{node['_target_']} refuses its arguments ({reason}); type {[*fitting, 'optimizer=sgd'][0]}")
-    target = locate("optimizer", node["_target_"])
-    for group in groups:
-        reason = refusal({name: value for name, value in group.items() if takes(target, name)}) if is_torchs else ""
-        if reason or not group.get("match"):
-            reason, example = reason or "it has no match, the names of parameters", "[{match:fc,lr:0.1}]"
-            raise ConfigError(
-                f"parameters.groups: {show(group)} is refused: {reason}; type parameters.groups={example}"
-            )
+        raise ConfigError(f"{path} refuses its arguments ({reason}); type {[*fitting, 'optimizer=sgd'][0]}")
+    if nameless := [group for group in config.parameters.groups if not group.get("match")]:
+        what = f"parameters.groups: {show(nameless[0])} has no match, the names of parameters"
+        raise ConfigError(f"{what}; type parameters.groups=[{{match:fc,lr:0.1}}]")
 
 
 def check_options(
     config: RunConfig, launcher: Launcher, mode: Mode, strategy: "Strategy", gradient_sync: "GradientSync"
 ) -> None:
-    """Raise ConfigError for what options and machine contradict."""
-    from lockstep.build import direction_of, objective_of
+    """Raise ConfigError for options that contradict each other."""
+    from lockstep.build import direction_of
     from lockstep.data.partition import seeded
     from lockstep.tasks.base import Task
     from lockstep.training.run import time_limit
 
-    with seeded(config.seed):
+    if config.monitor not in (None, "auto"):
         try:
-            task = instantiate_as(Task, config.task, "task")
+            with seeded(config.seed):
+                direction_of(config, instantiate_as(Task, config.task, "task"), config.monitor)
         except ConfigError:
             raise
         except Exception:  # perhaps it needs what the data will tell; then a rank makes it, or says why it cannot
-            task = None
-    if task is not None and (objective := objective_of(config, task)) is not None:
-        direction_of(config, task, objective)
+            pass
     time_limit(config.trainer.max_time)
     job = job_spec(config, launcher)
-    has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
-    rules = [
-        (
-            job.compile and not has_compiler and not launcher.runs_elsewhere,
-            "trainer.compile needs a C++ compiler, and this machine has none",
-            "apt install g++, or trainer.compile=false",
-        ),
-        (
-            job.device_type == "mps" and job.precision == "fp64",
-            "trainer.precision=fp64 needs a device with float64, and Apple's GPU has none",
-            "backend=gloo, or trainer.precision=fp32",
-        ),
-        (
-            job.compile == "reduce-overhead" and job.gradient_accumulation_steps > 1,
-            "trainer.compile=reduce-overhead overwrites gradients that are accumulated (pytorch issue 169545)",
-            "trainer.compile=true, or trainer.gradient_accumulation_steps=1",
-        ),
-        (
-            job.nan == "skip" and job.precision == "fp16",
-            "watch.nan=skip and the loss scaling of fp16 would both leave out updates",
-            "watch.nan=stop, or trainer.precision=bf16",
-        ),
-    ]
-    for wrong, what, advice in rules:
-        if wrong:
-            raise ConfigError(f"{what}; type {advice}")
+    if job.compile == "reduce-overhead" and job.gradient_accumulation_steps > 1:
+        what = "trainer.compile=reduce-overhead overwrites gradients that are accumulated (pytorch issue 169545)"
+        raise ConfigError(f"{what}; type trainer.compile=true, or trainer.gradient_accumulation_steps=1")
+    if job.nan == "skip" and job.precision == "fp16":
+        what = "watch.nan=skip and the loss scaling of fp16 would both leave out updates"
+        raise ConfigError(f"{what}; type watch.nan=stop, or trainer.precision=bf16")
     check_mode(config, mode, job)
     strategy.validate(job)
     strategy.validate_gradient_sync(gradient_sync, job)

@@ -122,18 +122,9 @@ def test_a_run_begins_with_the_weights_of_another_and_a_new_head(tmp_path: Path)
     assert "freeze: 1072 of 1276 weights are not trained: 1.bias, 1.weight, 2.bias, 2.weight" in log
 
 
-def test_groups_that_cannot_work_are_refused_before_ranks_start() -> None:
-    for word, said in (
-        (
-            "parameters.groups=[{lr:0.1}]",
-            "is refused: it has no match, the names of parameters; type parameters.groups=[{match:fc,lr:0.1}]",
-        ),
-        (
-            "parameters.groups=[{match:'4',lr:-1}]",
-            "parameters.groups: {match:4,lr:-1} is refused: Invalid learning rate: -1; type",
-        ),
-    ):
-        assert said in str(answer(*BASE, word)), word
+def test_a_group_without_a_match_is_refused_before_ranks_start() -> None:
+    said = "has no match, the names of parameters; type parameters.groups=[{match:fc,lr:0.1}]"
+    assert said in str(answer(*BASE, "parameters.groups=[{lr:0.1}]"))
 
 
 def refusals(configs: list[Any]) -> list[str]:

@@ -15,7 +15,6 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep import cli
-from lockstep.compat import hydra_version_base
 from lockstep.config.check import check
 from lockstep.config.nodes import instantiate, with_own_arguments
 from lockstep.config.record import ConfigRecord, record_config
@@ -23,6 +22,20 @@ from lockstep.config.schema import RunConfig
 from lockstep.launchers.env import EnvLauncher
 from lockstep.preflight import Parts
 from support.commands import ROOT, WHOLE
+
+# What must be typed beside an option.
+NEEDS = {
+    "dataset=random": ["model=linear"],
+    "dataset=huggingface": ["dataset.path=rows"],
+    "dataset=image_folder": ["dataset.root=pictures"],
+    "experiment=image_folder_resnet": ["dataset.root=pictures"],
+    "experiment=image_folder_speed": ["dataset.root=pictures"],
+    "dataset=image_csv": ["dataset.root=pictures"],
+    "dataset=image_list": ["dataset.root=pictures"],
+    "dataset=table": ["dataset.path=rows.csv", "dataset.target=y"],
+    "dataset=pair": [f"dataset.{split}._target_=support.own_data.Points" for split in ("train", "test")],
+    "scheduler=torch": ["scheduler.schedule={_target_:torch.optim.lr_scheduler.StepLR,step_size:3}"],
+}
 
 
 def composed(*overrides: str, whole: bool = True) -> RunConfig:
@@ -74,7 +87,7 @@ def _is_value(override: Override) -> bool:
 def _composed_once(*overrides: str) -> bytes:
     """Pickled, which copies twice as fast as deepcopy."""
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return pickle.dumps(compose("config", overrides=list(overrides)))
 
 
@@ -82,7 +95,7 @@ def composed_with_hydra() -> Any:
     """The config of `python src/train.py`, with Hydra's own node `hydra`."""
     cli.register_resolvers()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return compose("config", return_hydra_config=True)
 
 

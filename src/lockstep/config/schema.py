@@ -43,6 +43,11 @@ def is_of_images(shape: Sequence[int]) -> bool:
 
 ImageShape = Annotated[Shape, Predicate(is_of_images)]
 
+# Keys that say where a run computes, what it shows and what it keeps, and not what its numbers are.
+NO_NUMBER: tuple[str, ...] = ("run_dir", "data_dir", "resume", "mode", "launch", "backend", "logger", "logging")
+NO_NUMBER += ("snapshot", "hydra", "tags", "notes")
+SHARED_BY = ("strategy", "gradient_sync", "sync_bn", "watch")  # how ranks share the work: another start may change it
+
 # What the program passes beside the arguments of a node: how many by position, and which names.
 STEP = frozenset({"strategy", "task", "optimizer", "schedule", "scaler", "meter", "draws", "progress", "average"})
 LATER: dict[str, tuple[int, frozenset[str]]] = {

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from multiprocessing import connection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 EVALUATION = -1  # the epoch of samples that are evaluated: their random numbers are the same each time
 SAMPLE, COLLATE = 1, 3  # folded into the seeds of what samples and a collate_fn draw
+EXIT_SECONDS = 2.0  # from a lost connection to a worker until its end is seen
 OPEN = "/proc/self/fd"  # the files that a process has open; not on macOS
 TRIED = 10  # samples from an unreadable one on, with on_error=skip
 
@@ -229,7 +231,7 @@ def batches(reader: SampleReader, requests: Iterable[Request], workers: int, pin
                 yield found
         except (OSError, EOFError) as error:  # of a socket or a pipe to a worker
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error later, wherever that is
-            if not all(worker.is_alive() for worker in started):
+            if connection.wait([worker.sentinel for worker in started], EXIT_SECONDS):
                 raise RuntimeError(f"a DataLoader worker exited ({type(error).__name__})") from error
             raise
     atexit.unregister(end)  # not after an error, whose traceback may hold the workers

@@ -22,7 +22,5 @@ import lockstep.snapshots.find
 import lockstep.strategies.ddp
 import lockstep.training.loop
 import lockstep.training.setup
-from lockstep.source_code import module_hashes
 
 torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # torch imports its compiler with the first optimizer
-module_hashes()  # once for all ranks

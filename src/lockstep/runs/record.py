@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.schema import NO_NUMBER
 from lockstep.errors import ConfigError
 from lockstep.files import write_whole
 from lockstep.source_code import PARTS, ROOT, hash_of_source, module_hashes
@@ -24,8 +25,6 @@ RUNNING, FINISHED, PAUSED, FAILED, KILLED = "running", "finished", "paused", "fa
 UNKNOWN = "unknown"  # began on another machine, and writes nothing any more
 SILENT_SECONDS = 3600.0  # without a write of run.json by a run on another machine
 STATES = {"killed": KILLED, "hang": "hang"}  # by the kind of a failure report
-NO_NUMBER = {"run_dir", "data_dir", "resume", "mode", "launch", "backend", "logger", "logging", "snapshot", "hydra"}
-NO_NUMBER |= {"tags", "notes"}
 PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "tensorboard", "tqdm", "scikit-learn")
 DIFF, LARGEST_DIFF = "uncommitted.diff", 2**18  # bytes; a longer one is not kept
 WRITE_SECONDS = 10.0  # between two writes while steps are logged
@@ -172,7 +171,7 @@ class RunRecord:
         self.begun = facts["start"] | now | {"from_step": step, "to_step": step, "source": code["source"]}
         self.run = {"format": FORMAT, **{key: value for key, value in facts.items() if key != "start"}}
         self.run |= {
-            "code": code | {"modules": module_hashes(users_only=True)},
+            "code": code | {"modules": module_hashes()},
             "environment": facts["environment"] | versions(),
             "objective": {"name": name, "mode": mode, "best": best[0], "step": best[1], "last": None},
             "history": [row for row in before["history"] if row["step"] <= step] if step else [],
