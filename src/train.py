@@ -18,6 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lockstep import cli
+from lockstep.compat import hydra_version_base
 from lockstep.config.check import check
 from lockstep.config.nodes import with_own_arguments
 from lockstep.config.record import record_config, typed_overrides
@@ -25,7 +26,7 @@ from lockstep.distributed.run_folder import require_same_run
 from lockstep.errors import exits_are_failures
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+@hydra.main(**hydra_version_base(), config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> Any:
     """Check the config, then train in every rank, or do what `mode` says. Returns the objective, for a sweeper."""
     with cli.exit_codes(), exits_are_failures("the command left before the training"):

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 from lockstep import errors
+from lockstep.compat import register_resolver
 from lockstep.config.check import OPTIONS, explain, flatten, key_of
 from lockstep.config.record import RECORD, config_flags, sets, typed_overrides
 from lockstep.config.schema import CONF, NO_NUMBER, SHARED_BY
@@ -165,7 +166,7 @@ def register_resolvers() -> None:
         claim = not asks_for_text(sys.argv)
         return run_started_at(_composing_rank(_root_), claim=claim, timeout=timeout).strftime(pattern)
 
-    OmegaConf.register_new_resolver("started", started, replace=True)
+    register_resolver("started", started)
 
 
 def _composing_rank(root: DictConfig) -> RankInfo:
@@ -229,12 +230,9 @@ def with_values_of_run(cfg: DictConfig) -> DictConfig:
         return cfg
     from lockstep.runs.record import read_run
 
-    words = typed_overrides(HydraConfig.get())
-    if not {"mode", "resume"} <= {*map(key_of, words)}:
-        raise ConfigError("a mode and the run that it uses are typed, and no preset has them; type mode=... resume=...")
     record = folder_of_run(str(cfg.resume)) / RECORD
     config, recorded = _read(record / "config.yaml"), _read(record / "overrides.yaml")
-    typed = [key_of(word) for word in words if word not in recorded]
+    typed = [key_of(word) for word in typed_overrides(HydraConfig.get()) if word not in recorded]
     typed += [key.removesuffix("._target_") for key in typed]  # the arguments of a typed class are its own
     for key, value in flatten({name: config.get(name) or {} for name in VALUES_OF_RUN}).items():
         stays = key in INPUTS_OF_NET and key not in typed
@@ -248,9 +246,19 @@ def with_values_of_run(cfg: DictConfig) -> DictConfig:
 
 
 def chosen(key: str, words: Sequence[str]) -> str | None:
-    """What is typed for a key or a group. Nothing is composed: without the words of the run Hydra would refuse a key of
-    the run's own data set."""
-    return {key_of(word): word.partition("=")[2] for word in words if "=" in word}.get(key)
+    """What is typed for `mode` or `resume`, or else said by the typed preset, or by conf/local. Nothing is composed:
+    without the words of the run Hydra would refuse a key of the run's own data set."""
+    typed = {key_of(word): word.partition("=")[2] for word in words if "=" in word}
+    if key in typed:
+        return typed[key]
+    names = [f"experiment/{typed.get('experiment')}", "local/default"]
+    for path in [folder / f"{name}.yaml" for name in names for folder in (*config_dirs(words), CONF)]:
+        found = _read(path) if path.is_file() else {}
+        options = [item for item in found.get("defaults", []) if isinstance(item, dict)]
+        said = {str(group).split("/")[-1]: option for item in options for group, option in item.items()} | found
+        if isinstance(said.get(key), str):
+            return str(said[key])
+    return None
 
 
 def config_dirs(words: Sequence[str]) -> list[Path]:

@@ -38,7 +38,14 @@ def forget_multiprocessing_folder() -> None:
     getattr(multiprocessing.current_process(), "_config", {}).pop("tempdir", None)
 
 
-# Hydra, seen in 1.3.8.
+# Hydra, seen in 1.3.8 and 1.4.0rc3. What differs between the two is here, too, though it is public.
+
+
+def hydra_version_base() -> dict[str, str]:
+    """The argument `version_base` of Hydra's functions: without it 1.3 warns, and with it 1.4 does."""
+    import hydra
+
+    return {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 
 
 @contextmanager
@@ -63,7 +70,7 @@ def hydra_composed(words: Sequence[str], folders: Iterable[Path] = ()) -> "Itera
     if searched := ",".join(path_value(f"file://{folder.resolve()}") for folder in folders):
         overrides.append(f"hydra.searchpath=[{searched}]")
     try:
-        with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        with hydra.initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
             cfg = hydra.compose("config", overrides=overrides, return_hydra_config=True)
         HydraConfig.instance().set_config(cfg)
         with open_dict(cfg):
@@ -75,7 +82,36 @@ def hydra_composed(words: Sequence[str], folders: Iterable[Path] = ()) -> "Itera
         HydraConfig.instance().cfg = known
 
 
-# torch, seen in 2.14.1 and 2.15.0.
+def hydra_may_call_all() -> dict[str, object]:
+    """The argument of `hydra.utils.instantiate` with which 1.4 calls any target, as 1.3 does, and does not warn.
+
+    Missing, as in 1.3: no argument.
+    """
+    import hydra.utils
+
+    policy = getattr(hydra.utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
+    return {} if policy is None else {"_execution_whitelist_": policy}
+
+
+# OmegaConf, seen in 2.3.1 and 2.4.1rc1.
+
+
+def key_of(node: Any) -> str:
+    """The full key of a node in its config, such as model: no public name tells it. Missing: "node"."""
+    key: str = getattr(node, "_get_full_key", lambda name: "node")("")
+    return key
+
+
+def register_resolver(name: str, function: Callable[..., object]) -> None:
+    """`${name:...}` in a config calls `function`. 2.4 has another name for the function, and warns."""
+    import omegaconf
+
+    is_old = omegaconf.__version__.startswith("2.3.")
+    register = getattr(omegaconf.OmegaConf, "register_new_resolver" if is_old else "register_resolver")
+    register(name, function, replace=True)
+
+
+# torch, seen in 2.14.1.
 
 
 @contextmanager

@@ -162,3 +162,16 @@ def test_a_run_folder_holds_a_run_of_one_config(tmp_path: Path) -> None:
         require_same_run(record, str(run))
     (run / ".hydra" / "config.yaml").write_text(record.files["config.yaml"].replace("epochs: 5", "epochs: 9"))
     require_same_run(record, str(run))  # how long it trains may change
+
+
+def test_the_mode_or_the_run_may_stand_in_a_preset(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", ["model=mlp"], {})
+    presets = tmp_path / "conf" / "experiment"
+    presets.mkdir(parents=True)
+    (presets / "judge.yaml").write_text(f"defaults:\n  - override /mode: evaluate\nresume: {run}\n")
+    (presets / "again.yaml").write_text(f"resume: {run}\n")
+    flags = [f"--config-dir={tmp_path / 'conf'}"]
+    for words in (["experiment=judge"], ["experiment=again", "mode=evaluate"], ["mode=evaluate", f"resume={run}"]):
+        assert "model=mlp" in cli.with_overrides_of_run([*flags, *words]), words
+    for words in (["experiment=again"], ["experiment=judge", "mode=train"], ["experiment=judge", "resume=null"]):
+        assert cli.with_overrides_of_run([*flags, *words]) == [*flags, *words]

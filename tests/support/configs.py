@@ -15,6 +15,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep import cli
+from lockstep.compat import hydra_version_base
 from lockstep.config.check import check
 from lockstep.config.nodes import instantiate, with_own_arguments
 from lockstep.config.record import ConfigRecord, record_config
@@ -87,7 +88,7 @@ def _is_value(override: Override) -> bool:
 def _composed_once(*overrides: str) -> bytes:
     """Pickled, which copies twice as fast as deepcopy."""
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
         return pickle.dumps(compose("config", overrides=list(overrides)))
 
 
@@ -95,7 +96,7 @@ def composed_with_hydra() -> Any:
     """The config of `python src/train.py`, with Hydra's own node `hydra`."""
     cli.register_resolvers()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
         return compose("config", return_hydra_config=True)
 
 

@@ -14,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from lockstep.compat import hydra_may_call_all
 from lockstep.config.check import check_value, flatten, join, with_default
 from lockstep.config.schema import FROM_DATA, LATER, Node
 from lockstep.errors import ConfigError
@@ -105,7 +106,8 @@ def check_nodes(value: object, section: str = "") -> None:
             function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
             annotations = inspect.get_annotations(function, eval_str=True)
             for name, value in given.items():
-                if not any(nodes_in(value, name)) and not (value is None and name in FROM_DATA):
+                comes_later = any(nodes_in(value, name)) or (value is None and name in FROM_DATA)
+                if not comes_later:
                     check_value(annotations.get(name, Any), value, join(key, name), path)
 
 
@@ -117,7 +119,7 @@ def instantiate(node: Node | Sequence[Node] | None, *first: Any, **later: Any) -
     if node is None or not isinstance(node, dict):
         return None if node is None else [instantiate(item) for item in node]
     try:  # Hydra would copy what it passes on
-        made = hydra.utils.instantiate(node | {"_partial_": True}, _convert_="all")
+        made = hydra.utils.instantiate(node | {"_partial_": True}, _convert_="all", **hydra_may_call_all())
     except InstantiationException as error:  # of an inner node
         raise (error.__cause__ or error) from None
     return made if node.get("_partial_") and not (first or later) else made(*first, **later)
@@ -151,8 +153,8 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         written: Any = OmegaConf.to_container(node, resolve=False)
         target, found = node["_target_"], locate(key, node["_target_"])
         links = {name for name, value in written.items() if "${" in str(value)}
-        constructor = str(getattr(getattr(found, "__init__", None), "__module__", ""))
-        inherits = constructor.startswith("lockstep.") and not target.startswith("lockstep.")
+        of_constructor = str(getattr(getattr(found, "__init__", None), "__module__", ""))
+        inherits = of_constructor.startswith("lockstep.") and not target.startswith("lockstep.")
         kept = signature_of(found).parameters.keys() & (written if inherits else links)
         own = {name for name in written if any(f"{one}.".startswith(f"{join(key, name)}.") for one in typed)}
         left_out = written.keys() - HYDRA_KEYS - own - kept
