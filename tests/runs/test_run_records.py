@@ -152,7 +152,7 @@ def test_a_resumed_run_keeps_how_its_first_start_ended(tmp_path: Path) -> None:
     assert states(tmp_path) == ["killed"]
     Command([*PYTHON_TRAIN, *words, "trainer.max_steps=40"], tmp_path, **faulty | {"FAULT": "none/none:0:0"}).finish()
     first, second = record(tmp_path / "run")["starts"]
-    assert (first["state"], first["exit_code"]) == ("killed", 5)
+    assert (first["state"], first["exit_code"], first["config"]) == ("killed", 5, {"trainer.max_steps": 30})
     assert (second["state"], second["exit_code"]) == ("finished", 0)
 
 

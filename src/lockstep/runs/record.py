@@ -17,6 +17,7 @@ from typing import Any
 from lockstep.errors import ConfigError
 from lockstep.files import write_whole
 from lockstep.source_code import PARTS, ROOT, hash_of_source, module_hashes
+from lockstep.text import differing
 
 NAME, FORMAT = "run.json", 2
 SWEEP = "LOCKSTEP_SWEEP"  # the environment variable that tells a job of a sweep the sweep's folder
@@ -177,7 +178,7 @@ class RunRecord:
             "objective": {"name": name, "mode": mode, "best": best[0], "step": best[1], "last": None},
             "history": [row for row in before["history"] if row["step"] <= step] if step else [],
             "test": None,
-            "starts": [*(_earlier(before, step) if before["starts"] else []), self.begun],
+            "starts": [*(_earlier(before, facts["config"], step) if before["starts"] else []), self.begun],
             "steps": step,
             "samples_per_second": before["samples_per_second"] if step else None,
         }
@@ -217,12 +218,14 @@ class RunRecord:
         self.written_at = time.monotonic()
 
 
-def _earlier(before: Run, step: int) -> list[dict[str, Any]]:
-    """The earlier starts of a run that goes on after `step`: what they did later is done again.
+def _earlier(before: Run, config: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
+    """The earlier starts of a run that goes on after `step`, with this `config`: what they did later is done again.
 
-    One that was killed wrote no end, and which rank failed first is in the failure report.
+    One that was killed wrote no end, and which rank failed first is in the failure report. "config" of a start has its
+    values of the keys that the next one has changed.
     """
     last = before["starts"][-1]
+    last["config"] = {key: then for key, (then, _) in differing(before["config"], config).items()}
     if last["state"] in (RUNNING, FAILED):
         state = KILLED if last["state"] == RUNNING else state_of(before)
         last |= {"state": state, "exit_code": exit_code_of(before)}
