@@ -69,43 +69,36 @@ def test_a_logger_that_fails_costs_one_warning(caplog: pytest.LogCaptureFixture,
     assert bool(warning.exc_info) == isinstance(error, ZeroDivisionError)  # a full disk needs no traceback
 
 
-def test_a_logger_that_cannot_start_is_left_out(tmp_path: Path) -> None:
-    class Late(Recorder):
-        def start(self, run: Any) -> None:
-            self._note("start")
-
-    calls: list[str] = []
-    loggers = Loggers([Late("gone", calls, ConnectionError("no service")), Late("there", calls)])
-    loggers.start(run_info(tmp_path))
-    loggers.log({"train/lr": 0.1}, 1)
-    assert calls == ["gone start", "there start", "there log 1"]
-
-
 def test_images_are_drawn_once_for_all_loggers_at_the_step_of_their_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def draw(loggers: Loggers, step: int) -> None:
+        loggers.draw("test", lambda: drawn.append(step) or {"test/worst": torch.zeros(3, 4, 4)}, step)  # type: ignore[func-returns-value]
+
     calls, drawn = list[str](), list[int]()
     loggers = Loggers([Recorder("a", calls), Recorder("b", calls), ConsoleLogger()])
-    loggers.start(run_info(tmp_path))
-    for step in (10, 20):
-        loggers.draw("test", lambda step=step: drawn.append(step) or {"test/worst": torch.zeros(3, 4, 4)}, step)  # type: ignore[misc]
+    draw(loggers, 10)
+    draw(loggers, 20)
     assert drawn == []  # the epochs are short
     loggers.end(run_info(tmp_path), "stopped")
     assert drawn == [20]
     assert calls == ["a image test/worst 20", "b image test/worst 20"]
-    monkeypatch.setattr(base, "DRAWING_SHARE", 1e9)
-    loggers.draw("test", lambda: drawn.append(30) or {}, 30)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(base, "FIRST_DRAWING", 0.0)
+    draw(Loggers([Recorder("a", calls)]), 30)
     assert drawn == [20, 30]
 
 
 def test_run_json_has_how_the_run_ended(tmp_path: Path) -> None:
     for error, state, code in ((KeyboardInterrupt(), "stopped", 130), (ValueError("x"), "failed", 1)):
-        with suppress(type(error)), Loggers([], RunRecord(tmp_path, ("val/accuracy", "max"))) as loggers:
+        with suppress(type(error)), Loggers([RunRecord(tmp_path, ("val/accuracy", "max"))]) as loggers:
             loggers.start(run_info(tmp_path))
             loggers.log({"train/lr": 0.1}, 7)
+            loggers.test({"step": 7, "metrics": {"loss": 0.5}}, is_logged=False)
             raise error
-        last = read_run(tmp_path)["starts"][-1]
+        run = read_run(tmp_path)
+        last = run["starts"][-1]
         assert (last["state"], last["exit_code"], last["to_step"]) == (state, code, 7)
+        assert run["test"]["metrics"] == {"loss": 0.5}  # the test set is read once
 
 
 # The table and the curves.
@@ -305,7 +298,7 @@ def test_the_progress_bar_on_a_terminal_counts_samples_and_a_log_line_takes_its_
         info.run.progress.samples = 100
         bar.log({"train/running_loss": 0.5}, 40)
         bar.epoch(epoch(2))
-        read_until(screen, " " * 20)
+        assert "0/100" in read_until(screen, "0/100")  # the next epoch begins
         bar.close()
     for part in ("epoch 2/5:  30%", "30/100, loss=0.1250", *(["<", " samples/s]"] if columns == 80 else [])):
         assert part in shown
@@ -334,15 +327,14 @@ def test_the_evaluation_that_is_advised_can_be_typed(tmp_path: Path, folder: str
 def test_what_is_logged_before_the_files_are_open_is_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
-    logs = RankLogs(0)
-    root.warning("rank 0 of 2")
-    logs.open(tmp_path)
-    root.warning("epoch 1/2")
+    with RankLogs() as logs:
+        root.warning("rank 0 of 2")
+        logs.open(tmp_path)
+        root.warning("epoch 1/2")
+    assert root.handlers == []
     for name in ("train.log", "logs/rank0.log"):
         lines = (tmp_path / name).read_text().splitlines()
         assert [line.partition(" - ")[2] for line in lines] == ["rank 0 of 2", "epoch 1/2"]
-    logs.leave_console()
-    assert root.handlers == logs.files
 
 
 def test_a_summary_has_flat_names() -> None:
