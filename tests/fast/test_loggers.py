@@ -3,7 +3,6 @@
 import csv
 import logging
 import os
-import resource
 import shlex
 import termios
 import time
@@ -21,12 +20,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lockstep.cli import with_overrides_of_run
 from lockstep.config.record import RECORD
 from lockstep.errors import path_value
-from lockstep.loggers import base, tensorboard
+from lockstep.loggers import base
 from lockstep.loggers.base import EpochSummary, Logger, Loggers
 from lockstep.loggers.console import ConsoleLogger, ProgressBarLogger
 from lockstep.loggers.csv_logger import CSVLogger
 from lockstep.loggers.rank_logs import RankLogs
-from lockstep.loggers.tensorboard import TensorBoardLogger, hyperparameters
+from lockstep.loggers.tensorboard import TensorBoardLogger
 from lockstep.runs.record import RunRecord, read_run
 from support.event_files import Backend, images, read, scalars
 from support.logged import epoch, run_info
@@ -125,23 +124,6 @@ def log_run(folder: Path, epochs: Sequence[int], step: int = 0, state: str = "fi
         loggers.close()
 
 
-TAGS = {"train/running_loss", "train/lr", "speed/samples_per_s", "train/loss", "train/accuracy", "val/loss"}
-TAGS |= {"val/accuracy", "best/accuracy"}
-
-
-def test_tensorboard_and_csv_have_the_same_numbers(tmp_path: Path) -> None:
-    log_run(tmp_path, [1, 2])
-    found = scalars(tmp_path)
-    assert found.keys() == TAGS
-    assert [step for step, _ in found["train/lr"]] == [1, 3]
-    assert found["val/loss"] == [(2, 2.0), (4, 1.0)]
-    assert found["speed/samples_per_s"] == [(2, 1234.5), (4, 1234.5)]
-    points = sorted((step, tag, value) for tag, some in found.items() for step, value in some)
-    assert [(step, tag) for step, tag, _ in points] == [(step, tag) for step, tag, _ in sorted(rows(tmp_path))]
-    for (_, tag, in_events), (_, _, in_csv) in zip(points, sorted(rows(tmp_path)), strict=True):
-        assert in_events == pytest.approx(in_csv, rel=1e-6), tag
-
-
 def test_a_resumed_run_drops_the_points_after_its_snapshot(tmp_path: Path) -> None:
     """What was logged before the kill is there: nothing waits in memory."""
     log_run(tmp_path, [1, 2, 3], state="killed")  # with a snapshot of epoch 1
@@ -158,20 +140,23 @@ def test_a_resumed_run_drops_the_points_after_its_snapshot(tmp_path: Path) -> No
 
 
 def test_the_hparams_table_has_the_keys_of_all_runs_and_numbers_are_numbers(tmp_path: Path) -> None:
-    log_run(tmp_path / "a", [1, 2], config={"optimizer.lr": 0.1, "trainer.compile": False}, options={"model": "mlp"})
+    dropped = {"run_dir": "a", "logger.csv.run_dir": "a", "model._target_": "x.y", "trainer.ema": None, "tags": ["a"]}
+    config = {"optimizer.lr": 0.1, "trainer.compile": False, "dataset.mean": [0.5, 1]}
+    log_run(tmp_path / "a", [1, 2], config=config | dropped, options={"model": "mlp", "launch": "fork", "data": None})
     log_run(tmp_path / "sweep" / "b", [1], state="stopped", config={"optimizer.lr": 1, "model.width": 8})
     backend = Backend(tmp_path)
     columns = {one["name"]: (one["type"].removeprefix("DATA_TYPE_"), one["differs"]) for one in backend.columns()}
     assert columns == {
         "optimizer.lr": ("FLOAT64", True),
         "trainer.compile": ("STRING", False),
+        "dataset.mean": ("STRING", False),
         "model": ("STRING", False),
         "model.width": ("FLOAT64", False),
         "world_size": ("FLOAT64", False),
     }
     found = backend.rows()
-    values = {"optimizer.lr": 0.1, "trainer.compile": "false", "model": "mlp", "world_size": 1}
-    assert found["a"].hyperparameters == values
+    values = {"optimizer.lr": 0.1, "trainer.compile": "false", "dataset.mean": "[0.5,1]", "model": "mlp"}
+    assert found["a"].hyperparameters == values | {"world_size": 1}
     assert (found["a"].metrics["val/accuracy"], found["a"].metrics["best/accuracy"]) == (0.25, 0.75)
     assert (found["a"].status, found["sweep/b"].status) == ("STATUS_SUCCESS", "STATUS_UNKNOWN")
     assert backend.runs() == ["a", "sweep/b"]
@@ -180,7 +165,7 @@ def test_the_hparams_table_has_the_keys_of_all_runs_and_numbers_are_numbers(tmp_
     charts = {chart["title"]: chart["multiline"]["tag"] for category in shown for chart in category["chart"]}
     assert charts["loss"] == ["^(train|val|test)/loss$"]
     (text,) = read(tmp_path / "a").Tensors("config/text_summary")
-    assert text.tensor_proto.string_val[0].decode() == "```yaml\noptimizer.lr: 0.1\ntrainer.compile: false\n```"
+    assert text.tensor_proto.string_val[0].decode().startswith("```yaml\noptimizer.lr: 0.1\ntrainer.compile: false\n")
 
 
 def test_an_image_is_shown_at_its_step(tmp_path: Path) -> None:
@@ -192,34 +177,6 @@ def test_an_image_is_shown_at_its_step(tmp_path: Path) -> None:
     step, picture = images(tmp_path)["test/worst_first"]
     assert (step, picture.size, picture.getpixel((0, 0))) == (42, (7, 5), (255, 255, 255))
     assert not images(tmp_path / "none")
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_tensorboard_goes_on_when_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorboard, "RETRY_SECONDS", 0.0)
-    logger = TensorBoardLogger(tmp_path, images=0)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    lost = []
-    for step, room in enumerate((before[0], 20, before[0], before[0]), start=1):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))  # bytes of a file, as on a disk without more
-        try:
-            logger.log({"train/lr": 0.1, "x" * 100: 1.0}, step)
-        except OSError:
-            lost.append(step)
-            time.sleep(1)  # as above
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert lost == [2]
-    assert [step for step, _ in scalars(tmp_path)["train/lr"]] == [1, 3, 4]
-
-
-def test_keys_and_options_are_columns_and_places_and_nulls_are_not() -> None:
-    kept = {"optimizer.lr": 0.1, "trainer.compile": False, "dataset.mean": [0.5, 1], "my_own.key": "text"}
-    dropped = {"run_dir": "a", "data_dir": "b", "logger.csv.run_dir": "a", "model._target_": "x.y", "trainer.ema": None}
-    dropped |= {"snapshot.every": "1epochs", "backend.timeout": 300, "tags": ["a"], "notes": "b"}
-    options = {"model": "mlp", "launch": "fork", "backend": "gloo", "experiment": None}
-    found = hyperparameters({"config": kept | dropped, "options": options, "start": {"world_size": 4}})
-    assert found == kept | {"trainer.compile": "false", "dataset.mean": "[0.5,1]", "model": "mlp", "world_size": 4}
 
 
 # The console.
@@ -255,25 +212,6 @@ def test_the_console_shows_one_line_an_epoch_and_three_at_the_end(
     caplog.clear()
     console.end(replace(ended, facts=ended.facts | {"sweep": "s"}), "finished")
     assert [line.partition(":")[0] for line in caplog.messages] == ["finished", "best", "test"]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "batch_size", "end"), [(1, 64, "64 samples"), (2, 64, "64 samples, 32 for each of 2 ranks")]
-)
-def test_the_console_shows_the_share_of_a_rank(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path, world_size: int, batch_size: int, end: str
-) -> None:
-    caplog.set_level(logging.INFO)
-    ConsoleLogger().start(run_info(tmp_path, 0, world_size, batch_size))
-    assert caplog.messages[0].endswith(f"batches of {end}")
-
-
-def test_no_progress_bar_without_a_terminal(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    bar = ProgressBarLogger()
-    bar.start(run_info(tmp_path))
-    bar.log({"train/running_loss": 0.125}, 1)
-    bar.close()
-    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("columns", [50, 80])

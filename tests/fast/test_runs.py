@@ -196,14 +196,13 @@ def test_columns_orders_and_filters(tmp_path: Path, runs: Any, cells: Any, caplo
         return [row for (row,) in cells("run", *words)]
 
     assert order("--sort", "objective") == ["c/0", "a", "b"]
-    assert order("--sort", "objective", "--reverse") == ["a", "c/0", "b"]
     assert order("--sort", "trainer.epochs") == ["b", "c/0", "a"]
     assert order("--sort", "seed", "--filter", "state=finished") == ["c/0", "a"]
     assert order("--filter", "trainer.compile=false", "--filter", "seed=1") == ["b"]
     date = datetime.fromtimestamp(1795354012.7)
     for shown in ("run=a", "objective=0.5000", "objective=0.5", "tags=base"):
         assert order("--filter", shown) == ["a"], shown
-    for shown in (f"date={date:%Y-%m-%d}", f"date={date:%Y-%m-%d %H:%M}", "commit=59029b0", "speed=5709", "steps=46"):
+    for shown in (f"date={date:%Y-%m-%d}", f"date={date:%Y-%m-%d %H:%M}", "commit=59029b0", "speed=5709.4", "steps=46"):
         assert len(order("--filter", shown)) == 3, shown
 
 
