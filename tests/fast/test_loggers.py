@@ -68,6 +68,18 @@ def test_a_logger_that_fails_costs_one_warning(caplog: pytest.LogCaptureFixture,
     assert bool(warning.exc_info) == isinstance(error, ZeroDivisionError)  # a full disk needs no traceback
 
 
+def test_a_logger_that_cannot_start_is_left_out(tmp_path: Path) -> None:
+    class Late(Recorder):
+        def start(self, info: Any) -> None:
+            self._note("start")
+
+    calls: list[str] = []
+    loggers = Loggers([Late("gone", calls, ConnectionError("no service")), Late("there", calls)])
+    loggers.start(run_info(tmp_path))
+    loggers.log({"train/lr": 0.1}, 1)
+    assert calls == ["gone start", "there start", "there log 1"]
+
+
 def test_images_are_drawn_once_for_all_loggers_at_the_step_of_their_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

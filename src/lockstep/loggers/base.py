@@ -112,7 +112,8 @@ Figures = Callable[[], Mapping[str, Tensor]]
 
 
 class Loggers(Logger):
-    """Hands every call to each logger. The first exception of one is a warning with its traceback."""
+    """Hands every call to each logger. The first exception of one is a warning with its traceback; one that cannot start
+    gets no further call."""
 
     def __init__(self, members: Sequence[Any], restore: Callable[[], None] = lambda: None) -> None:
         """members: loggers, and the RunRecord, which has their methods. restore: makes a deleted run folder again."""
@@ -136,7 +137,7 @@ class Loggers(Logger):
 
     def start(self, info: RunInfo) -> None:
         self.info = info
-        self._each("start", info)
+        self.members = [member for member in self.members if self._call(member, "start", info)]
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.restore()
@@ -190,12 +191,15 @@ class Loggers(Logger):
         for member in self.members:
             self._call(member, method, *arguments)
 
-    def _call(self, receiver: object, method: str, *arguments: Any) -> None:
+    def _call(self, receiver: object, method: str, *arguments: Any) -> bool:
+        """Returns whether it went well."""
         try:
             getattr(receiver, method)(*arguments)
+            return True
         except Exception as error:
             if id(receiver) not in self.warned:
                 self.warned.add(id(receiver))
                 what = " ".join(f"{type(error).__name__}: {error}".split())
                 sentence = f"{type(receiver).__name__} loses a part of this run ({what}); training goes on"
                 log.warning(sentence, exc_info=not isinstance(error, OSError))
+            return False
