@@ -112,8 +112,7 @@ Figures = Callable[[], Mapping[str, Tensor]]
 
 
 class Loggers(Logger):
-    """Hands every call to each logger. The first exception of one is a warning with its traceback; one that cannot start
-    gets no further call."""
+    """Hands every call to each logger. The first exception of one is a warning; one that cannot start is left out."""
 
     def __init__(self, members: Sequence[Any], restore: Callable[[], None] = lambda: None) -> None:
         """members: loggers, and the RunRecord, which has their methods. restore: makes a deleted run folder again."""

@@ -114,7 +114,7 @@ def is_alive(pid: int) -> bool:
 
 def seconds_of(run: Run) -> float:
     """How long the starts of a run have trained. One that was killed lasted until its last write."""
-    return round(sum(max(0.0, one["ended"] - one["started"]) for one in run["starts"]), 2)
+    return float(round(sum(max(0.0, one["ended"] - one["started"]) for one in run["starts"]), 2))
 
 
 class RunRecord:
