@@ -11,7 +11,7 @@ from typing import Self
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import unwritable
-from lockstep.errors import RAISED_BY_ALL, CannotStartNow, StoppedEarly
+from lockstep.errors import KINDS, CannotStartNow, StoppedEarly
 from lockstep.failures import reporter
 from lockstep.failures.record import message_of
 
@@ -74,7 +74,7 @@ class RankLogs:
         elif isinstance(error, Exception):
             reporter.failed(error)  # before the log has the traceback, which the report need not repeat
             log_to(self.files, logging.INFO, False)  # the process that started the ranks prints it on the console
-            log.error("%s", message_of(error), exc_info=None if isinstance(error, RAISED_BY_ALL) else error)
+            log.error("%s", message_of(error), exc_info=None if isinstance(error, tuple(KINDS)) else error)
         log_to(*self.before)
         for handler in (*self.files, *self.console):
             with suppress(OSError):  # the last lines of a log do not fit on a full disk
