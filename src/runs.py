@@ -11,20 +11,12 @@ import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
 
 from lockstep.errors import EXIT_CONFIG, EXIT_FINISHED, EXIT_INTERRUPTED, ConfigError
 
 
-class Parser(argparse.ArgumentParser):
-    """An error is one sentence that ends in what to type."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; type {self.prog} --help")
-
-
 def parser() -> argparse.ArgumentParser:
-    top = Parser(prog="python src/runs.py", description="Lists runs and compares them.")
+    top = argparse.ArgumentParser(prog="python src/runs.py", description="Lists runs and compares them.")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     table = verbs.add_parser("table", help="the runs below the folders, those of one configuration in one line")
     table.add_argument("folders", nargs="*", default=["outputs"], metavar="FOLDER", help="default: outputs")

@@ -265,8 +265,6 @@ def test_python_gets_a_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (["table", ".", "--columns", "obj"], "type --columns state"),
         (["table", ".", "--filter", "seed"], "--filter seed has no value; type --filter seed=<value>"),
         (["table", ".", "--filter", "seed=7"], "none of 1 runs has seed=7; type another --filter"),
-        (["table", "--nope"], "type python src/runs.py --help"),
-        ([], "type python src/runs.py --help"),
         (
             ["diff", "a", "nowhere"],
             "nowhere does not exist; type python src/runs.py table to see the runs below outputs",
