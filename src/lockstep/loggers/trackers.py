@@ -103,10 +103,9 @@ class MLflowLogger(Tracker):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # the end of a run waits so long for a lost server
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
-        logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # it tells of each table of its database
-        import mlflow
+        import mlflow  # which sets its own level
 
-        self.mlflow: Any = mlflow
+        logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # it tells of each table of its database
         if self.uri is not None:
             mlflow.set_tracking_uri(self.uri)
         mlflow.set_experiment(self.project)
@@ -114,6 +113,7 @@ class MLflowLogger(Tracker):
         run = mlflow.start_run(run_id=known, run_name=self.name, tags=tags)
         if known is None:
             mlflow.log_params(dict(info.facts["config"]))
+        self.mlflow: Any = mlflow
         return str(run.info.run_id)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
