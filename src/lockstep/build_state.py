@@ -75,7 +75,7 @@ def loggers(run: Run, restore: Callable[[], None]) -> Loggers:
     members = [instantiate_as(Logger, node, f"logger.{name}") for name, node in run.config.logger.items()]
     name = run.objective or f"test/{run.task.monitor}"
     direction = run.direction if run.objective else run.task.mode(name)
-    return Loggers(members, RunRecord(Path(run.config.run_dir), (name, direction)), restore)
+    return Loggers([RunRecord(Path(run.config.run_dir), (name, direction)), *members], restore)
 
 
 def run_info(record: ConfigRecord, snapshots: Checkpointer) -> RunInfo:

@@ -4,6 +4,8 @@ import csv
 import shutil
 import sys
 
+import pytest
+
 from support.commands import ROOT, TRAIN
 from support.configs import composed
 from support.event_files import MEASURED, scalars
@@ -32,8 +34,8 @@ def test_three_loggers_each_do_their_work(train, tmp_path):
         f"curves:     tensorboard --logdir {folder}",
     ]
     found = scalars(tmp_path / "run")
-    table = {(step, tag) for step, tag, _ in rows(tmp_path / "run")}
-    assert table == {(step, tag) for tag, points in found.items() for step, _ in points}
+    table = {(step, tag): pytest.approx(value, rel=1e-6) for step, tag, value in rows(tmp_path / "run")}
+    assert {(step, tag): value for tag, points in found.items() for step, value in points} == table
     assert [step for step, _ in found["train/running_loss"]] == [10, 20, 30, 40]
     assert [step for step, _ in found["val/accuracy"]] == [21, 42]
 

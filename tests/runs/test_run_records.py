@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lockstep.loggers.csv_logger import read_rows
-from lockstep.runs.record import code_facts, exit_code_of, read_run, versions
+from lockstep.runs.record import code_facts, versions
 from support.commands import PYTHON_TRAIN, ROOT, Command, ema, wait_for
 from support.digits import FEW
 from support.event_files import Backend
@@ -119,10 +119,8 @@ def test_a_record_names_the_chosen_classes_and_only_what_they_take(tmp_path: Pat
     assert "run  finished" in subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
 
 
-@pytest.mark.parametrize(
-    ("number", "state", "code"), [(signal.SIGKILL, "killed", None), (signal.SIGTERM, "stopped", 75)]
-)
-def test_how_an_interrupted_run_ended(start: Callable[..., Command], number: int, state: str, code: int | None) -> None:
+@pytest.mark.parametrize(("number", "state"), [(signal.SIGKILL, "killed"), (signal.SIGTERM, "stopped")])
+def test_how_an_interrupted_run_ended(start: Callable[..., Command], number: int, state: str) -> None:
     words = [*SLOW, "trainer.epochs=200", "logger=[]", "hydra.run.dir=run"]
     run = start(*PYTHON_TRAIN, *words, "optimizer.lr=0.1", ema(0.9))
     folder = run.cwd / "run"
@@ -131,7 +129,6 @@ def test_how_an_interrupted_run_ended(start: Callable[..., Command], number: int
     os.kill(run.process.pid, number)
     run.finish(None)
     wait_for(lambda: states(run.cwd) == [state], f"state {state}")
-    assert exit_code_of(read_run(folder)) == code
     fewer = start(*PYTHON_TRAIN, *words, ema(0.5)).finish(2)  # the default would replace the learning rate
     told = "holds a run with optimizer.lr=0.1, and here it is 0.05; type optimizer.lr=0.1 to go on with it"
     assert told in fewer.sentence
@@ -154,7 +151,7 @@ def test_a_resumed_run_keeps_how_its_first_start_ended(tmp_path: Path) -> None:
     assert states(tmp_path) == ["killed"]
     Command([*PYTHON_TRAIN, *words, "trainer.max_steps=40"], tmp_path, **faulty | {"FAULT": "none/none:0:0"}).finish()
     first, second = record(tmp_path / "run")["starts"]
-    assert (first["state"], first["exit_code"]) == ("killed", 1)
+    assert (first["state"], first["exit_code"], first["config"]) == ("killed", 1, {"trainer.max_steps": 30})
     assert (second["state"], second["exit_code"]) == ("finished", 0)
 
 

@@ -139,12 +139,12 @@ class Mode:
 def join(config: "RunConfig", parts: "Parts") -> Iterator[tuple["World", "RankLogs"]]:
     """Inside the block this rank has met the others. What fails there is reported, and signals are listened to."""
     from lockstep.distributed.world import join_world
-    from lockstep.loggers.rank_logs import rank_logs
+    from lockstep.loggers.rank_logs import RankLogs
     from lockstep.training.setup import set_determinism
 
     signals.listen(config.run_dir)
     with (
-        rank_logs() as logs,
+        RankLogs() as logs,
         exits_are_failures("this rank left before the end of the training"),
         heartbeat.recording(),
         join_world(**vars(config.backend), bind_device=parts.strategy.binds_one_device()) as world,
