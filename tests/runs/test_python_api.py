@@ -90,8 +90,6 @@ def test_what_cannot_work_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         lockstep.train(["trainer.epoch=2"])
     with pytest.raises(ConfigError, match="trainer.epoch is no key of this config; type trainer.epochs=2"):
         lockstep.compose(["trainer.epoch=2"])
-    with pytest.raises(ConfigError, match="ranks=2 and a typed launch both .*leave ranks= out"):
-        lockstep.train(["launch=fork"], ranks=2)
     (tmp_path / "broken_nets.py").write_text("def net():\n    from torch import nn\n    return nn.Linear(3, 10)\n")
     monkeypatch.syspath_prepend(tmp_path)
     words = ["model=linear", "model._target_=broken_nets.net", "~model.shape", "~model.classes", "logger=[]"]

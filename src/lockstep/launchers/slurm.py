@@ -109,8 +109,8 @@ class SlurmLauncher(Launcher):
     def launch(self, worker: Worker, *args: Any) -> None:
         """Submit the job, which starts `src/train.py` anew: `worker` and `args` are not used.
 
-        That of a sweep is waited for, and cancelled at a signal: its ranks save. Raises ConfigError if sbatch refuses the
-        job, and RankFailed or StoppedEarly for one of a sweep.
+        That of a sweep is waited for, and cancelled at a signal: its ranks save. Then it raises StoppedEarly, and
+        RankFailed for one that has failed. Raises ConfigError if sbatch refuses the job.
         """
         script = self.script()
         if self.dry_run:
