@@ -10,7 +10,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from lockstep.source_code import is_project
 from lockstep.sweeps import jobs
 from lockstep.sweeps.jobs import divide_machine
-from lockstep.sweeps.launch import folder_name, same_values
+from lockstep.sweeps.launch import folder_name, is_at_edge, same_values
 from lockstep.sweeps.search import distributions, words_of
 from support.commands import ROOT
 
@@ -99,3 +99,8 @@ def test_a_key_typed_twice_has_its_last_value() -> None:
 
 def test_numbers_of_a_search_have_six_digits() -> None:
     assert words_of({"lr": 1 / 3, "size": 16, "model": "a"}) == ["lr=0.333333", "size=16", "model=a"]
+
+
+def test_the_best_value_of_a_list_may_be_at_its_edge() -> None:
+    lists = ([3, 1, 2], [1, 2, 3], [2, 1, 3], [1, 2], [True, False, 1], ["a", "b", "c"], [0.1, "auto", 0.2, 0.3])
+    assert [is_at_edge(values) for values in lists] == [True, True, False, False, False, False, True]

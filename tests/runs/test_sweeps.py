@@ -88,25 +88,18 @@ def test_the_end_of_a_sweep_and_the_command_typed_again(start):
 
 
 def test_a_key_that_gets_a_list_later_does_not_run_its_first_value_again(start):
-    command = [*PYTHON_TRAIN, *SHORT, "-m", "hydra.sweep.dir=s"]
-    start(*command, "optimizer.lr=0.1,0.2", "seed=1").finish()
-    more = start(*command, "optimizer.lr=0.1,0.2", "seed=1,2", "backend.timeout=60", "logger=[csv]").finish()
-    assert re.findall(r"^sweep: job (.*)", more.output, re.MULTILINE) == [
-        "1 of 2, optimizer.lr=0.1 seed=2",
-        "2 of 2, optimizer.lr=0.2 seed=2",
-    ]
-    assert "2 runs" in more.output
+    command = [*PYTHON_TRAIN, *SHORT, "-m", "hydra.sweep.dir=s", "optimizer.lr=0.0001,0.0002,0.1"]
+    run = start(*command, "seed=1").finish()
+    assert "best:       s/optimizer.lr=0.1; optimizer.lr=0.1 is at the edge of its list\n" in run.output
+    more = start(*command, "seed=1,2", "backend.timeout=60", "logger=[csv]").finish()
+    started = re.findall(r"^sweep: job (.*)", more.output, re.MULTILINE)
+    assert started[::2] == ["1 of 3, optimizer.lr=0.0001 seed=2", "3 of 3, optimizer.lr=0.1 seed=2"]
+    assert "best:       optimizer.lr=0.1, by the mean of 2 runs; optimizer.lr=0.1 is at the edge" in more.output
     record = more.cwd / "s" / "optimizer.lr=0.1" / "run.json"
     record.write_text(record.read_text().replace(json.loads(record.read_text())["code"]["source"], "0" * 16))
-    again = start(*command, "optimizer.lr=0.1,0.2", "seed=1,2").finish()
-    assert "sweep: 0 jobs; 4 have finished before, 1 of them with other code" in again.output
+    again = start(*command, "seed=1,2").finish()
+    assert "sweep: 0 jobs; 6 have finished before, 1 of them with other code" in again.output
     assert re.search("^state .* source +run$", again.output, re.MULTILINE)
-
-
-def test_the_best_value_at_the_edge_of_its_list_is_said(start):
-    words = ["model=mlp", "trainer.epochs=1", "-m", "optimizer.lr=0.0001,0.0002,0.1", "hydra.sweep.dir=s"]
-    run = start(*PYTHON_TRAIN, *words).finish()
-    assert "best:       s/optimizer.lr=0.1; optimizer.lr=0.1 is at the edge of its list\n" in run.output
 
 
 def test_a_folder_that_another_sweep_holds_is_refused(start, tmp_path):

@@ -17,18 +17,12 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+from lockstep import errors
 from lockstep.compat import forget_multiprocessing_folder
 from lockstep.distributed import signals
 from lockstep.distributed.host import cpu_count, end_with_parent
 from lockstep.distributed.run_folder import HeldFolder
-from lockstep.errors import (
-    EXIT_CONFIG,
-    EXIT_FINISHED,
-    EXIT_RESUMABLE,
-    EXIT_STOPPED_WITHOUT_SNAPSHOT,
-    ConfigError,
-    path_value,
-)
+from lockstep.errors import ConfigError, path_value
 from lockstep.failures.report import in_one_line, read_report
 from lockstep.launchers.base import print_line
 from lockstep.launchers.local import start_fork_server
@@ -39,7 +33,11 @@ TRAIN = str(ROOT / "src" / "train.py")
 CONSOLE = "console.log"  # in a job's folder: what it prints, where several run at once
 LOCK_SECONDS = 20.0  # for the ranks of a sweep that was killed to end
 LONGEST_CAUSE = 300  # characters
-STOPPED = {EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, *(128 + number for number in signals.STOP_SIGNALS)}
+STOPPED = {
+    errors.EXIT_RESUMABLE,
+    errors.EXIT_STOPPED_WITHOUT_SNAPSHOT,
+    *(128 + number for number in signals.STOP_SIGNALS),
+}
 
 
 @dataclass(frozen=True)
@@ -87,16 +85,10 @@ class Process:
         self.process = server().Process(target=_become, args=(self.job, self.slot, self.console))
         self.process.start()
 
-    def prune(self) -> None:
-        """It saves, and ends."""
-        self.is_pruned = True
-        with suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGTERM)
-
     def outcome(self, is_stopping: bool) -> Outcome:
         """Of a process that has ended. is_stopping: a signal was passed on to it."""
         code = self.process.exitcode
-        if code == EXIT_FINISHED:
+        if code == errors.EXIT_FINISHED:
             return Outcome("finished")
         if code in STOPPED or (is_stopping and code < 0):
             return Outcome("pruned" if self.is_pruned and not is_stopping else "stopped")
@@ -109,7 +101,7 @@ class Process:
         else:
             cause = f"ended with exit code {code}, see {self.console or 'above'}"
         state = "diverged" if run is not None and state_of(run) == "diverged" else "failed"
-        return Outcome("refused" if code == EXIT_CONFIG else state, textwrap.shorten(cause, LONGEST_CAUSE))
+        return Outcome("refused" if code == errors.EXIT_CONFIG else state, textwrap.shorten(cause, LONGEST_CAUSE))
 
 
 @functools.cache

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shlex
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -162,7 +163,8 @@ class Sweep:
                 for one in list(running):
                     if one.process.exitcode is None:
                         if not one.is_pruned and self.is_hopeless(one.job):
-                            one.prune()
+                            one.is_pruned = True
+                            relay.send(signal.SIGTERM, [one.process.pid])  # it saves, and ends
                         continue
                     outcome = one.outcome(relay.first is not None)
                     if outcome.state == "failed" and one.starts <= self.settings.retries and not is_over:
@@ -203,8 +205,9 @@ class Sweep:
             if best["count"] and table["metric"].nunique() == 1:
                 values = ", ".join(f"{key}={best[key]}" for key in own) or "the one setting"
                 who = best["run"] if best["runs"] == 1 else f"{values}, by the mean of {best['count']} runs"
-                edges = [f"{key}={best[key]} is at the edge of its list" for key in own if self._at_edge(key, table)]
-                lines.append("; ".join([f"best:       {who}", *edges]))
+                edges = [key for key in own if key in self.lists and is_at_edge(table[key].tolist())]
+                said = [f"best:       {who}", *(f"{key}={best[key]} is at the edge of its list" for key in edges)]
+                lines.append("; ".join(said))
             lines += [f"choosing:   {text}" for text in [choosing(table)] if text]
         bad = [(folder.name, outcome) for folder, outcome in self.results.items() if outcome.cause]
         lines += [f"{outcome.state + ':':12}{name}: {outcome.cause}" for name, outcome in bad]
@@ -214,10 +217,11 @@ class Sweep:
             lines.append(f"go on with: {again}")
         return [*lines, f"curves:     {shlex.join(['tensorboard', '--logdir', str(self.folder.absolute())])}"]
 
-    def _at_edge(self, key: str, table: Any) -> bool:
-        """Whether the best value, the first, is the least or greatest of a list: a better one may lie beyond it."""
-        numbers = {one for one in table[key] if isinstance(one, int | float) and not isinstance(one, bool)}
-        return key in self.lists and len(numbers) > 2 and table[key].iloc[0] in (min(numbers), max(numbers))
+
+def is_at_edge(values: Sequence[Any]) -> bool:
+    """Whether the best of these values, the first, is the least or greatest: a better one may lie beyond it."""
+    numbers = {one for one in values if isinstance(one, int | float) and not isinstance(one, bool)}
+    return len(numbers) > 2 and values[0] in (min(numbers), max(numbers))
 
 
 def folder_name(changes: Sequence[str]) -> str:
