@@ -36,7 +36,7 @@ class OptunaSweeper(Sweeper):
         self.keys: Any = OmegaConf.to_container(OmegaConf.create(keys))
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.loader, self.config = hydra_context.config_loader, config
+        self.loader, self.master = hydra_context.config_loader, config
 
     def sweep(self, arguments: list[str]) -> None:
         try:
@@ -45,4 +45,4 @@ class OptunaSweeper(Sweeper):
             from lockstep.errors import ConfigError
 
             raise ConfigError(f"hydra/sweeper=optuna needs {error.name}; type pip install optuna") from None
-        Search(self.loader, self.config, **self.keys).search()
+        Search(self.loader, self.master, **self.keys).search()

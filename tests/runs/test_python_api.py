@@ -64,7 +64,8 @@ def test_an_interrupt_of_the_kernel_saves_and_the_call_that_it_names_goes_on(not
     said = output_of(client.nb.cells[0])
     assert "go on there with hydra.run.dir=" in said
     snapshots = sorted((tmp_path / "outputs" / "long" / "snapshots").glob("step_*[0-9]"))
-    again = lockstep_in(tmp_path, f"lockstep.train({words.replace('2000', '1')[:-1]}, 'trainer.max_steps=1'])")
+    call = f"lockstep.train({words.replace('2000', '1')[:-1]}, 'trainer.max_steps=1'])"
+    again = python(tmp_path, "-c", f"import lockstep\n{call}")
     assert f"step {int(snapshots[-1].stem[5:])}" in again.stdout
 
 
@@ -72,10 +73,6 @@ def interrupt_when(client: NotebookClient, snapshots: Path) -> None:
     wait_for(lambda: any(snapshots.glob("step_*[0-9]")), "snapshot", limit=90)
     pid = client.km.provisioner.pid
     os.killpg(os.getpgid(pid), 2)  # as Jupyter does
-
-
-def lockstep_in(folder: Path, call: str) -> "subprocess.CompletedProcess[str]":
-    return python(folder, "-c", f"import lockstep\n{call}")
 
 
 def python(folder: Path, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":

@@ -64,12 +64,12 @@ class Sweep:
         swept = [one for one in self.overrides if one.is_sweep_override()]
         self.varied = sorted({one.get_key_element() for one in swept})
         self.lists = {one.get_key_element() for one in swept if one.is_discrete_sweep()}
-        times = Counter(one.get_key_element() for one in self.overrides)
+        times = Counter(one.key_or_group for one in self.overrides)
         for one in swept:
             if not one.is_discrete_sweep() and master.hydra.sweeper._target_.endswith(".BasicSweeper"):
                 what = f"{one.input_line} is no list of values"
                 raise ConfigError(f"{what}; type hydra/sweeper=optuna hydra.sweeper.n_trials=20 for a search")
-            key = one.get_key_element()
+            key = one.key_or_group
             if times[key] > 1 and "{" in str(one.input_line):
                 what = f"{key} has lists of several keys twice, of which a sweep would drop one"
                 raise ConfigError(f"{what}; type a list for each key, such as {key}.<key>=1,2")
