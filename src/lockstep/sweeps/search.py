@@ -93,7 +93,7 @@ class Search(Sweep):
                 what = f"this search was begun with other lists ({error})"
                 raise ConfigError(f"{what}; type hydra.sweep.dir=<another folder>") from None
             if (job := self.job_of(trial)) is not None:
-                yield replace(job, title=f"trial {number + 1} of {self.n_trials}, {job.title}")
+                yield job
 
     def job_of(self, trial: Trial) -> Job | None:
         """None if no job serves it: it is refused, or has the values of one that runs or has ended."""
@@ -109,7 +109,7 @@ class Search(Sweep):
         if job.folder in self.results:
             self.ended(job, self.results[job.folder])
             return None
-        return job
+        return replace(job, title=f"trial {trial.number + 1} of {self.n_trials}, {job.title}")
 
     def is_hopeless(self, job: Job) -> bool:
         trial, run = self.trials[job.folder], job.run()
