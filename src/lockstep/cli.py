@@ -52,7 +52,8 @@ def run(main: Callable[[], Any]) -> NoReturn:
     code: Any = errors.EXIT_FAILED
     try:
         with exit_codes():
-            code = _run(main)
+            _run(main)
+            code = errors.EXIT_FINISHED
     except SystemExit as error:  # of argparse, and of the block
         code = error.code or 0
     flush_output()
@@ -61,37 +62,34 @@ def run(main: Callable[[], Any]) -> NoReturn:
     os._exit(code if code in errors.EXIT_CODES else errors.EXIT_FAILED)
 
 
-def _run(main: Callable[[], Any]) -> int:
+def _run(main: Callable[[], Any]) -> None:
     info = read_rank_info()
     # Started by hand, its parent is a shell, which may end under nohup.
     if info.started_by in STARTERS or os.environ.pop(ENDS_WITH_PARENT, ""):
         end_with_parent()  # imports and the config take seconds, in which it may be killed
     words = [word for word in sys.argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
     if asks_for_text(words) and not info.is_rank_zero:
-        return 0
+        return
     if {"--help", "-h"} & set(words):
         print(help_text(), end="")
-        return 0
+        return
     register_resolvers()
     sys.path += [str(folder.resolve().parent) for folder in config_dirs(words)]  # of the user's classes, for ranks, too
     sys.argv[1:] = flags_first(with_overrides_of_run(words))
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
-    code = 0
     if MULTIRUN_FLAGS & set(words) and not asks_for_text(words):
-        from lockstep.sweeps.launch import run_command
+        from lockstep.sweeps.jobs import server
 
         if info.world_size > 1:
             raise ConfigError(
                 f"a sweep starts the ranks of each job itself; leave {info.started_by} out, and type launch=torchrun"
             )
         gc.enable()
-        code = run_command(main)
-    else:
-        main()
+        server()  # it imports torch while Hydra composes
+    main()
     signals.stop_listening()  # the run has finished
     forget_start(info)
-    return code
 
 
 @contextmanager

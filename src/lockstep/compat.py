@@ -111,6 +111,16 @@ def register_resolver(name: str, function: Callable[..., object]) -> None:
     register(name, function, replace=True)
 
 
+# Optuna, seen in 5.0.
+
+
+def open_trial(study: Any, trial: Any) -> Any:
+    """A running trial of a study that was loaded, to which values can be reported. Missing: an AttributeError."""
+    import optuna
+
+    return optuna.Trial(study, trial._trial_id)
+
+
 # torch, seen in 2.14.1.
 
 

@@ -19,7 +19,7 @@ from support.phases import PARTS, in_phase
 from support.ports import free_port
 from support.run_folders import newest_snapshot, read_log, stopped_at
 from support.slurm_cluster import SlurmCluster
-from support.sweep_tables import objectives, states
+from support.sweep_tables import states
 
 TESTS = str(Path(__file__).parents[1])
 SUBMIT = [*PYTHON_TRAIN, "launch=slurm", "launch.nodes=2", "launch.ntasks_per_node=1", "model=mlp"]
@@ -181,23 +181,19 @@ def test_a_config_folder_of_ones_own_reaches_the_ranks(start, slurm, tmp_path):
     assert "epoch 1/1" in read_log(wait_until_logged(cwd, "epoch 1/"))
 
 
-def test_a_sweep_that_goes_on_knows_what_became_of_its_jobs(start, slurm, tmp_path):
-    """One finishes, one diverges, and one is cancelled before it starts: the last two are submitted again."""
-    words = ["-m", "optimizer.lr=0.1,1e10,0.05", "trainer.epochs=1", 'launch.options=["--exclusive"]']
-    assert "sweep: 3 submitted" in start(*SUBMIT, *words, "hydra.sweep.dir=s", **slurm.env).finish().output
-    names = ["optimizer.lr=0.1", "optimizer.lr=10000000000.0", "optimizer.lr=0.05"]
-    jobs = [(tmp_path / "s" / name / "slurm_job").read_text().strip() for name in names]
-    slurm.run("scancel", jobs[2])
-    early = start(*SUBMIT, *words, "hydra.sweep.dir=s", **slurm.env).finish()  # the others still wait or run
-    assert re.findall(r"^sweep: job (.*\d)$", early.output, re.MULTILINE) == ["1 of 1, optimizer.lr=0.05"], early.output
-    wait_for(lambda: not slurm.run("squeue", "--noheader"), "end of all jobs", 90)
-    last = start(*SUBMIT, *words, "hydra.sweep.dir=s", **slurm.env).finish()
-    assert re.findall(r"^sweep: job (.*\d)$", last.output, re.MULTILINE) == ["1 of 1, optimizer.lr=10000000000.0"]
-    assert "sweep: 2 finished, 1 submitted" in last.output
-    found = states(tmp_path / "s")
-    assert [found[name] for name in (names[0], names[2])] == ["finished", "finished"]
-    log = read_log(tmp_path / "s" / names[0])
-    assert f"accuracy {objectives(tmp_path / 's')[names[0]]:.4f}\n" in log[log.index("finished: ") :]
+def test_a_sweep_waits_for_its_jobs_and_goes_on_after_a_stop(start, slurm, tmp_path):
+    words = ["-m", "optimizer.lr=0.1,1e10,0.05", "trainer.epochs=20", 'launch.options=["--exclusive"]']
+    words += ["hydra.launcher.n_jobs=auto", "hydra.launcher.retries=0", "hydra.sweep.dir=s"]
+    run = start(*SUBMIT, *words, **slurm.env)
+    wait_for(lambda: list((tmp_path / "s").glob("*/snapshots/step_*[0-9]")), "first snapshot", 150)
+    run.send(signal.SIGINT, to="group")
+    run.finish(75)
+    assert not slurm.run("squeue", "--noheader", "--states=running,pending")
+    assert set(states(tmp_path / "s").values()) <= {"finished", "stopped", "diverged"}
+    start(*SUBMIT, *words, **slurm.env).finish(1)
+    assert sorted(states(tmp_path / "s").values()) == ["diverged", "finished", "finished"]
+    logs = [read_log(folder) for folder in (tmp_path / "s").glob("*") if (folder / "train.log").exists()]
+    assert any("resumed from" in log for log in logs)
 
 
 def test_srun_starts_one_torchrun_a_node(start, slurm):

@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "runs": {"failures", "errors"},  # reads and writes run folders for train.py and runs.py, without torch
     "sweeps": {"runs", "distributed", "failures", "errors"},  # a job of a sweep is a run
     "cli": {"modes", "sweeps", "runs", "config", "distributed", "launchers", "failures", "errors"},
-    "launchers": {"distributed", "failures", "errors"},
+    "launchers": {"runs", "distributed", "failures", "errors"},
     "data": {"distributed", "failures", "errors"},
     "models": {"distributed", "errors"},
     "tasks": {"data", "distributed", "errors"},

@@ -6,7 +6,6 @@ No torch here.
 import ipaddress
 import os
 import re
-import subprocess
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ Environment = Mapping[str, str]
 LOOPBACK = "127.0.0.1"
 STORE_FILE = "LOCKSTEP_STORE_FILE"  # the environment variable in which our launcher names the file of the store
 STARTED_BY = "LOCKSTEP_STARTED_BY"
-SLURM_JOB_FILE = "slurm_job"  # in the run folder: the number of the job that was submitted for it
-ANSWER_SECONDS = 3.0  # of Slurm, which kills the ranks 30 s after it has asked them to end, by default
 # Values that all ranks of a job of mpirun share, and other jobs do not. Open MPI 5 has only the second.
 MPI_JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "HYDI_CONTROL_FD")
 
@@ -255,13 +252,3 @@ def tasks_per_node(counts: str) -> list[int]:
             f"type `unset SLURM_STEP_TASKS_PER_NODE`, or start with srun"
         )
     return [int(part[1]) for part in found if part for _ in range(int(part[2] or 1))]
-
-
-def is_in_queue(job: str) -> bool:
-    """Whether Slurm runs this job, or will. True if Slurm does not answer."""
-    command = ("squeue", "--noheader", "--format=%i", f"--jobs={job}")
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return True
-    return bool(answer.stdout.strip() or answer.returncode) and "Invalid job id" not in answer.stderr
