@@ -50,7 +50,6 @@ def test_broken_promises_are_explained(start: Start, tmp_path: Path) -> None:
     words = ["mode=check", "model=linear", "model._target_=bad_net.Net", "sync_bn=off"]
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     unused = start(*PYTHON_TRAIN, *words, PYTHONPATH=path).finish(code=EXIT_FAILED).output
-    assert "no gradient of spare.weight, spare.bias in some step" in unused
     assert "no     spare.weight, spare.bias: no gradient in 5 steps; type parameters.freeze=[spare.weight" in unused
     frozen = "parameters.freeze=[spare.weight,spare.bias]"
     output = start(*PYTHON_TRAIN, *words, frozen, PYTHONPATH=path).finish(code=EXIT_FAILED).output
@@ -177,12 +176,3 @@ def test_a_strategy_that_one_rank_cannot_run_is_refused(start: Start) -> None:
     words = ["mode=check", "strategy=async_parameter_server", "launch=fork", "model=linear"]
     run = start(*PYTHON_TRAIN, *words).finish(2)
     assert "mode=check runs on 1 and on 2 ranks: strategy=async_parameter_server has no worker in a wor" in run.sentence
-
-
-def test_a_check_takes_the_options_of_a_training_on_more_ranks(start: Start) -> None:
-    words = ["mode=check", "strategy=tensor_parallel", "strategy.parallelize_plan=[{1:colwise},{4:rowwise}]"]
-    words += ["strategy.replicate=2", "strategy.shard=2", "launch=fork", "launch.nproc_per_node=8"]
-    output = start(*PYTHON_TRAIN, *words, "model=mlp", "model.dropout=0").finish().output
-    assert output.endswith(
-        "".join(f"the ranks were checked with strategy.{k}=1, not 2\n" for k in ("replicate", "shard"))
-    )
