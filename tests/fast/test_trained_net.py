@@ -11,9 +11,8 @@ from lockstep.tasks.tasks import MultiLabel, Regression
 
 def test_a_net_takes_arrays_and_lists() -> None:
     torch.manual_seed(0)
-    mean, std = [0.25], [0.5]
     layers = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
-    net = TrainedNet(layers, InputConverter(torch.float32, mean=mean, std=std), "bf16", ["a", "b", "c"], mean, std)
+    net = TrainedNet(layers, InputConverter(torch.float32, mean=[0.25], std=[0.5]), "bf16", ["a", "b", "c"])
     images = torch.randint(0, 256, (5, 1, 2, 2), dtype=torch.uint8)
     classes = net.predict(images)
     assert net.predict(images.numpy()) == net.predict(list(images)) == net.predict(list(images.numpy())) == classes

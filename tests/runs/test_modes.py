@@ -154,7 +154,7 @@ def test_a_loaded_net_gives_what_the_evaluation_computed(run: Path) -> None:
         outputs = net(images())
     assert mean_loss(outputs) == pytest.approx(last_loss(run), rel=1e-12)
     assert net.predict(images()[:3]) == outputs[:3].argmax(1).tolist()
-    assert (net.mean, net.std, net.training) == ([0.287], [0.353], False)
+    assert not net.training
     best = lockstep.load(str(run), which="best")  # its only evaluation was at the end
     assert torch.equal(best(images()), outputs)
     with pytest.raises(ConfigError, match="run=.*/nothing does not exist; type run=<a run folder"):

@@ -62,8 +62,8 @@ class TrainedRun:
 
     @property
     def classes(self) -> list[str]:
-        """The names of the classes in run.json, empty if the training data had none."""
-        return recorded_classes(self.folder)
+        """The names of the classes, empty if the training data had none."""
+        return [str(name) for name in recorded(self.snapshot).get("classes", ())]
 
     def loader(self, split: str) -> "Loader":
         """split: "train", "val" or "test". Raises ConfigError for a validation set that there is none of."""
@@ -101,11 +101,11 @@ def cannot_write(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{path} cannot be written ({error.strerror}); {OTHER_FILE}")
 
 
-def recorded_classes(folder: Path) -> list[str]:
-    """The names of the classes that the run in `folder` was trained on, empty if there are none."""
+def recorded(snapshot: Path) -> Mapping[str, Any]:
+    """run.json of the run that a snapshot is of, empty if it is gone."""
     with suppress(ConfigError):
-        return [str(name) for name in read_run(folder).get("classes", ())]
-    return []
+        return read_run(folder_of(snapshot))
+    return {}
 
 
 def folder_of(snapshot: Path) -> Path:
@@ -198,14 +198,12 @@ def _check_data(trained: TrainedRun) -> None:
     from lockstep.data.source import class_names, require_same_classes
     from lockstep.snapshots.fingerprint import data_fingerprint
 
-    before, now, recorded = trained.saved["config"], trained.config, dict[str, Any]()
+    before, now, data = trained.saved["config"], trained.config, recorded(trained.snapshot).get("data", {})
     is_same = all(before.get(key) == now.get(key) for key in before.keys() | now.keys() if key.startswith("dataset."))
-    with suppress(ConfigError):
-        recorded = read_run(trained.folder)["data"]
     for name, loader in (("training", trained.run.loaders.train), ("test", trained.run.loaders.test)):
         dataset, advice = loader.reader.dataset, "type dataset=<data with the classes of the training>"
         require_same_classes(trained.classes, class_names(dataset), "the training", "this data", advice)
         fingerprint = data_fingerprint(dataset)
-        then = recorded.get(f"{name}_data", fingerprint)
+        then = data.get(f"{name}_data", fingerprint)
         if is_same and then != fingerprint:
             log.warning("the %s data is not that of the training: it was %s, and is %s", name, then, fingerprint)

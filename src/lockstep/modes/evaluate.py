@@ -57,8 +57,8 @@ class Evaluate(Mode):
 
 def _own_name(folder: Path, facts: Mapping[str, Any]) -> str:
     """evaluation.json, evaluation_2.json, ...: the first that does not exist, or is of this evaluation."""
-    names = itertools.chain(["evaluation.json"], (f"evaluation_{number}.json" for number in itertools.count(2)))
-    for name in names:
+    for number in itertools.count(1):
+        name = "evaluation.json" if number == 1 else f"evaluation_{number}.json"
         path = folder / name
         if not path.exists() or facts.items() <= json.loads(path.read_text()).items():
             return name

@@ -43,8 +43,8 @@ FLOORS = {"layers": 1e-9, "loss": 1e-3, "gradients": 1e-3, "weights": 1e-3}  # o
 NOISE = 0.7  # eps to this power, of the largest gradient: what is smaller is rounding
 PARTS = 1024  # of a tensor, of each of which a sum is kept
 EVALUATED = 9  # samples of an evaluation
-
 NOTHING = torch.empty(0)
+
 Trace = dict[tuple[int, str, str], tuple[int, Tensor]]
 """{(step, stage, name): (checksum, sums)}, in the order of their events. samples, layers: (n, 2), two sums for each
 sample over the inputs, and over what a layer returned for it. start, gradients, weights (with buffers): `kept`."""

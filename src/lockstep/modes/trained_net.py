@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from lockstep.config.nodes import Kind, check_nodes, instantiate_as
 from lockstep.data.loader import InputConverter
 from lockstep.data.source import map_tensors
-from lockstep.modes.base import folder_of, recorded_classes
+from lockstep.modes.base import recorded
 from lockstep.snapshots.find import PYTHON, load_first_good, snapshots_to_try
 from lockstep.snapshots.state import give_buffers, trained_weights
 from lockstep.strategies.base import autocast, model_dtype
@@ -29,7 +29,6 @@ class TrainedNet(nn.Module):
     net: the net itself.
     precision: as trainer.precision.
     classes: their names, empty if they have none.
-    mean, std: by which samples are normalised; None where they are not.
     task: makes the task that it was trained for.
     """
 
@@ -39,13 +38,11 @@ class TrainedNet(nn.Module):
         converter: InputConverter,
         precision: str,
         classes: Sequence[str] = (),
-        mean: list[float] | None = None,
-        std: list[float] | None = None,
         task: Callable[[], Task] = CrossEntropy,
     ) -> None:
         super().__init__()
         self.net, self.converter, self.precision, self.classes = net, converter, precision, list(classes)
-        self.mean, self.std, self.task = mean, std, task
+        self.task = task
         self.eval()
 
     def forward(self, samples: Any) -> Any:
@@ -88,10 +85,11 @@ def load(
     weights = trained_weights(saved, path, averaged=True)
     give_buffers(net, weights, saved["buffers"])
     net.load_state_dict(weights)
-    mean, std = config.get("dataset.mean"), config.get("dataset.std")
-    converter = InputConverter(model_dtype(precision), memory_format, mean, std).to(device)
-    classes, task = recorded_classes(folder_of(path)), partial(built, Task, config, "task")
-    return TrainedNet(net, converter, precision, classes, mean, std, task)
+    normalised = config.get("dataset.mean"), config.get("dataset.std")
+    converter = InputConverter(model_dtype(precision), memory_format, *normalised).to(device)
+    return TrainedNet(
+        net, converter, precision, recorded(path).get("classes", ()), partial(built, Task, config, "task")
+    )
 
 
 def built(kind: type[Kind], config: Mapping[str, Any], section: str) -> Kind:
