@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.errors import EXIT_FAILED, EXIT_HANG
-from support.commands import PYTHON_TRAIN, Command, own_data, wait_for
+from support.commands import PYTHON_TRAIN, Command, wait_for
 
 Start = Callable[..., Command]
 BAD = """
@@ -61,10 +61,7 @@ def test_broken_promises_are_explained(start: Start, tmp_path: Path) -> None:
 
 OTHERS = """
 import time
-import numpy as np
-import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 class Unused(nn.Module):
     def __init__(self):
@@ -83,15 +80,6 @@ class Slow(Unused):
     def forward(self, images):
         time.sleep(600)
 
-class OtherData(Dataset):
-    def __init__(self, train):
-        self.samples, self.targets = torch.zeros(100, 64), np.random.default_rng().integers(10, size=100)
-
-    def __len__(self):
-        return 100
-
-    def __getitem__(self, index):
-        return self.samples[index], int(self.targets[index])
 """
 
 
@@ -121,13 +109,6 @@ def test_what_float64_cannot_compute_is_compared_as_typed(start: Start, tmp_path
 def test_a_job_whose_snapshots_are_refused_is_refused(start: Start) -> None:
     words = ["mode=check", "model=linear", "optimizer._target_=zoo.optimizers.Recent", "optimizer.lr=0.05"]
     assert "Recent keeps a deque in state_dict()" in start(*PYTHON_TRAIN, *words).finish(2).output
-
-
-def test_data_that_differs_gets_a_table(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(OTHERS)
-    data = [*own_data("nets.OtherData"), "dataset.shape=[64]", "dataset.classes=10", "model=linear"]
-    other = start(*PYTHON_TRAIN, "mode=check", *data, PYTHONPATH=tmp_path).finish(code=EXIT_FAILED).output
-    assert "the same numbers on 2 ranks         no     the test data of rank 1 is not that of rank 0" in other
 
 
 def test_a_check_that_hangs_ends_with_a_verdict(start: Start, tmp_path: Path) -> None:

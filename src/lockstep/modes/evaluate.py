@@ -46,7 +46,7 @@ class Evaluate(Mode):
         path = trained.output(self.file, _own_name(trained.folder, facts))
         file, metrics_of = path.with_name(f"{path.stem}_samples.csv"), torchmetrics_of(trained.run)
         evaluator = Evaluator(trained.run, trained.loader(self.split), Loggers([]), 0, self.split, metrics_of, file)
-        metrics = evaluator(stop)
+        metrics = evaluator(stop, trained.step)
         facts["metrics"] = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         facts |= {"samples": evaluator.facts["samples"], "ranks": trained.world.size}
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
