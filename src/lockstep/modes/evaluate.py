@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.errors import TrainingDiverged
 from lockstep.modes.base import Mode, TrainedRun
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,10 @@ class Evaluate(Mode):
         path = trained.output(self.file, _own_name(trained.folder, facts))
         file, metrics_of = path.with_name(f"{path.stem}_samples.csv"), torchmetrics_of(trained.run)
         evaluator = Evaluator(trained.run, trained.loader(self.split), Loggers([]), 0, self.split, metrics_of, file)
-        metrics = evaluator(stop, trained.step)
+        try:
+            metrics = evaluator(stop, trained.step)
+        except TrainingDiverged as error:  # what to type there is of a training
+            raise TrainingDiverged(f"{error.what}; repair the data, or type mode.snapshot=<another one>") from None
         facts["metrics"] = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         facts |= {"samples": evaluator.facts["samples"], "ranks": trained.world.size}
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
