@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import lockstep
 from lockstep.data.vision import RandomPairs
 from lockstep.errors import ConfigError
 from lockstep.models.base import matching_parameters
-from lockstep.modes.export import weights_as
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.state import require_plain, trained_weights
 from lockstep.strategies.base import refuse_changing_weights
@@ -72,10 +70,6 @@ def test_each_type_and_layout_is_trained_averaged_saved_and_resumed(tmp_path: Pa
     assert torch.allclose(column, column[0] * torch.arange(1, 6))
     assert torch.equal(column, trained["other_column"])
     assert torch.allclose(dense, dense[0] * torch.arange(1, 7))
-    for form, read in (("state_dict", torch.load), ("safetensors", load_file)):
-        some = {name: value for name, value in trained.items() if form == "state_dict" or name != "sparse"}
-        (tmp_path / form).write_bytes(weights_as(some, form))
-        assert_same(some, read(tmp_path / form))
     saved = newest_snapshot(tmp_path / "whole")
     averaged = {"layer.weight", "layer.bias", "filter", "gain", "shift", "coarse", "running_mean"}
     assert saved["ema"].keys() - {"empty"} == averaged

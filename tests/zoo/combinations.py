@@ -180,7 +180,7 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
         {way for way in WAYS if WAYS[way].ranks > 1 and "unused" not in way} | {"resume"},
     ),
     "adds up gradients of one real type": ({"Complex", "OddParameters"}, set(VIRTUAL)),
-    "mode.format=state_dict": (set(), {"export"}),
+    "its weights are in model.pt": (set(), {"export"}),
     "use_reentrant=False": ({"Reentrant"}, {"two, unused"}),
     "finds shapes without values": ({"Experts", "LateExperts"}, {"pipeline"}),
     "make no batch of inputs and targets": ({"numpy_flipped"}, set()),

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.distributed import signals
 from lockstep.failures.record import heartbeat
-from lockstep.modes.base import Mode, begin, join
+from lockstep.modes.base import Mode, join
 
 if TYPE_CHECKING:
     from lockstep.config.record import ConfigRecord
@@ -20,12 +20,10 @@ class Train(Mode):
     def work(self, config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> float | None:
         """Returns the objective of the weights that it chose, None if nothing is chosen."""
         from lockstep import build, build_state
-        from lockstep.distributed.run_folder import hold_run_folder
         from lockstep.snapshots.find import write_hydra_files
         from lockstep.training.loop import fit
 
-        with join(config, parts) as (world, logs), hold_run_folder(config.run_dir, world) as held:
-            begin(config, record, world, logs)
+        with join(config, record, parts) as (world, held):
             run = build.build_run(config, world, parts)
             record = record.completed(run.config)
             with (

@@ -284,18 +284,19 @@ class Evaluator:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, on_stop: Callable[[], NoReturn], step: int | None = None) -> dict[str, float]:
-        """As `evaluate`, and the loggers get images of the weights of `step`; None: the present step. A collective.
+        """As `evaluate`, of the weights of `step`, and the loggers get images; None: the present step. A collective.
 
         Raises TrainingDiverged if the loss is NaN or infinite.
         """
         run, loader = self.run, self.loader
+        step = run.progress.step if step is None else step
         length = None if loader.is_stream else len(loader.reader)
         draws = self.images > 0 and length is not None and run.task.draws
         results = SampleResults(run.task, length, draws) if draws or self.file is not None else None
         metrics = Metrics(self.metrics, len(loader.reader)) if self.metrics else None
         means = evaluate(run, loader, on_stop, results, metrics)
         if not math.isfinite(means["loss"]):
-            raise self._diverged(means["loss"])
+            raise self._diverged(means["loss"], step)
         for callback in run.callbacks:
             callback.on_evaluation(run, self.name, means)
         if results is None:
@@ -305,7 +306,6 @@ class Evaluator:
         if self.file is not None and run.world.is_rank_zero and length is not None:
             write_samples(self.file, results, loader)
         if draws:
-            step = run.progress.step if step is None else step
             self.loggers.draw(self.name, partial(self._figures, results.columns), step)
         return means
 
@@ -314,10 +314,10 @@ class Evaluator:
         found = self.run.task.figures(samples, self.loader.shown, classes, self.images)
         return {f"{self.name}/{name}": image for name, image in found.items()}
 
-    def _diverged(self, loss: float) -> TrainingDiverged:
+    def _diverged(self, loss: float, step: int) -> TrainingDiverged:
         """The error, with the samples that hold a NaN. A collective."""
         name = {"val": "validation"}.get(self.name, self.name)
-        what, broken = f"the {name} loss is {loss} at step {self.run.progress.step}", broken_in(self.loader, self.run)
+        what, broken = f"the {name} loss is {loss} at step {step}", broken_in(self.loader, self.run)
         if not broken:
             return TrainingDiverged(what, SMALLER_STEPS)
         return TrainingDiverged(f"{what}; in the {name} data {sentence_about(broken)}", OTHER_DATA)
