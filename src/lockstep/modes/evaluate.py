@@ -44,7 +44,7 @@ class Evaluate(Mode):
         from lockstep.training.evaluate import Metrics, SampleResults, evaluate, write_samples
 
         loader, found = trained.loader(self.split), torchmetrics_of(trained.run)
-        results = SampleResults(trained.run.task, None if loader.is_stream else len(loader.reader))
+        results = SampleResults(trained.run.task, len(loader.reader))
         wanted = Metrics(found, len(loader.reader)) if found else None
         metrics = evaluate(trained.run, loader, results=results, metrics=wanted)
         if not math.isfinite(metrics["loss"]):
@@ -63,7 +63,7 @@ class Evaluate(Mode):
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         log.info("evaluated: %s %s, over %d samples at step %d", self.split, shown, results.samples, trained.step)
         write_output(trained.world, path, json.dumps(facts, indent=1) + "\n")
-        if trained.world.is_rank_zero and not loader.is_stream:
+        if trained.world.is_rank_zero:
             write_samples(path.with_name(f"{path.stem}_samples.csv"), results, loader)
         return metrics
 

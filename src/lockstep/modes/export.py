@@ -76,6 +76,7 @@ class Export(Mode):
     def _contents(self, trained: TrainedRun) -> bytes:
         import torch
 
+        from lockstep.data.reader import request_of
         from lockstep.modes.trained_net import TrainedNet
         from lockstep.snapshots.state import as_saved, map_tensors
 
@@ -83,7 +84,7 @@ class Export(Mode):
         if self.format in ("state_dict", "safetensors"):
             state = dict(model.state_dict())
             return weights_as(map_tensors(lambda _, tensor: as_saved(tensor), state), self.format)
-        samples, _ = loader.raw(torch.arange(min(EXAMPLES, len(loader.reader))))
+        samples, _ = loader.reader.read(request_of(range(min(EXAMPLES, len(loader.reader)))))
         if not isinstance(samples, torch.Tensor):
             raise ConfigError(f"mode.format={self.format} needs samples of one tensor; type mode.format=state_dict")
         if len(samples) == 1:  # torch.export would take a batch of one for the only size

@@ -60,7 +60,7 @@ class Predict(Mode):
             order = joined.pop(NUMBERS).argsort()
             found = table({name: values[order] for name, values in joined.items()}, trained.classes)
             if loader.indices is not None:
-                found.index = loader.indices.numpy()
+                found.index = loader.indices
             if files := files_of(loader):
                 found.insert(0, "file", files)
             text = found.to_csv(index_label="index", lineterminator="\n", na_rep="nan")
