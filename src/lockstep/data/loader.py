@@ -169,7 +169,8 @@ class Loader:
 
     def requests_at(self, epoch: int, start: int) -> list[Request]:
         """This rank's parts of the batch that begins after `start` samples of the epoch."""
-        return self._requests(epoch, start, self.order.epoch(epoch).numpy())
+        order = self.order.epoch(epoch).numpy()
+        return self._requests(epoch, start, min(self.batch_size, len(order) - start), order)
 
     def whole(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """The numbers that these samples (n,) have in the whole data set, of which this may be a part."""
@@ -187,15 +188,13 @@ class Loader:
             order = self.order.epoch(epoch).numpy()
             for start in range(skip, len(order), self.batch_size):
                 count = min(self.batch_size, len(order) - start)
-                yield start // self.batch_size, count, self._requests(epoch, start, order)
+                yield start // self.batch_size, count, self._requests(epoch, start, count, order)
             skip = 0
 
-    def _requests(self, epoch: int, start: int, order: np.ndarray[Any, Any]) -> list[Request]:
-        found, count = [], min(self.batch_size, len(order) - start)
+    def _requests(self, epoch: int, start: int, count: int, order: np.ndarray[Any, Any]) -> list[Request]:
+        found = []
         for part in self.parts(start // self.batch_size, count):
-            places = (
-                np.arange(part.start - self.before, part.stop) % count + start
-            )  # mixed in are those before the part
+            places = np.arange(part.start - self.before, part.stop) % count + start  # with those that are mixed in
             found.append(Request(epoch, start, part, places, order[places]))
         return found
 
