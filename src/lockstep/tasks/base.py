@@ -161,7 +161,8 @@ class Task:
         may_be_ignored = ignores and self.ignored is not None
         values, counts = list[Tensor](), list[int | Tensor]()
         for name in self.names:
-            value, count = found.get(name) if isinstance(found, Mapping) else None, rows  # type: int | Tensor
+            value: Any = found.get(name) if isinstance(found, Mapping) else None
+            count: int | Tensor = rows
             given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             if given not in ([rows], [*shape]):
                 what = f"{name_of(self)} gives {name} as {given}, and a value for each sample is wanted"
@@ -172,8 +173,8 @@ class Task:
                 count = (targets != self.ignored).sum()
             elif value.dim() > 1:
                 value = value.flatten(1).to(_wide(value)).mean(1)
-            if name == "loss" and self.counts_by_value(targets, ignores):
-                count = self.count(targets)
+            if name == "loss":
+                count = self.count(targets) if self.counts_by_value(targets, ignores) else rows
             values.append(value.sum(dtype=_wide(value)) if value.is_floating_point() else value.count_nonzero())
             counts.append(count)
         return Sums(values[0], [value.detach() for value in values], counts)
