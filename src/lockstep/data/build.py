@@ -15,14 +15,7 @@ from lockstep.data.augment import BatchWide, ShiftFlip
 from lockstep.data.loader import InputConverter, Loader
 from lockstep.data.partition import Order, Part, fold_in, seeded
 from lockstep.data.reader import Check, SampleReader, request_of
-from lockstep.data.source import (
-    DataSource,
-    class_count,
-    class_names,
-    of_each_sample,
-    require_same_classes,
-    unwrapped,
-)
+from lockstep.data.source import DataSource, class_count, class_names, of_each_sample, require_same_classes, unwrapped
 from lockstep.data.split import hold_out
 from lockstep.errors import ConfigError
 from lockstep.failures.record import exception_record
