@@ -45,7 +45,7 @@ class Task:
     derived: those that `finish` computes from the others.
     counts: what is counted, in the plural.
     ignored: the target that counts nowhere, if there is one.
-    weight: (classes,) how much a target of each class counts in the loss, if that differs.
+    target_weights: (classes,) how much a target of each class counts in the loss, if that differs.
     draws: whether `figures` shows something.
     """
 
@@ -54,7 +54,7 @@ class Task:
     monitor = "loss"
     counts = "samples"
     ignored: int | None = None
-    weight: Tensor | None = None
+    target_weights: Tensor | None = None
     draws = False
 
     def outputs(self, model: nn.Module, inputs: Any) -> Any:
@@ -72,9 +72,9 @@ class Task:
         """What these targets add to what the sum of the loss is divided by: the samples, which all ranks know; else a
         0-d tensor, of tokens that are not ignored or of weights. The ranks then add up their counts in each step."""
         is_soft = not isinstance(targets, Tensor) or targets.is_floating_point()
-        if self.weight is not None and not is_soft:
+        if self.target_weights is not None and not is_soft:
             is_counted = torch.ne(targets, -1 if self.ignored is None else self.ignored)
-            return as_float64(self.weight[targets.where(is_counted, 0)] * is_counted).sum()
+            return as_float64(self.target_weights[targets.where(is_counted, 0)] * is_counted).sum()
         if self.ignored is None or is_soft or targets.dim() == 1:
             return count_samples(targets)
         return torch.ne(targets, self.ignored).sum()
@@ -86,7 +86,7 @@ class Task:
         """
         is_of_classes = isinstance(targets, Tensor) and targets.dim() > 1 and not targets.is_floating_point()
         may_be_ignored = ignores and self.ignored is not None and is_of_classes
-        return may_be_ignored or self.weight is not None or not self.counts_samples
+        return may_be_ignored or self.target_weights is not None or not self.counts_samples
 
     @property
     def counts_samples(self) -> bool:

@@ -52,7 +52,7 @@ class CrossEntropy(Task):
         self.classes_last, self.top, self.draws = classes_last, list(top or ()), not classes_last
         self.better = {"loss": "min", "accuracy": "max"}
         if class_weights is not None:
-            self.weight = torch.tensor(class_weights, dtype=torch.float64)
+            self.target_weights = torch.tensor(class_weights, dtype=torch.float64)
         if classes_last:
             self.counts, self.monitor, self.derived = "tokens", "loss", ["perplexity"]
             self.better = {"loss": "min", "perplexity": "min"}
@@ -66,7 +66,7 @@ class CrossEntropy(Task):
         classes = targets.to(rows.dtype) if is_soft else targets.flatten()
         labels, found = classes.argmax(1) if is_soft else classes, {}
         if self.own_loss is None:
-            weight = None if self.weight is None else self.weight.to(rows.dtype)
+            weight = None if self.target_weights is None else self.target_weights.to(rows.dtype)
             options: Any = {"ignore_index": self.ignored, "label_smoothing": self.label_smoothing, "reduction": "none"}
             found["loss"] = F.cross_entropy(rows, classes, weight, **options)
         if "accuracy" in self.better:
@@ -138,14 +138,14 @@ class MultiLabel(Task):
     monitor = "accuracy"
 
     def __init__(self, loss: Function | None = None) -> None:
-        self.loss = loss or partial(F.binary_cross_entropy_with_logits, reduction="none")
+        self.own_loss = loss or partial(F.binary_cross_entropy_with_logits, reduction="none")
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         if not _are_alike(outputs, targets) or outputs.dim() != 2:
             raise misfit(self, "outputs and targets (N, labels)", outputs, targets)
         logits = at_least_float32(outputs)
         right = (outputs > 0) == (targets > 0)
-        return {"loss": self.loss(logits, targets.to(logits)), "accuracy": right.float(), "all_right": right.all(1)}
+        return {"loss": self.own_loss(logits, targets.to(logits)), "accuracy": right.float(), "all_right": right.all(1)}
 
     def scores(self, outputs: Tensor) -> Tensor:
         return at_least_float32(outputs).sigmoid()
@@ -172,7 +172,7 @@ class Regression(Task):
     draws = True
 
     def __init__(self, loss: Function | None = None) -> None:
-        self.loss = loss or partial(F.mse_loss, reduction="none")
+        self.own_loss = loss or partial(F.mse_loss, reduction="none")
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         if _is_one_value(outputs) and _is_one_value(targets):
@@ -181,7 +181,7 @@ class Regression(Task):
             raise misfit(self, "outputs and targets of one shape", outputs, targets)
         values = at_least_float32(outputs)
         truth = targets.to(values.dtype)
-        return {"loss": self.loss(values, truth), "mae": (values.detach() - truth).abs()}
+        return {"loss": self.own_loss(values, truth), "mae": (values.detach() - truth).abs()}
 
     def scores(self, outputs: Tensor) -> Tensor:
         return at_least_float32(outputs)
