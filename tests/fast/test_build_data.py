@@ -92,7 +92,7 @@ def test_what_is_told_is_that_of_transformed_samples() -> None:
     [
         (["dataset.shape=[1,28,4]"], r"dataset.shape=\[1,28,4\] but .*; type dataset.shape=\[1,8,8\]"),
         (["model.shape=[1,28,4]"], r"model.shape=\[1,28,4\] but .*; type model.shape=\[1,8,8\]"),
-        (["dataset.mean=[1,1,1]"], r"dataset.mean=\[1.0,1.0,1.0\] but .*\[1,8,8\]; type dataset.mean=null"),
+        (["dataset.mean=[1,1,1]"], r"dataset.mean=.* but .*\[1,8,8\]; type dataset.mean=null"),
         (["dataset.std=[1,1,1]"], "dataset.std=.* but .*; type dataset.std=null"),
         (["task.class_weights=[1,2]"], "but there are 10 classes; type task.class_weights=null, or 10 numbers"),
     ],
