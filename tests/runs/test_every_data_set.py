@@ -26,7 +26,10 @@ GPT = [
     "dataset.tokens_dir={}/tokens",
 ]
 IMAGES = [*NET, "dataset.root={}/images", "dataset.size=8", "dataset.cache_dir={}/decoded"]
-CROPS = "loader.transforms=[{{_target_:torchvision.transforms.v2.RandomCrop,size:6}}]"
+CROPS = [
+    f"loader.{key}=[{{{{_target_:torchvision.transforms.v2.{kind}Crop,size:6}}}}]"
+    for key, kind in (("transforms", "Random"), ("test_transforms", "Center"))
+]
 MIXED = "loader.batch_transforms=[{{_target_:torchvision.transforms.v2.MixUp,num_classes:null}}]"
 SHIFTED = "loader.augment={{_target_:lockstep.data.augment.ShiftFlip,pad:1,flip:true}}"
 TABLE = ["dataset=table", "dataset.target=kind", "dataset.categories=[region]", *NET]
@@ -38,7 +41,7 @@ SETS = {
     "fashion_mnist": ["dataset=fashion_mnist", "dataset.root={}", *NET],
     "random": ["dataset=random", "dataset.samples=61", "model=linear"],
     "image_folder": ["dataset=image_folder", *IMAGES, SHIFTED],
-    "image_folder_read": ["dataset=image_folder", *IMAGES, "dataset.cache=false", CROPS, "dataset.shape=[3,6,6]"],
+    "image_folder_read": ["dataset=image_folder", *IMAGES, "dataset.cache=false", *CROPS, "dataset.shape=[3,6,6]"],
     "image_csv": ["dataset=image_csv", *IMAGES, "loader.num_workers=1", "dataset.group_column=group"],
     "table_of_CSV": [*TABLE, "dataset.path={}/rows.csv", "dataset.group_column=group"],
     "table_of_parquet": [*TABLE, "dataset.path={}/rows.parquet"],
