@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -16,8 +15,8 @@ from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
 from lockstep.data.build import Data, build_data, completed, loader_of, reader_of, source_of
 from lockstep.data.loader import InputConverter, Loader
-from lockstep.data.partition import random_states_kept, seeded
-from lockstep.data.reader import Request, SampleReader
+from lockstep.data.partition import seeded
+from lockstep.data.reader import SampleReader, request_of
 from lockstep.data.source import map_tensors
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World, require_same_config, require_same_data
@@ -223,8 +222,7 @@ def set_weights_from_data(
     """Give a model whose first weights, or their shapes, depend on the training data the samples that it needs."""
 
     def inputs(count: int) -> Any:
-        with random_states_kept():  # reading a sample seeds what weights are drawn from
-            raw, _ = reader.read(Request(0, 0, np.arange(min(count, len(reader)))))
+        raw, _ = reader.read(request_of(range(min(count, len(reader)))))
         return converter.to(device)(map_tensors(lambda tensor: tensor.to(device), raw))
 
     if has_lazy_layers(model):

@@ -27,7 +27,7 @@ RUNS = {
         *("model=mlp", "optimizer=adamw", "trainer.max_grad_norm=1", "trainer.gradient_accumulation_steps=2")
     ],
     "dropout": ["model=mlp", "model.dropout=0.3"],
-    "class weights": ["model=mlp", "task.class_weights=balanced"],
+    "class weights": ["model=mlp", "task.class_weights=[1,2,3,4,5,6,7,8,9,10]"],
     "mixup": ["model=mlp", MIX],
     "regression": [
         "dataset=random",

@@ -53,7 +53,7 @@ def test_an_evaluation_names_samples_that_cannot_be_read_and_those_with_nan(of_v
     """In JSON there is no NaN, so no number of such an evaluation is written."""
 
     def evaluated(data: str, code: int) -> Command:
-        words = [*TYPED, "mode=evaluate", "resume=run", "launch=fork", "loader.on_error=skip"]
+        words = [*TYPED, "mode=evaluate", "resume=run", "launch=fork"]
         words += [f"dataset.test._target_=support.own_data.{data}", f"mode.file={data}.json"]
         return Command([*PYTHON_TRAIN, *words], of_values, PYTHONPATH=TESTS).finish(code)
 

@@ -18,7 +18,6 @@ from lockstep.snapshots.state import require_plain, trained_weights
 from lockstep.strategies.base import refuse_changing_weights
 from lockstep.strategies.messages import to_bytes
 from lockstep.strategies.sharded import Sharded
-from lockstep.tasks.tasks import Regression
 from lockstep.training.ema import Average
 from lockstep.training.schedules import one_cycle
 from lockstep.training.setup import cast
@@ -282,11 +281,6 @@ def test_factors_of_a_loss_are_a_node(tmp_path: Path, target: str) -> None:
     make = partial(torch.optim.SGD, lr=cfg.optimizer["lr"])
     reference = train_reference(model, pairs, mean_loss, make, epochs=2, batch_size=16)
     assert distance(reference.weights, weights(tmp_path / "run")) < 1e-12
-
-
-def test_a_loss_with_weights_of_its_own_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"task.loss has weights of its own \(weight, bias\)"):
-        Regression(loss=nn.Linear(2, 2))
 
 
 def test_a_layer_that_changes_weights_in_its_forward_pass_is_refused_on_several_ranks() -> None:

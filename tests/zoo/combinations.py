@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 import lockstep
 from support.commands import ROOT, ema
@@ -557,8 +556,8 @@ LOADING = Lock()  # torch.export.load works in one thread at a time
 def _raw_samples(kind: str) -> Tensor | None:
     """Some test samples as a data set gives them. None: they are more than one tensor each."""
     data = KINDS[kind](False)
-    samples = [] if isinstance(data, IterableDataset) else [data[i] for i in range(4)]
-    if not samples or not all(isinstance(sample, tuple) and isinstance(sample[0], Tensor) for sample in samples):
+    samples = [data[i] for i in range(4)]
+    if not all(isinstance(sample, tuple) and isinstance(sample[0], Tensor) for sample in samples):
         return None
     return torch.stack([sample[0] for sample in samples])
 

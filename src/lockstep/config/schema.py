@@ -24,7 +24,7 @@ Seed = Annotated[int, Ge(0), Le(2**63 - 1)]
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
-ClassWeights = list[NotNegative] | Literal["balanced"] | None
+ClassWeights = list[NotNegative] | None
 Names = list[str | int]  # of layers: the name of one may be a whole number
 Ranks = Count | Literal["auto", "gpu", "cpu"]
 StartMethod = Literal["fork", "spawn"]
@@ -151,7 +151,6 @@ class Loader:
     augment: Node | None
     collate_fn: Node | None
     sampling: Literal["balanced", "weights"] | None
-    on_error: Literal["fail", "skip"]
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Predict(Mode):
             joined = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
             numbers, order = joined.pop(NUMBERS).sort()
             found = table({name: values[order] for name, values in joined.items()}, trained.classes)
-            found.index = loader.whole(numbers).numpy()
+            found.index = loader.whole(numbers.numpy())
             if files := files_of(loader):
                 found.insert(0, "file", [files[number] for number in numbers.tolist()])
             text = found.to_csv(index_label="index", lineterminator="\n", na_rep="nan")

@@ -9,11 +9,10 @@ import os
 import random
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from copy import copy
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Subset
 
 from lockstep.compat import is_of_transform
 from lockstep.config.record import ConfigRecord
@@ -72,8 +71,6 @@ class Few(DataSource):
 
 def few(data: Any, count: int) -> Any:
     """`count` samples at even distances. The largest class is there, as it may tell how many there are."""
-    if isinstance(data, IterableDataset):
-        return FirstItems(data, count)
     numbers, classes = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int), class_numbers(data)
     if classes is not None:
         numbers[-1] = int(classes.argmax())
@@ -82,20 +79,6 @@ def few(data: Any, count: int) -> Any:
         whole = copy(whole)
         whole.draws = count
     return Subset(whole, indices)  # type: ignore[arg-type]
-
-
-class FirstItems(IterableDataset[Any]):
-    def __init__(self, data: Any, count: int) -> None:
-        self.data, self.count = data, min(count, len(data))
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self.data, self.count)
-
-    def __getattr__(self, name: str) -> Any:  # such as its classes
-        return getattr(self.__dict__["data"], name)
 
 
 def run(config: RunConfig, record: ConfigRecord, parts: Parts) -> dict[str, Any]:

@@ -6,10 +6,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
-from lockstep.data.partition import random_states_kept
-from lockstep.data.source import Tensors, of_each_sample, tensors_in, unwrapped
+from lockstep.data.source import Tensors, of_each_sample, unwrapped
 from lockstep.training.replicas import digest
 
 LARGEST_TENSOR = 2**30  # bytes; a larger one may be a file that is mapped into memory, and is sampled
@@ -41,11 +39,6 @@ def _fingerprint(dataset: Any) -> str:
         return own + more
     if isinstance(dataset, Tensors):
         return _of_tensors(dataset) + more
-    if not hasattr(type(dataset), "__getitem__") or type(dataset).__getitem__ is Dataset.__getitem__:
-        with random_states_kept():  # a stream that shares its samples out by rank has another first one on each
-            first = next(iter(dataset), None)
-        values = [torch.as_tensor(value).double().sum().item() for value in tensors_in(first)]
-        return f"{_hash(len(dataset), values or repr(first))} of the length and the first sample{more}"
     found = {"files": getattr(dataset, "files", None), "targets": of_each_sample(dataset, "targets")}
     kept = {name: each for name, each in found.items() if isinstance(each, np.ndarray) and each.dtype.kind != "O"}
     covers = " and ".join(["the length", *kept])

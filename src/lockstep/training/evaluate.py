@@ -192,8 +192,8 @@ class SampleResults:
     number tells it.
     """
 
-    def __init__(self, task: Task, samples: int | None, draws: bool = False) -> None:
-        """samples: of the split; None: of a stream, whose samples are counted only. draws: whether predictions, too."""
+    def __init__(self, task: Task, samples: int, draws: bool = False) -> None:
+        """samples: of the split. draws: whether predictions, too."""
         self.task, self.length, self.draws = task, samples, draws
         self.samples, self.errors = 0, dict[str, float]()
         self.kept = list[tuple[Tensor, Tensor]]()  # (numbers, rows of `COLUMNS`)
@@ -202,8 +202,6 @@ class SampleResults:
     def add(self, found: Mapping[str, Tensor], outputs: Any, targets: Any, numbers: Tensor) -> None:
         """found: what the task gave for these samples of this rank."""
         self.samples += count_samples(targets)
-        if self.length is None:
-            return
         loss = self._each(found["loss"], targets)
         row = {"seen": torch.ones_like(loss), "loss": loss, "target": _one_value(targets)}
         if self.task.ignored is not None and isinstance(targets, Tensor) and targets.dim() == 1:
@@ -225,8 +223,6 @@ class SampleResults:
 
     def reduce(self, world: World) -> None:
         self.samples = sum(world.all_gather_json(self.samples))
-        if self.length is None:
-            return
         whole = torch.zeros(self.length, len(COLUMNS), dtype=torch.float64, device=float64_device(world.device))
         for numbers, rows in self.kept:
             whole[numbers.to(whole.device)] = rows.to(whole.device)
@@ -290,9 +286,8 @@ class Evaluator:
         """
         run, loader = self.run, self.loader
         step = run.progress.step if step is None else step
-        length = None if loader.is_stream else len(loader.reader)
-        draws = self.images > 0 and length is not None and run.task.draws
-        results = SampleResults(run.task, length, draws) if draws or self.file is not None else None
+        draws = self.images > 0 and run.task.draws
+        results = SampleResults(run.task, len(loader.reader), draws) if draws or self.file is not None else None
         metrics = Metrics(self.metrics, len(loader.reader)) if self.metrics else None
         means = evaluate(run, loader, on_stop, results, metrics)
         if not math.isfinite(means["loss"]):
@@ -303,7 +298,7 @@ class Evaluator:
             return means
         results.reduce(run.world)
         self.facts = {"samples": results.samples, "errors": results.errors}
-        if self.file is not None and run.world.is_rank_zero and length is not None:
+        if self.file is not None and run.world.is_rank_zero:
             write_samples(self.file, results, loader)
         if draws:
             self.loggers.draw(self.name, partial(self._figures, results.columns), step)

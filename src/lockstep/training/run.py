@@ -160,8 +160,10 @@ class Run:
 
     def samples_of_batch(self) -> list[int]:
         """The numbers in the data set of the samples that this rank computes in this step."""
-        parts = self.loaders.train.numbers_at(self.progress.epoch, self.progress.samples)
-        return [number for part in parts for number in part.tolist()]
+        loader, numbers = self.loaders.train, list[int]()
+        for request in loader.requests_at(self.progress.epoch, self.progress.samples):
+            numbers += request.numbers[loader.before :].tolist()
+        return numbers
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Inside the block the model has its averaged weights, if the run keeps any. Begin it in training mode."""
