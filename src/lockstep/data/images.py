@@ -227,6 +227,6 @@ class CsvImages(ImageSource):
         found = {}
         for name in ["train", "test", "val"] if (split == "val").any() else ["train", "test"]:
             rows = np.flatnonzero(split == name)
-            others = {key: torch.from_numpy(value[rows]) for key, value in values.items()}
-            found[name] = self.columns(f"{self.csv_file}, {name},", files[rows].tolist(), classes=classes, **others)
+            own = {key: torch.from_numpy(value[rows]) for key, value in values.items()}
+            found[name] = self.columns(f"{self.csv_file}, {name},", files[rows].tolist(), classes=classes, **own)
         return found

@@ -189,13 +189,13 @@ def _prepare_worker(_: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)
     for name in os.listdir(OPEN) if os.path.isdir(OPEN) else ():
-        number, link = int(name), f"{OPEN}/{name}"
+        file, link = int(name), f"{OPEN}/{name}"
         with suppress(OSError):  # it is closed by now
-            is_read = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
-            if number > 2 and is_read and os.path.isfile(link):
+            is_read = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            if file > 2 and is_read and os.path.isfile(link):
                 own = os.open(link, os.O_RDONLY)
-                os.lseek(own, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
-                os.dup2(own, number, inheritable=False)
+                os.lseek(own, os.lseek(file, 0, os.SEEK_CUR), os.SEEK_SET)
+                os.dup2(own, file, inheritable=False)
                 os.close(own)
 
 

@@ -39,15 +39,15 @@ class Tokenizer:
     sorted. `names` are those of the tokens. Raises ConfigError if the tokenizer cannot be read."""
 
     def __init__(self, name: str, characters: Sequence[str] = ()) -> None:
-        self.is_bytes, self.coder = name == "bytes", None
+        self.is_bytes = name == "bytes"
+        self.coder: Any = None
         self.names = [*map(str, range(256))] if self.is_bytes else [*characters]
         if name not in ("characters", "bytes"):
             try:
                 from tokenizers import Tokenizer as HuggingFace
 
-                self.coder: Any = (HuggingFace.from_file if name.endswith(".json") else HuggingFace.from_pretrained)(
-                    name
-                )
+                read = HuggingFace.from_file if name.endswith(".json") else HuggingFace.from_pretrained
+                self.coder = read(name)
             except Exception as error:  # a plain one
                 what = f"dataset.tokenizer={name} cannot be read ({first_line(error)})"
                 advice = "pip install tokenizers, dataset.tokenizer=<a tokenizer.json>, or dataset.tokenizer=bytes"

@@ -74,4 +74,5 @@ def samples_table(place: Path, worst: int, by: str | None = None) -> list[str]:
         if "share right" in table:
             both = zip(table["share right"], table["samples"], strict=True)
             table["95 %"] = ["{:.4f} to {:.4f}".format(*wilson(*one)) for one in both]
-    return table.to_string(index=False, na_rep="-", float_format="{:.4f}".format).splitlines()
+    text: str = table.to_string(index=False, na_rep="-", float_format="{:.4f}".format)
+    return text.splitlines()
