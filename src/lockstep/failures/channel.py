@@ -114,6 +114,7 @@ class Reader:
 
 SIZE = 4096
 NUMBER, SECONDS = struct.Struct("=q"), struct.Struct("=d")
+STEP_FIELDS = struct.Struct("=qqqd")  # from EPOCH to STEP_ENDED_AT
 PHASES = (
     *("start", "meeting", "prepare", "build", "resume"),
     *("train", "evaluation", "snapshot", "disk", "export", "end", "mode"),
@@ -173,10 +174,8 @@ class ProgressPage:
 
     def step_ended(self, epoch: int, step: int) -> None:
         """epoch: counted from 1. step: optimizer steps done."""
-        self.set(EPOCH, epoch)
-        self.set(STEP, step)
-        self.set_time(STEP_ENDED_AT)
-        self.set(STEPS_ENDED, self.get(STEPS_ENDED) + 1)
+        ended = NUMBER.unpack_from(self.memory, STEPS_ENDED)[0] + 1
+        STEP_FIELDS.pack_into(self.memory, EPOCH, epoch, step, ended, time.monotonic())
 
     @property
     def last_progress(self) -> float:
