@@ -101,9 +101,11 @@ def evaluating(run: Run, loader: Loader) -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """After the block the buffers are what they were before it: some modules change them in an evaluation, too, such as
-    the observers of a quantisation, and the training would go on with what the test data has left."""
+    """After the block the buffers, and the weights of an embedding with max_norm, are what they were before it: some
+    modules change them in an evaluation, too, and the training would go on with what the test data has left."""
     owned = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    owned += [(module, "weight") for module in embeddings if module.max_norm is not None]
     before = [(getattr(module, name), getattr(module, name).clone()) for module, name in owned]
     yield
     for (module, name), (tensor, copy) in zip(owned, before, strict=True):
@@ -171,13 +173,12 @@ class Metrics:
 class SampleResults:
     """What an evaluation says of each sample.
 
-    columns: an attribute after `reduce`, as `Samples`. samples: how many were evaluated: some may have no label, or
-    cannot be read. errors: {metric: standard error of its mean over the samples}; of an accuracy that is 0 or 1 their
-    number tells it.
+    samples: of the split; None: of a stream, whose samples are counted only. draws: whether predictions, too.
+    Attributes after `reduce`: columns, as `Samples`. samples: how many were evaluated. errors: {metric: standard error
+    of its mean over the samples}, but of an accuracy that is 0 or 1, whose number tells it.
     """
 
     def __init__(self, task: Task, samples: int | None, draws: bool = False) -> None:
-        """samples: of the split; None: of a stream, whose samples are counted only. draws: whether predictions, too."""
         self.task, self.length, self.draws = task, samples, draws
         self.samples, self.errors = 0, dict[str, float]()
         self.kept = list[tuple[Tensor, Tensor]]()  # (numbers, rows of `COLUMNS`)

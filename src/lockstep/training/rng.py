@@ -195,9 +195,10 @@ class _Operators(dispatch_mode()):  # type: ignore[misc]
             case (("rand" | "randn" | "randint"), (*bounds, size)):
                 kwargs = {"dtype": torch.int64, **kwargs} if name == "randint" else kwargs
                 return self._fill(torch.empty(size, **kwargs), name, *bounds)
-            case (("bernoulli" | "bernoulli_"), (Tensor() as tensor, *_)) if isinstance(args[-1], Tensor):
-                drawn = self._fill(torch.empty(tensor.shape, device=tensor.device), "uniform_") < args[-1]
-                return tensor.copy_(drawn) if name == "bernoulli_" else drawn.to(tensor.dtype)
+            case "bernoulli", (Tensor() as p,):
+                return (self._fill(torch.empty(p.shape, device=p.device), "uniform_") < p).to(p.dtype)
+            case "bernoulli_", (Tensor() as tensor, Tensor() as p):
+                return tensor.copy_(self._fill(torch.empty(tensor.shape, device=tensor.device), "uniform_") < p)
             case "bernoulli", (like, p):
                 return self._fill(torch.empty_like(like), "bernoulli_", p)
             case "normal", (mean, std, *size):

@@ -73,12 +73,12 @@ class Step:
         measured. outputs: (model, inputs) -> what the loss takes, in the place of the task's. Both are for a second
         pass of a step: a sample counts once a step in the metrics.
         """
-        weight = self.begin(batch)
+        weight, chosen = self.begin(batch), self.loss if loss is None else loss
         if loss is not None and self.pending is not None:
             self._fill_in()
         for part in batch.parts:
             with self.draws.of_part(self.progress.step, part, batch.count):
-                self.strategy.forward_backward(part, loss or self.loss, weight, part is batch.parts[-1], outputs)
+                self.strategy.forward_backward(part, chosen, weight, part is batch.parts[-1], outputs)
 
     def begin(self, batch: Batch) -> Tensor:
         """0-d: what multiplies the sum of a part's losses before the backward pass, W / N.
