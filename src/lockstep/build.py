@@ -29,7 +29,6 @@ from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.strategies.base import model_dtype, refuse_changing_weights
 from lockstep.tasks.base import Task
 from lockstep.training.callbacks import Callback
-from lockstep.training.ema import WeightAverage, own_average
 from lockstep.training.metrics import Meter
 from lockstep.training.nonfinite import SkipNonFinite
 from lockstep.training.optimizers import can_fuse, give_momentum, parameter_groups, require_fit, rules_of
@@ -77,9 +76,7 @@ def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, prog
     if not parts.mode.needs_run:
         give_momentum(optimizer)
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    average: WeightAverage | None = own_average(strategy.model, optimizer, trainer.ema is not None)
-    if trainer.ema is not None:
-        average = instantiate_as(WeightAverage, trainer.ema, "trainer.ema", strategy.model)
+    average = None if trainer.ema is None else instantiate_as(object, trainer.ema, "trainer.ema", strategy.model)
     options = {"steps_per_epoch": steps_per_epoch, "total_steps": total_steps, "direction": direction}
     schedule = as_schedule(instantiate_as(object, config.scheduler, "scheduler", optimizer, **options), optimizer)
     scaler, meter = torch.amp.GradScaler(world.device.type, enabled=trainer.precision == "fp16"), Meter(task, world)

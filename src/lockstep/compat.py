@@ -147,13 +147,6 @@ def dispatch_mode() -> Any:
     return TorchDispatchMode
 
 
-def gamma_functions() -> list[Any]:
-    """What torch.distributions' Gamma, Beta, Dirichlet, StudentT and Chi2 call to draw. Missing: as if nothing drew."""
-    import torch
-
-    return [function for name in ("_standard_gamma", "_sample_dirichlet") if (function := getattr(torch, name, None))]
-
-
 def batch_norm_class() -> Any:
     """The class that torch's batch norms are derived from, and perhaps one of the user's. Missing: an ImportError."""
     from torch.nn.modules.batchnorm import _BatchNorm

@@ -102,7 +102,7 @@ class Change(NamedTuple):
     tolerance: float = 1e-9
 
 
-OWN_OPTIMIZERS = ("ScheduleFree", "Lookahead", "Counting", "OddState")
+OWN_OPTIMIZERS = ("Lookahead", "Counting", "OddState")
 CHANGES = {
     "none": Change((), Numbers()),
     "accumulation": Change(("trainer.gradient_accumulation_steps=2",), Numbers(accumulation=2)),

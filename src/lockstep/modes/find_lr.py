@@ -62,7 +62,7 @@ class FindLr(Mode):
             for batch in run.loaders.train.batches(run.progress):
                 if run.progress.samples == 0:
                     run.meter.clear()
-                    run.step.draws.begin_epoch()
+                    run.step.draws.begin_epoch(run.progress.step)
                 run.step(batch)
                 run.progress.advance(batch)
                 finder.on_step_end(run)

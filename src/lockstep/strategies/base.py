@@ -167,9 +167,17 @@ class Strategy:
         last: this is the last part of the step, after which gradients are averaged. outputs: another function for a
         second pass, such as of a part of the model.
         """
-        with self.autocast:
-            found = forward(self.module, part.inputs, outputs)
-        loss(found, part.targets).backward(weight)
+        with nullcontext() if last else self.accumulating():
+            with self.autocast:
+                found = forward(self.module, part.inputs, outputs)
+            loss(found, part.targets).backward(weight)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Inside the block a pass averages no gradients: the last part of the step does."""
+        return nullcontext()
+
+    def require_gradients(self) -> None:
+        """Raise ConfigError for weights that the last step left without a gradient, where all ranks wait for each."""
 
     def sum_counts(self, counts: Tensor) -> tuple[Any, Tensor]:
         """counts: (parts,), of each part that this rank has of a global batch. Returns what waits for the others, and

@@ -1,6 +1,7 @@
 """One replica per rank, gradients averaged while the backward pass runs (torch.nn.parallel.DistributedDataParallel)."""
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -8,10 +9,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.schema import Positive
-from lockstep.data.loader import LoadedPart
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
-from lockstep.strategies.base import JobSpec, Loss, Outputs, Strategy, refuse_sparse_gradients
+from lockstep.strategies.base import JobSpec, Outputs, Strategy, refuse_sparse_gradients
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.messages import TYPES_SENT, broadcast
 
@@ -82,25 +82,16 @@ class DDP(Strategy):
         if not (self.options["find_unused_parameters"] or self.options["static_graph"]):
             self.waited_for = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
-    def forward_backward(
-        self, part: LoadedPart, loss: Loss, weight: Tensor, last: bool, outputs: Outputs | None = None
-    ) -> None:
-        if last or self.wrapper is None:
-            super().forward_backward(part, loss, weight, last, outputs)
-            for _, parameter in self.waited_for:
-                if parameter.grad is None:
-                    raise self._left_out()
-        else:  # gradients are averaged in the backward pass of the step's last part only
-            with self.wrapper.no_sync():
-                super().forward_backward(part, loss, weight, last, outputs)
+    def accumulating(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.wrapper is None else self.wrapper.no_sync()
 
-    def _left_out(self) -> ConfigError:
-        """The error for weights that this rank's backward pass has left out. torch would find them in the next step,
-        after an update with gradients that are not averaged."""
+    def require_gradients(self) -> None:
+        """torch would find these weights in the next step, after an update with gradients that are not averaged."""
         names = [name for name, parameter in self.waited_for if parameter.grad is None]
-        what = f"no gradient of {first_of(names)} in some step, and all ranks wait for each gradient"
-        freeze = f"parameters.freeze=[{','.join(names[:2])}]"
-        return ConfigError(f"{what}; type strategy.find_unused_parameters=true, or {freeze}")
+        if names:
+            what = f"no gradient of {first_of(names)} in some step, and all ranks wait for each gradient"
+            freeze = f"parameters.freeze=[{','.join(names[:2])}]"
+            raise ConfigError(f"{what}; type strategy.find_unused_parameters=true, or {freeze}")
 
     def gradient_divisor(self) -> int:
         return 1 if self.wrapper is None else self.world.size

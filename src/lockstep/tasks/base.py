@@ -4,6 +4,7 @@ To add one: a class in a file of its own here or of yours, and `conf/task/<name>
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +123,7 @@ class Task:
             what = f"loader.collate_fn makes {rows} targets of {len(numbers)} samples, and a step takes the mean of all"
             raise ConfigError(f"{what}; type task._target_=<module>.<a task whose count says what it counts>")
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """Of the values that a call gives."""
         return [name for name in self.better if name not in self.derived]

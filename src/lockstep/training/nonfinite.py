@@ -79,25 +79,22 @@ def diverged(run: Run, what: str, step: int | None) -> TrainingDiverged:
     """
     if step is None:
         return TrainingDiverged(what, SMALLER_STEPS)
-    loader, position = run.loaders.train, run.progress
-    skipped = run.progress.step - step + 1  # steps back from here, all in this epoch
-    start = max(0, -(-position.samples // run.batch_size) - skipped) * run.batch_size
-    samples, mine = list[int](), list[int]()
-    for request in loader.requests_at(position.epoch, start):
+    loader, progress = run.loaders.train, run.progress
+    steps_of_epoch = -(-progress.samples // run.batch_size)
+    start = max(0, steps_of_epoch - (progress.step - step + 1)) * run.batch_size  # all steps back are in this epoch
+    samples, broken = list[int](), list[int]()
+    for request in loader.requests_at(progress.epoch, start):
         numbers = loader.whole(request.numbers)
-        mine += broken_samples(numbers, *loader.read(request))
+        broken += broken_samples(numbers, *loader.read(request))
         samples += numbers[loader.before :].tolist()
-    everyones = run.world.all_gather_json({"samples": samples, "broken": mine})
-    broken = [number for rank in everyones for number in rank["broken"]]
-    ranks = [rank for rank, found in enumerate(everyones) if found["broken"]] or range(len(everyones))
-    where = " and ".join(
-        f"on rank {rank} with the samples {first_of(everyones[rank]['samples'], SAMPLES_NAMED)}" for rank in ranks
-    )
-    sentence = f"{what} at step {step} {where}"
-    if not broken:
+    everyones = run.world.all_gather_json([samples, broken])
+    ranks = [rank for rank, (_, bad) in enumerate(everyones) if bad] or range(len(everyones))
+    of_ranks = [f"on rank {rank} with the samples {first_of(everyones[rank][0], SAMPLES_NAMED)}" for rank in ranks]
+    sentence, all_broken = f"{what} at step {step} {' and '.join(of_ranks)}", [n for _, bad in everyones for n in bad]
+    if not all_broken:
         return TrainingDiverged(sentence, SMALLER_STEPS)
     advice = f"{OTHER_DATA}, or to leave out their batches type watch.nan=skip"
-    return TrainingDiverged(f"{sentence}; {sentence_about(broken)}", advice)
+    return TrainingDiverged(f"{sentence}; {sentence_about(all_broken)}", advice)
 
 
 def broken_samples(numbers: Any, inputs: Any, targets: Any) -> list[int]:
