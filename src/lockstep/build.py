@@ -76,7 +76,7 @@ def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, prog
     if not parts.mode.needs_run:
         give_momentum(optimizer)
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    average = None if trainer.ema is None else instantiate_as(object, trainer.ema, "trainer.ema", strategy.model)
+    average: Any = None if trainer.ema is None else instantiate_as(object, trainer.ema, "trainer.ema", strategy.model)
     options = {"steps_per_epoch": steps_per_epoch, "total_steps": total_steps, "direction": direction}
     schedule = as_schedule(instantiate_as(object, config.scheduler, "scheduler", optimizer, **options), optimizer)
     scaler, meter = torch.amp.GradScaler(world.device.type, enabled=trainer.precision == "fp16"), Meter(task, world)

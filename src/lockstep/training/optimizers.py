@@ -26,7 +26,7 @@ def rules_of(parameters: Parameters) -> list[Rule]:
     rules = list[Rule]()
     for group in parameters.groups:
         match: Any = group["match"]
-        patterns = [match] if isinstance(match, str) else [*match]
+        patterns: list[Any] = [match] if isinstance(match, str) else [*match]
         values = {name: value for name, value in group.items() if name != "match"}
         rules.append(("parameters.groups", patterns, values))
     if parameters.no_decay:
