@@ -26,12 +26,12 @@ def rules_of(parameters: Parameters) -> list[Rule]:
     rules = list[Rule]()
     for group in parameters.groups:
         match: Any = group["match"]
-        patterns: list[Any] = [match] if isinstance(match, str) else [*match]
+        patterns = [match] if isinstance(match, str) else [*map(str, match)]
         values = {name: value for name, value in group.items() if name != "match"}
         rules.append(("parameters.groups", patterns, values))
     if parameters.no_decay:
-        rules.append(("parameters.no_decay", [*parameters.no_decay], {"weight_decay": 0.0}))
-    return [(key, [str(pattern) for pattern in patterns], values) for key, patterns, values in rules]
+        rules.append(("parameters.no_decay", [*map(str, parameters.no_decay)], {"weight_decay": 0.0}))
+    return rules
 
 
 def require_fit(optimizer: Optimizer, rules: Sequence[Rule]) -> None:
