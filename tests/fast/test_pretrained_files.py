@@ -1,6 +1,7 @@
 """Files of weights that other programs wrote, as what a net begins with."""
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,11 @@ def test_exported_weights_begin_another_run(tmp_path: Path, kind: str) -> None:
     path.write_bytes(weights_as(first.state_dict(), "state_dict" if kind == "pt" else kind))
     load_initial_weights(second, str(path), [])
     assert all(torch.equal(second.state_dict()[name], value) for name, value in first.state_dict().items())
+
+
+def test_a_safetensors_file_without_the_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "weights.safetensors"
+    path.touch()
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ConfigError, match=r"^parameters.init=.* needs safetensors; type pip install safetensors$"):
+        load_initial_weights(resnet18(), str(path), [])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import all_names, matching_parameters, require_matches
-from lockstep.snapshots.files import MANIFEST, STATE, list_snapshots, load_tensors
+from lockstep.snapshots.files import MANIFEST, STATE, list_snapshots, load_tensors, require_safetensors
 from lockstep.snapshots.state import trained_weights
 from lockstep.text import first_line
 
@@ -115,6 +115,7 @@ def _state_dict(path: Path, where: str) -> dict[str, Tensor]:
     """{name: tensor} of a file or a snapshot, without the names of wrappers."""
     try:
         if path.suffix == ".safetensors":
+            require_safetensors(f"parameters.init={where}")
             from safetensors.torch import load_file
 
             contents: Any = load_file(path)
@@ -122,8 +123,6 @@ def _state_dict(path: Path, where: str) -> dict[str, Tensor]:
             contents = trained_weights(load_tensors(path / STATE), path, averaged=True)
         else:
             contents = load_tensors(path)
-    except ImportError:
-        raise ConfigError(f"parameters.init={where} needs safetensors; type pip install safetensors") from None
     except ConfigError:
         raise
     except Exception as error:  # torch.load raises many types
