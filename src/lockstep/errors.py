@@ -50,13 +50,7 @@ class TrainingDiverged(Exception):
     """
 
     def __init__(self, what: str, advice: str = "") -> None:
-        super().__init__(f"{what}; no snapshot was saved before; {advice}" if advice else what)
-        self.what, self.advice = what, advice
-
-    def name_snapshot(self, path: Path) -> None:
-        """Say in the message that `path` is the last good snapshot."""
-        if self.advice:
-            self.args = (f"{self.what}; the last good snapshot is {path}; {self.advice}",)
+        super().__init__(f"{what}; {advice}" if advice else what)
 
 
 # until issue 42
@@ -66,17 +60,9 @@ class RanksDiffer(Exception):
     what: the first words.
     """
 
-    ADVICE = "watch.weights_every=0 if ranks compute on different hardware"
-
     def __init__(self, what: str) -> None:
-        super().__init__(f"{what}; no snapshot was saved before; type {self.ADVICE}")
-        self.what = what
-
-    def name_snapshot(self, path: Path) -> None:
-        """Say in the message that `path` is the last good snapshot."""
-        word = path_word("hydra.run.dir", path.parent.parent)
-        advice = f"to go on from it type the command again with {word}, and {self.ADVICE}"
-        self.args = (f"{self.what}; the last good snapshot is {path}; {advice}",)
+        go_on = "type the command again to go on from the last snapshot"
+        super().__init__(f"{what}; {go_on}, with watch.weights_every=0 if ranks compute on different hardware")
 
 
 # until issue 46

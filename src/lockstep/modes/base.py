@@ -115,7 +115,7 @@ class Mode:
 
         Here: bring the trained net back, and `run`.
         """
-        from lockstep import build, build_state
+        from lockstep import build
         from lockstep.snapshots.find import restore_trained, snapshots_to_try
 
         with join(config, parts) as (world, logs):
@@ -123,7 +123,7 @@ class Mode:
             trained_run = build.build_run(config, world, parts)
             record = record.completed(trained_run.config)
             paths = snapshots_to_try(config.resume, self.snapshot, self.name)
-            saved, snapshot = restore_trained(trained_run, paths, build_state.model_config(record))
+            saved, snapshot = restore_trained(trained_run, paths, build.model_config(record))
             trained = TrainedRun(trained_run, snapshot, saved, record.shown)
             _require_same_classes(trained)
             _warn_of_changed_data(trained)

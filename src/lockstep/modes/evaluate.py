@@ -39,7 +39,7 @@ class Evaluate(Mode):
 
         Raises TrainingDiverged if the loss is NaN or infinite.
         """
-        from lockstep.build_state import torchmetrics_of
+        from lockstep.build import torchmetrics_of
         from lockstep.snapshots.find import compared
         from lockstep.training.evaluate import Metrics, SampleResults, evaluate, write_samples
 
