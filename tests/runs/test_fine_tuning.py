@@ -154,9 +154,9 @@ def test_what_does_not_fit_the_model_is_refused_on_all_ranks_with_what_to_type(t
         (
             "init",
             f"{tmp_path}/none.pt",
-            "none.pt does not exist; type parameters.init=<a file of weights, a snaps",
+            "none.pt does not exist; type parameters.init=<a run folder or one of",
         ),
-        ("init", f"{tmp_path}", "holds neither model.pt nor a snapshot; type parameters.init="),
+        ("init", f"{tmp_path}", "holds no finished snapshot; type parameters.init="),
         ("init", f"{tmp_path}/text.pt", "text.pt cannot be read as a state dict ("),
         ("init", f"{tmp_path}/tensor.pt", "tensor.pt cannot be read as a state dict ("),
         (

@@ -100,9 +100,9 @@ def test_only_rank_zeros_clock_says_when_minutes_are_over(tmp_path):
 
 def train_on_a_slow_disk(cfg: Any) -> int:
     """The most snapshots that were in memory at once."""
-    from lockstep.snapshots import checkpointer
+    from lockstep.snapshots import checkpointer, files
 
-    collect, write, held = checkpointer.collect, checkpointer.finish_snapshot, [0]
+    collect, write, held = checkpointer.collect, files.finish_snapshot, [0]
 
     def counted(*given: Any) -> Any:
         held.append(held[-1] + 1)
@@ -113,7 +113,7 @@ def train_on_a_slow_disk(cfg: Any) -> int:
         held.append(held[-1] - 1)
         return write(*given)
 
-    checkpointer.collect, checkpointer.finish_snapshot = counted, slow
+    checkpointer.collect, files.finish_snapshot = counted, slow
     train(cfg)
     return max(held)
 

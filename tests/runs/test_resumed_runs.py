@@ -1,23 +1,17 @@
 """Runs that are typed again: their folder, curves, record and snapshots."""
 
-import itertools
-import multiprocessing
 import os
-import random
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from lockstep.snapshots.files import STATE, finish_snapshot, list_snapshots, of_files, prune, step_of, write_tensors
-from lockstep.snapshots.find import load_first_good
-from support.commands import ON_TEST, ema, wait_for
+from lockstep.snapshots.files import list_snapshots, step_of
+from support.commands import ON_TEST, ema
 from support.event_files import scalars
 from support.run_folders import best_snapshot, newest_snapshot
-from support.worlds import PRELOAD, same_bits
+from support.worlds import same_bits
 
 pytestmark = pytest.mark.whole
 
@@ -120,32 +114,6 @@ def test_the_toy_preset_saves_every_ten_epochs_and_learns(train):
     loss = scalars(run.folder)["test/loss"]
     assert loss[-1][1] == pytest.approx(1 / 12, rel=0.15)  # the targets are uniform noise: variance 1/12
     assert loss[-1][1] < loss[0][1]
-
-
-def _save_for_ever(folder: Path) -> None:
-    for step in itertools.count(1):
-        contents = {"step": step, "weights": torch.zeros(200_000)}
-        name = f"step_{step:08d}"
-        write_tensors(folder / f"{name}.tmp" / STATE, contents)
-        finish_snapshot(folder, name, of_files(folder / f"{name}.tmp", [STATE]))
-        prune(folder, keep_last=2)
-
-
-def test_killed_at_random_while_it_writes_a_process_leaves_a_whole_snapshot(tmp_path, caplog):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    for number in range(10):
-        folder = tmp_path / str(number)
-        process = context.Process(target=_save_for_ever, args=[folder])
-        process.start()
-        wait_for(lambda folder=folder: list_snapshots(folder), "snapshot")
-        time.sleep(random.uniform(0, 0.05))
-        process.kill()
-        process.join()
-        newest = list_snapshots(folder)[0]
-        saved, _ = load_first_good([newest])
-        assert saved["step"] == step_of(newest)
-    assert "and passed over" not in caplog.text
 
 
 @pytest.fixture

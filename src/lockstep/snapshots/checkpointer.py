@@ -28,31 +28,8 @@ from lockstep.errors import (
 )
 from lockstep.failures import reporter
 from lockstep.files import explain_disk_error, is_url
-from lockstep.snapshots.files import (
-    STATE,
-    Files,
-    finish_snapshot,
-    list_snapshots,
-    load_state,
-    of_files,
-    prune,
-    remove,
-    remove_leftovers,
-    require_safetensors,
-    step_of,
-    write_tensors,
-)
-from lockstep.snapshots.find import (
-    DISK_TIMEOUT,
-    bring_back,
-    disk_access,
-    find_snapshots,
-    first_good,
-    load_first_good,
-    log_config_changes,
-    on_rank_zero,
-    require_same,
-)
+from lockstep.snapshots import files, find
+from lockstep.snapshots.files import list_snapshots, load_state, step_of
 from lockstep.snapshots.sharded import Shard, save_shards
 from lockstep.snapshots.state import as_saved, collect, map_tensors, restore, restore_weights, trained_weights
 from lockstep.text import first_line
@@ -88,11 +65,7 @@ class Checkpointer:
     """
 
     def __init__(
-        self,
-        run: Run,
-        identity: dict[str, Any],
-        config: dict[str, Any],
-        mirror: "Mirror | None" = None,
+        self, run: Run, identity: dict[str, Any], config: dict[str, Any], mirror: "Mirror | None" = None
     ) -> None:
         """
         identity: flat dict of plain values, what a snapshot must have in common with the run that resumes from it.
@@ -100,7 +73,7 @@ class Checkpointer:
         mirror: on rank 0, gets what is written.
         """
         if any(hasattr(weight, "to_local") for weight in run.model.parameters()):
-            require_safetensors("a strategy by which each rank holds a part of the weights")
+            files.require_safetensors("a strategy by which each rank holds a part of the weights")
         self.run, self.world, self.run_dir = run, run.world, Path(run.config.run_dir)
         self.folder, self.identity, self.config = self.run_dir / "snapshots", identity, config
         self.count, self.unit = interval(run.config.snapshot.every)
@@ -112,10 +85,8 @@ class Checkpointer:
         self.start_step, self.saved_at, self.is_due = 0, time.monotonic(), False
 
     def __enter__(self) -> Self:
-        if self.world.is_rank_zero:  # what a killed process left
-            for name in (LAST, BEST):
-                (self.run_dir / f"{name}.tmp").unlink(missing_ok=True)
-            remove_leftovers(self.folder)
+        if self.world.is_rank_zero:
+            files.remove_leftovers(self.folder)
         if self.mirror is not None:
             self.mirror.start()
         return self
@@ -138,32 +109,32 @@ class Checkpointer:
         `find_snapshots` and `load_first_good` do, and for a snapshot of another run.
         """
 
-        def find() -> Path | None:
+        def newest_good() -> Path | None:
             if is_url(where) and not list_snapshots(self.folder):
                 from lockstep.snapshots.mirror import fetch
 
                 fetch(str(where), self.folder)
-            paths = find_snapshots(where, self.run_dir)
+            paths = find.find_snapshots(where, self.run_dir)
             if not paths:
                 return None
-            saved, path = load_first_good(paths)
+            saved, path = find.load_first_good(paths)
             advice = "type the overrides that it was made with, or to start afresh hydra.run.dir=<a new folder>"
-            require_same(path, saved["identity"], self.identity, advice)
+            find.require_same(path, saved["identity"], self.identity, advice)
             for damaged in paths[: paths.index(path)] if path.parent == self.folder else ():
                 aside = damaged.with_name(f"{damaged.name}.damaged")
                 shutil.rmtree(aside, ignore_errors=True)
                 damaged.rename(aside)
             for best in list_snapshots(self.folder, "best"):  # of steps that are trained again, perhaps otherwise
                 if step_of(best) > saved["progress"]["step"]:
-                    remove(best)
+                    files.remove(best)
             return path
 
         reporter.enter("resume")
-        found = bring_back(self.run, find, restore)
+        found = find.bring_back(self.run, newest_good, restore)
         if found is None:
             return None
         saved, path = found
-        log_config_changes(saved["config"], self.config)
+        find.log_config_changes(saved["config"], self.config)
         self.start_step = self.run.progress.step
         # This snapshot precedes the epoch's evaluation. A newer one must follow it, or a kill would repeat it.
         self.is_due = self.run.progress.samples == self.run.epoch_samples
@@ -208,7 +179,7 @@ class Checkpointer:
     def stop(self) -> NoReturn:
         """Save the run as it is now, and raise StoppedEarly when the snapshot is on the disk."""
         self.save()
-        newest = on_rank_zero(self.world, lambda: str(self.newest() or ""))
+        newest = find.on_rank_zero(self.world, lambda: str(self.newest() or ""))
         if newest == str(self.folder / self._name("step")):
             self._leave("; go on there", EXIT_RESUMABLE)
         where = f"go on from {newest}" if newest else "start again"
@@ -247,12 +218,12 @@ class Checkpointer:
         if any(self.world.any_of([not are_finite(weights)])):
             raise TrainingDiverged(f"the weights are not finite at step {run.progress.step}", SMALLER_STEPS)
         require_same_weights(run)
-        with disk_access(self.world):  # of shards a rank has memory for one copy
+        with find.disk_access(self.world):  # of shards a rank has memory for one copy
             self._await(MAX_PENDING - 1 if self.threads_world is None else 0)
         state, shards = collect(run, totals)
         others_write = any(self.world.any_of([bool(shards), not self.world.is_rank_zero and state is not None]))
         if others_write and self.threads_world is None:
-            own_group: Any = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
+            own_group: Any = dist.new_group(backend="gloo", timeout=find.DISK_TIMEOUT)
             self.threads_world = replace(self.world, control=own_group)
         if kind == "step":
             self.is_due, self.saved_at = False, time.monotonic()
@@ -272,28 +243,28 @@ class Checkpointer:
     def _write(self, name: str, state: dict[str, Any] | None, shards: dict[str, Shard]) -> None:
         """In the thread. Each rank writes what it alone has, and rank 0 ends the snapshot when all is on the disk. A
         full disk costs a warning, not the training."""
-        unfinished, rank, files, problem = self.folder / f"{name}.tmp", self.world.rank, Files(), ""
+        unfinished, rank, written, problem = self.folder / f"{name}.tmp", self.world.rank, files.Files(), ""
         try:
             names = save_shards(shards, unfinished, rank) if shards else []
             if state is not None:
-                names.append(f"state_{rank:05d}.pt" if rank else STATE)
-                write_tensors(unfinished / names[-1], state)
-            files = of_files(unfinished, names)
+                names.append(f"state_{rank:05d}.pt" if rank else files.STATE)
+                files.write_tensors(unfinished / names[-1], state)
+            written = files.of_files(unfinished, names)
         except OSError as error:
             problem = explain_disk_error(error, self.folder)
         if self.threads_world is not None:
             try:
-                reports = self.threads_world.all_gather_json([files, problem])
+                reports = self.threads_world.all_gather_json([written, problem])
             except RuntimeError as error:  # which ends the training, too
                 log.warning("no snapshot %s: a rank was lost (%s)", name, first_line(error))
                 return
-            files = {name: tuple(found) for of_rank, _ in reports for name, found in of_rank.items()}
+            written = {name: tuple(found) for of_rank, _ in reports for name, found in of_rank.items()}
             problem = "; ".join(filter(None, (said for _, said in reports)))
         if rank:
             return
         try:
             if not problem:
-                path = finish_snapshot(self.folder, name, files)
+                path = files.finish_snapshot(self.folder, name, written)
         except OSError as error:
             problem = explain_disk_error(error, self.folder)
         if problem:
@@ -303,7 +274,7 @@ class Checkpointer:
         if self.mirror is not None:
             self.mirror.put(path)
         try:
-            prune(self.folder, self.keep_last)
+            files.prune(self.folder, self.keep_last)
         except OSError as error:
             reason = explain_disk_error(error, self.folder)
             log.warning("%s is saved, but not all older ones are removed: %s; training goes on", path, reason)
@@ -324,7 +295,7 @@ class Checkpointer:
 
         Raises ConfigError on all ranks if one cannot be written.
         """
-        on_rank_zero(self.world, self._export)
+        find.on_rank_zero(self.world, self._export)
 
     def _export(self) -> None:
         """A run that has trained no step keeps the files of an earlier start; one that has model.pt is complete."""
@@ -342,7 +313,7 @@ class Checkpointer:
             for name, path in ((BEST, best), (LAST, newest)):
                 if path is not None:
                     weights = trained_weights(load_state(path), path, averaged=self.run.average is not None)
-                    write_tensors(self.run_dir / name, map_tensors(lambda _, tensor: as_saved(tensor), weights))
+                    files.write_tensors(self.run_dir / name, map_tensors(lambda _, tensor: as_saved(tensor), weights))
         except OSError as error:
             raise ConfigError(f"no {LAST}: {explain_disk_error(error, self.run_dir)} {again}") from None
 
@@ -353,7 +324,7 @@ class Checkpointer:
         """
         step = self.run.progress.best_step
         folders = [self.folder] + ([] if self.resumed_from is None else [self.resumed_from.parent])
-        found = first_good([path for path in (folder / f"best_{step:08d}" for folder in folders) if path.exists()])
+        found = find.first_good([path for path in (folder / f"best_{step:08d}" for folder in folders) if path.exists()])
         if found is None:
             log.warning(
                 "the weights of the best evaluation, after step %s, are gone: the last ones stand for them", step
@@ -365,6 +336,9 @@ class Checkpointer:
         they are gone. A collective. The state is no longer that of the run: nothing may be saved after it.
         """
         progress = self.run.progress
-        if progress.best_step in (None, progress.step) or bring_back(self.run, self._best, restore_weights) is None:
+        if (
+            progress.best_step in (None, progress.step)
+            or find.bring_back(self.run, self._best, restore_weights) is None
+        ):
             return progress.step
         return int(progress.best_step or 0)

@@ -46,17 +46,10 @@ def disk_access(world: World) -> Iterator[None]:
 
 def find_snapshots(resume: str | Path | None, run_dir: Path) -> list[Path]:
     """Those of a training: its own, else those that `resume` names. Empty: a fresh start, or a remote copy whose
-    snapshots become the run's own when it begins. Raises ConfigError if there is nothing in it to resume from.
+    snapshots become the run's own when it begins. Raises ConfigError if there is nothing to resume from.
     """
     own = list_snapshots(run_dir / "snapshots")
-    if own or resume is None:
-        return own
-    if is_url(resume):
-        from lockstep.snapshots.mirror import require_listed
-
-        require_listed(str(resume))
-        return []
-    return named_snapshots(resume, "resume")
+    return own if own or resume is None or is_url(resume) else named_snapshots(resume, "resume")
 
 
 def snapshots_to_try(run: str | None, which: str, mode: str, keys: tuple[str, str] = MODE) -> list[Path]:

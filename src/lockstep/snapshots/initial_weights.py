@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import all_names, matching_parameters, require_matches
-from lockstep.snapshots.files import MANIFEST, list_snapshots, load_state, load_tensors, require_safetensors
+from lockstep.snapshots.files import load_state, load_tensors, require_safetensors
+from lockstep.snapshots.find import named_snapshots
 from lockstep.snapshots.state import trained_weights
 from lockstep.text import first_line
 
@@ -50,7 +51,8 @@ def load_initial_weights(model: nn.Module, where: str | None, new_layers: Sequen
     matched = _matching("new_layers", model, new_layers)
     if where is None:
         return
-    path = file_of_weights(where)
+    path = next((file for file in (Path(where), Path(where) / "model.pt") if file.is_file()), None)
+    path = path or named_snapshots(where, "parameters.init")[0]
     saved = _state_dict(path, where)
     own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     names = all_names(model)
@@ -94,18 +96,6 @@ def _matching(key: str, model: nn.Module, patterns: Sequence[object]) -> set[str
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     require_matches(key, words, map(bool, found), names)
     return set().union(*found)
-
-
-def file_of_weights(where: str) -> Path:
-    """The file or the snapshot that `where`, the value of `init`, stands for. Raises ConfigError if there is none."""
-    path = Path(where)
-    for found in (path, path / "model.pt", *list_snapshots(path / "snapshots"), *list_snapshots(path)):
-        if found.is_file() or (found / MANIFEST).is_file():
-            return found
-    what = "holds neither model.pt nor a snapshot" if path.is_dir() else "does not exist"
-    raise ConfigError(
-        f"parameters.init={where} {what}; type parameters.init=<a file of weights, a snapshot or a run folder>"
-    )
 
 
 def _state_dict(path: Path, where: str) -> dict[str, Tensor]:

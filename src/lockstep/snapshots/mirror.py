@@ -6,7 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-from lockstep.errors import CannotStartNow, ConfigError
+from lockstep.errors import ConfigError
 from lockstep.files import short_hash
 from lockstep.snapshots.files import MANIFEST, Damaged, files_of, list_snapshots, verify
 from lockstep.text import first_line
@@ -34,19 +34,12 @@ class Place:
             raise ConfigError(f"{key}={url}: {error}; type {key}=<an address that fsspec can open>") from None
 
     def names(self, kind: str, whole: bool = True) -> list[str]:
-        """Of the folders of this kind, step or best, the newest first. whole: of those that have a manifest.
-
-        Raises CannotStartNow if the place cannot be read.
-        """
+        """Of the folders of this kind, step or best, the newest first. whole: of those that have a manifest."""
         self.files.invalidate_cache()
         try:
             paths = self.files.find(self.folder)
         except FileNotFoundError:
             return []
-        except Exception as error:  # of any library
-            raise CannotStartNow(
-                f"{self.key}={self.url} cannot be read ({first_line(error)}); type the command again when it can"
-            ) from None
         found = {Path(path).parent.name for path in paths if not whole or Path(path).name == MANIFEST}
         return sorted((name for name in found if NAME.fullmatch(name) and name.startswith(kind)), reverse=True)
 
@@ -142,14 +135,6 @@ class Mirror:
                         )
             if was_behind and not self.is_behind:
                 log.info("snapshot.mirror: the snapshots are copied again")
-
-
-def require_listed(url: str) -> None:
-    """Raise ConfigError if `resume=<url>` has nothing to resume from."""
-    if not Place("resume", url).names("step"):
-        raise ConfigError(
-            f"resume={url} lists no snapshot; to start afresh leave resume= out, else type resume=<a run folder>"
-        )
 
 
 def fetch(url: str, folder: Path) -> None:
