@@ -46,9 +46,12 @@ def collect(run: Run, totals: Tensor) -> tuple[dict[str, Any] | None, dict[str, 
     weights, optimizer, step = run.model.state_dict(), run.optimizer.state_dict(), run.step.state_dict()
     names, state, shards = _names_by_index(run), optimizer["state"], dict[str, Shard]()
     beside = optimizer | {"state": {key: each for key, each in state.items() if key not in names}, "param_groups": None}
+    groups, built = ([_of_group(each) for each in of] for of in (run.optimizer.param_groups, run.hyperparameters))
+    schedule, progress = run.schedule.state_dict(), asdict(run.progress)
     require_loadable("the model's get_extra_state", weights)
-    require_loadable(type(run.optimizer).__name__, {**optimizer, "param_groups": None})
+    require_loadable(type(run.optimizer).__name__, optimizer | {"param_groups": [groups, built]})
     require_loadable(type(run.step).__name__, step)
+    require_loadable("the schedule", [schedule, progress])
     buffers = [name for name, _ in run.model.named_buffers(remove_duplicate=False) if name in weights]
     sections: dict[str, Any] = {
         "model": weights,
@@ -65,16 +68,16 @@ def collect(run: Run, totals: Tensor) -> tuple[dict[str, Any] | None, dict[str, 
         **sections,
         "ema": None if run.average is None else sections["ema"],
         "optimizer_beside": beside,
-        "groups": list(map(_of_group, run.optimizer.param_groups)),
-        "groups_as_built": list(map(_of_group, run.hyperparameters)),
-        "schedule": run.schedule.state_dict(),
+        "groups": groups,
+        "groups_as_built": built,
+        "schedule": schedule,
         "step": step,
         "has_drawn": run.step.draws.has_drawn,
         "scaler": run.scaler.state_dict(),
         "meter": {"names": run.meter.names, "totals": totals},
         "objective": [run.objective, run.direction],
         "skipped": [0, 0] if run.step.skip is None else [run.step.skip.skipped, run.step.skip.in_a_row],
-        "progress": asdict(run.progress),
+        "progress": progress,
         "seconds": run.clock.seconds,
     }
     return copied(contents), shards
