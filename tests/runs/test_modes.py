@@ -197,7 +197,7 @@ def test_a_full_disk_is_named(run: Path, tmp_path: Path, kind: str) -> None:
         (["mode=evaluate"], "mode=evaluate needs a trained run; type resume=<a run folder>"),
         (["mode=evaluate", "resume=x"], "resume=x does not exist; type resume=<a run folder"),
         (["mode=evaluate", "resume={run}", "-m"], "mode=evaluate is no training, and a sweep trains"),
-        (["mode=evaluate", "resume={run}", "model=mlp"], "is of another model: model._target_ ("),
+        (["mode=evaluate", "resume={run}", "model=mlp"], "does not fit this run: model._target_ ("),
         (
             ["mode=evaluate", "resume={run}", "mode.snapshot=nope"],
             "mode.snapshot=nope does not exist; type mode.snapshot=<last, best or one of its",

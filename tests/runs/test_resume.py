@@ -264,7 +264,7 @@ def test_a_snapshot_of_another_run_is_refused_and_what_differs_is_named(tmp_path
     differs = ["seed=1", ON_TEST, "model.width=17", "optimizer=adamw"]
     second = runs(other, f"resume={first}", "trainer.epochs=2", *differs)
     (sentence,) = in_world(1, _refusal, runs(first, "trainer.max_steps=5"), second)
-    assert f"{first}/snapshots/step_00000005 does not fit: " in sentence
+    assert f"{first}/snapshots/step_00000005 does not fit this run: " in sentence
     for named in (
         "seed (0 in the snapshot, 1 here)",
         "training samples (360 in the snapshot, 1437 here)",

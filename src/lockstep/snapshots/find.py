@@ -176,7 +176,7 @@ def require_same(path: Path, saved: Mapping[str, Any], ours: Mapping[str, Any], 
     saved, ours: flat dicts of plain values, such as the model's config. advice: what to type.
     """
     if differences := _differences(saved, ours, "here"):
-        raise ConfigError(f"{path} does not fit: {differences}; {advice}")
+        raise ConfigError(f"{path} does not fit this run: {differences}; {advice}")
 
 
 def log_config_changes(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
