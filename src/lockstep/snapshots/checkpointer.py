@@ -30,7 +30,6 @@ from lockstep.failures import reporter
 from lockstep.files import explain_disk_error, is_url
 from lockstep.snapshots import files, find
 from lockstep.snapshots.files import list_snapshots, load_state, step_of
-from lockstep.snapshots.sharded import Shard, save_shards
 from lockstep.snapshots.state import as_saved, collect, map_tensors, restore, restore_weights, trained_weights
 from lockstep.text import first_line
 from lockstep.training.nonfinite import SMALLER_STEPS, are_finite, diverged
@@ -39,6 +38,7 @@ from lockstep.training.run import Run
 
 if TYPE_CHECKING:
     from lockstep.snapshots.mirror import Mirror
+    from lockstep.snapshots.sharded import Shard
 
 log = logging.getLogger(__name__)
 
@@ -240,12 +240,16 @@ class Checkpointer:
         while len(self.pending) > left:
             self.pending.popleft().result()
 
-    def _write(self, name: str, state: dict[str, Any] | None, shards: dict[str, Shard]) -> None:
+    def _write(self, name: str, state: dict[str, Any] | None, shards: dict[str, "Shard"]) -> None:
         """In the thread. Each rank writes what it alone has, and rank 0 ends the snapshot when all is on the disk. A
         full disk costs a warning, not the training."""
         unfinished, rank, written, problem = self.folder / f"{name}.tmp", self.world.rank, files.Files(), ""
         try:
-            names = save_shards(shards, unfinished, rank) if shards else []
+            names = []
+            if shards:
+                from lockstep.snapshots.sharded import save_shards
+
+                names = save_shards(shards, unfinished, rank)
             if state is not None:
                 names.append(f"state_{rank:05d}.pt" if rank else files.STATE)
                 files.write_tensors(unfinished / names[-1], state)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,12 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.compat import shape_and_offsets_of_part
 from lockstep.errors import ConfigError
-from lockstep.snapshots.sharded import Shard, load_shards
 from lockstep.strategies.messages import on_disk
 from lockstep.text import first_line
 from lockstep.training.run import Run
+
+if TYPE_CHECKING:
+    from lockstep.snapshots.sharded import Shard
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ IMPLEMENTATION_FLAGS = ("fused", "foreach", "capturable", "differentiable")
 # Taken.
 
 
-def collect(run: Run, totals: Tensor) -> tuple[dict[str, Any] | None, dict[str, Shard]]:
+def collect(run: Run, totals: Tensor) -> tuple[dict[str, Any] | None, dict[str, "Shard"]]:
     """(what this rank writes by torch.save, its parts of tensors that are cut). A collective.
 
     Rank 0 writes all that is not cut, and another rank the layers that rank 0 has not, None if there are none. All are
@@ -44,7 +46,7 @@ def collect(run: Run, totals: Tensor) -> tuple[dict[str, Any] | None, dict[str, 
     """
     run.strategy.module.train()
     weights, optimizer, step = run.model.state_dict(), run.optimizer.state_dict(), run.step.state_dict()
-    names, state, shards = _names_by_index(run), optimizer["state"], dict[str, Shard]()
+    names, state, shards = _names_by_index(run), optimizer["state"], dict[str, Any]()
     beside = optimizer | {"state": {key: each for key, each in state.items() if key not in names}, "param_groups": None}
     groups, built = ([_of_group(each) for each in of] for of in (run.optimizer.param_groups, run.hyperparameters))
     schedule, progress = run.schedule.state_dict(), asdict(run.progress)
@@ -98,7 +100,7 @@ def _of_group(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "param_names") and not callable(v)}
 
 
-def _without_parts(shards: dict[str, Shard], place: str, tensor: Any) -> Tensor:
+def _without_parts(shards: dict[str, Any], place: str, tensor: Any) -> Tensor:
     """`tensor`, or, if it is cut, one without numbers that stands for it. `shards` gets this rank's part of that, if it
     is the first that has it. A collective."""
     if not hasattr(tensor, "to_local"):  # without the import of DTensor, which takes long
@@ -113,6 +115,8 @@ def _without_parts(shards: dict[str, Shard], place: str, tensor: Any) -> Tensor:
     ]
     part = tensor.to_local().detach()
     if part.numel() and 0 in mesh.mesh and not any(copies):
+        from lockstep.snapshots.sharded import Shard
+
         _, offsets = shape_and_offsets_of_part(tensor)
         part = part.to("cpu", copy=True, memory_format=torch.contiguous_format)
         shards[place] = Shard(part, offsets)
@@ -224,7 +228,7 @@ def as_held(section: str, named: Mapping[str, Any], like: Mapping[str, Any], pat
 
     Raises OSError and ValueError for shards that cannot be read.
     """
-    wanted = dict[str, Shard]()
+    wanted = dict[str, tuple[Tensor, tuple[int, ...]]]()
 
     def held(other: Any, place: str, value: Tensor) -> Tensor:
         cut = other if hasattr(other, "to_local") and other.shape == value.shape else None
@@ -232,7 +236,7 @@ def as_held(section: str, named: Mapping[str, Any], like: Mapping[str, Any], pat
         if value.is_meta:
             empty = torch.empty(shape, dtype=value.dtype, device="cpu" if cut is None else cut.device)
             local = on_disk(empty) if cut is None else empty
-            wanted[place] = Shard(local, tuple(offsets))
+            wanted[place] = local, tuple(offsets)
         else:
             local = value if cut is None else value[tuple(slice(b, b + n) for b, n in zip(offsets, shape, strict=True))]
         if cut is None:
@@ -246,7 +250,9 @@ def as_held(section: str, named: Mapping[str, Any], like: Mapping[str, Any], pat
         name: map_tensors(partial(held, like.get(name)), value, f"{section}/{name}") for name, value in named.items()
     }
     if wanted:
-        load_shards(path, wanted)
+        from lockstep.snapshots.sharded import Shard, load_shards
+
+        load_shards(path, {place: Shard(*part) for place, part in wanted.items()})
     return result
 
 
