@@ -39,10 +39,11 @@ def save_shards(shards: Mapping[str, Shard], folder: Path, rank: int) -> list[st
     """
     from safetensors.torch import save
 
-    of_file, groups, size = max(FILE_BYTES, sum(shard.values.nbytes for shard in shards.values()) // FILES), [], 0
+    of_file, size = max(FILE_BYTES, sum(shard.values.nbytes for shard in shards.values()) // FILES), 0
+    groups: list[dict[str, Shard]] = []
     for name, shard in shards.items():
         if not groups or size >= of_file:
-            groups.append(dict[str, Shard]())
+            groups.append({})
             size = 0
         groups[-1][name], size = shard.stored, size + shard.values.nbytes
     folder.mkdir(parents=True, exist_ok=True)
