@@ -200,7 +200,7 @@ def test_a_full_disk_is_named(run: Path, tmp_path: Path, kind: str) -> None:
         (["mode=evaluate", "resume={run}", "model=mlp"], "does not fit this run: model._target_ ("),
         (
             ["mode=evaluate", "resume={run}", "mode.snapshot=nope"],
-            "mode.snapshot=nope does not exist; type mode.snapshot=<last, best or one of its",
+            "mode.snapshot=nope does not exist; type mode.snapshot=<a run folder or one of its",
         ),
         (["mode=export", "resume={run}", "mode.file=/nodir/x.pt2"], "/nodir/x.pt2 cannot be written (No such file or"),
         (["mode=predict", "resume={run}", "mode.file=/nodir/x.csv"], "type mode.file=<a file that you can write>"),
@@ -211,19 +211,6 @@ def test_a_full_disk_is_named(run: Path, tmp_path: Path, kind: str) -> None:
 def test_what_is_refused(run: Path, start: Start, words: list[str], sentence: str) -> None:
     filled = [word.replace("{run}", f'"{run}"') for word in words]
     assert sentence in start(*PYTHON_TRAIN, *filled).finish(2).sentence
-
-
-def test_the_best_evaluation_of_an_earlier_folder_is_said_to_be_there(start: Start, tmp_path: Path) -> None:
-    """An optimizer that makes the loss larger: the best evaluation is the first one."""
-    worse = [*PYTHON_TRAIN, "model=linear", "optimizer=adamw", "optimizer.fused=false", "+optimizer.maximize=true"]
-    worse += [ON_TEST, "monitor=val/loss", "logger=[]"]
-    start(*worse, "trainer.epochs=1", "hydra.run.dir=first").finish()
-    start(*worse, "trainer.epochs=2", "hydra.run.dir=second", "resume=first").finish()
-    best = [*PYTHON_TRAIN, "mode=evaluate", "mode.snapshot=best"]
-    sentence = start(*best, "resume=second").finish(2).sentence
-    expected = "the best evaluation, at step 23, is of an earlier folder; type resume=first, or mode.snapshot=last"
-    assert f"resume=second has no snapshots/best_*: {expected}" in sentence
-    start(*best, "resume=first").finish()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is not None, reason="these packages are installed")

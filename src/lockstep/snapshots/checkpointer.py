@@ -213,8 +213,9 @@ class Checkpointer:
             raise diverged(run, f"the loss is {loss}", run.meter.first_non_finite())
         # An update can break the weights one step before a loss shows it.
         weights = [
-            value.detach() for value in run.model.parameters() if value.is_floating_point() or value.is_complex()
+            value.detach() for value in run.model.parameters() if value.dtype.is_floating_point or value.is_complex()
         ]
+        weights = [value.float() if value.dtype.itemsize == 1 else value for value in weights]  # no norm of float8
         if any(self.world.any_of([not are_finite(weights)])):
             raise TrainingDiverged(f"the weights are not finite at step {run.progress.step}", SMALLER_STEPS)
         require_same_weights(run)
