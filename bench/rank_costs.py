@@ -57,14 +57,14 @@ def state_bytes(optimizer: Any) -> int:
 @contextmanager
 def built(config: Any) -> Iterator[tuple[Any, Any]]:
     """(run, snapshots) of a training without loggers."""
-    from lockstep import build, build_state
+    from lockstep import build
     from lockstep.distributed.world import join_world
     from support.configs import parts_of, record_of
 
     parts, record = parts_of(config), record_of(config)
     with join_world(**vars(config.backend)) as world:
         run = build.build_run(config, world, parts)
-        with build_state.snapshots(record, run) as snapshots:
+        with build.snapshots(record, run) as snapshots:
             yield run, snapshots
 
 

@@ -48,13 +48,8 @@ class WrongNumbers(Exception):
     """
 
     def __init__(self, what: str, advice: str = "") -> None:
-        super().__init__(f"{what}; no snapshot was saved before; {advice}" if advice else what)
-        self.what, self.advice = what, advice
-
-    def name_snapshot(self, path: Path) -> None:
-        """Say in the message that `path` is the last good snapshot."""
-        if self.advice:
-            self.args = (f"{self.what}; the last good snapshot is {path}; {self.advice}",)
+        super().__init__(f"{what}; {advice}" if advice else what)
+        self.what = what
 
 
 class TrainingDiverged(WrongNumbers):
@@ -65,7 +60,8 @@ class RanksDiffer(WrongNumbers):
     """Ranks that must hold the same weights do not. `what` says which rank and which weights."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(what, "type watch.weights_every=0 if ranks compute on different hardware")
+        go_on = "type the command again to go on from the last snapshot"
+        super().__init__(what, f"{go_on}, with watch.weights_every=0 if ranks compute on different hardware")
 
 
 class LeftEarly(Exception):

@@ -160,7 +160,7 @@ def check_mode(config: RunConfig, mode: Mode, job: "JobSpec") -> None:
 def job_spec(config: RunConfig, launcher: Launcher) -> "JobSpec":
     """What the config asks for. Raises ConfigError if this machine lacks the backend."""
     from lockstep.distributed.backend import uses_mps, validate_backend
-    from lockstep.snapshots.checkpointer import Interval
+    from lockstep.snapshots.checkpointer import interval
     from lockstep.strategies.base import JobSpec
     from lockstep.training.step import Step
 
@@ -182,7 +182,7 @@ def job_spec(config: RunConfig, launcher: Launcher) -> "JobSpec":
         compile=trainer.compile,
         deterministic=trainer.deterministic,
         nan=config.watch.nan,
-        save_unit=Interval(config.snapshot.every).unit,
+        save_unit=interval(config.snapshot.every)[1],
         optimizer=locate("optimizer", config.optimizer["_target_"]),
         fused_optimizer=config.optimizer.get("fused") is True,
         has_own_step=locate("step", config.step["_target_"]) is not Step,

@@ -145,17 +145,17 @@ def test_what_does_not_fit_the_model_is_refused_on_all_ranks_with_what_to_type(t
         (
             "init",
             f"{tmp_path}/none.pt",
-            "none.pt does not exist; type parameters.init=<a file of weights, a snaps",
+            "none.pt does not exist; type parameters.init=<a run folder or one of",
         ),
-        ("init", f"{tmp_path}", "holds neither model.pt nor a snapshot; type parameters.init="),
-        ("init", f"{tmp_path}/text.pt", "text.pt cannot be read ("),
-        ("init", f"{tmp_path}/tensor.pt", "tensor.pt holds no state dict; type parameters.init="),
+        ("init", f"{tmp_path}", "holds no finished snapshot; type parameters.init="),
+        ("init", f"{tmp_path}/text.pt", "text.pt cannot be read as a state dict ("),
+        ("init", f"{tmp_path}/tensor.pt", "tensor.pt cannot be read as a state dict ("),
         (
             "init",
             f"{tmp_path}/body.pt",
             "2.bias is [16] here and missing there, 2.weight is [16] here and missing",
         ),
-        ("init", f"{tmp_path}/body.pt", "to train them from random weights type parameters.new_layers=[2,4]"),
+        ("init", f"{tmp_path}/body.pt", "to train from random weights type parameters.new_layers=[2,4]"),
         ("freeze", "[head]", "freeze: the model has no head; the nearest names are 1, 1.weight, 1.bias; type one"),
         (
             "freeze",

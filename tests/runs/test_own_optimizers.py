@@ -15,7 +15,7 @@ CHOSEN = [
 REFUSED = [
     (
         ["optimizer._target_=zoo.optimizers.Recent", "trainer.max_steps=1"],
-        r"Recent keeps a deque in state_dict()['state'][0]['last'], and a snapshot holds tensors",
+        "Recent keeps collections.deque, and a snapshot holds tensors",
     ),
 ]
 

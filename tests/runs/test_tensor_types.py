@@ -1,9 +1,11 @@
 """Parameters and buffers of every type and layout, and tensors with several names, in everything that holds them."""
 
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ from lockstep.data.vision import RandomPairs
 from lockstep.errors import ConfigError
 from lockstep.models.base import matching_parameters
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
-from lockstep.snapshots.state import require_plain, trained_weights
+from lockstep.snapshots.state import require_loadable, trained_weights
 from lockstep.strategies.base import refuse_changing_weights
 from lockstep.strategies.messages import to_bytes
 from lockstep.strategies.sharded import Sharded
@@ -165,7 +167,7 @@ def test_the_average_of_a_shared_weight_is_under_all_its_names(tmp_path: Path, s
     cfg = composed(*words)
     in_world(2, train_all, [cfg])
     saved = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
-    newest = newest_snapshot(tmp_path / "run")
+    newest = newest_snapshot(tmp_path / "run")  # whole
     shared = ["embedding.tokens.weight", "head.linear.weight"]
     for held in (saved, trained_weights(newest, tmp_path, averaged=True)):
         assert torch.equal(held[shared[0]], held[shared[1]])
@@ -222,11 +224,10 @@ def test_buffers_that_a_forward_pass_makes_and_extra_state_are_resumed(
     assert_same(loaded, one)
 
 
-def test_extra_state_that_no_snapshot_holds_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^get_extra_state gives a ndarray.*return torch.from_numpy"):
-        require_plain(MadeInForward([4], 2, "array").state_dict())
-    with pytest.raises(ConfigError, match=r"^0.get_extra_state gives a ndarray"):
-        require_plain(nn.Sequential(MadeInForward([4], 2, "array")).state_dict())
+def test_what_no_snapshot_holds_is_refused() -> None:
+    for value in (MadeInForward([4], 2, "array").state_dict(), {"a": [deque()]}, [np.float32(1)], {"a": lambda: 0}):
+        with pytest.raises(ConfigError, match=r"^it keeps .*, and a snapshot holds tensors.*torch.from_numpy"):
+            require_loadable("it", value)
 
 
 def test_sparse_gradients_give_the_numbers_of_dense_ones(tmp_path: Path) -> None:

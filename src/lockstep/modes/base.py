@@ -146,14 +146,14 @@ class Mode:
 
         Here: bring the trained net back, and `run`.
         """
-        from lockstep import build, build_state
+        from lockstep import build
         from lockstep.snapshots.find import restore_trained, snapshots_to_try
 
         with join(config, record, parts, holds=False) as (world, _):
             run = build.build_run(config, world, parts)
             record = record.completed(run.config)
             paths = snapshots_to_try(config.resume, self.snapshot, self.name)
-            saved, snapshot = restore_trained(run, paths, build_state.model_config(record))
+            saved, snapshot = restore_trained(run, paths, build.model_config(record))
             trained = TrainedRun(run, snapshot, saved, record.shown)
             _check_data(trained)
             heartbeat.enter("mode")

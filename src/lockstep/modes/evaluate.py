@@ -33,7 +33,7 @@ class Evaluate(Mode):
 
         Raises TrainingDiverged if the loss is NaN or infinite.
         """
-        from lockstep.build_state import torchmetrics_of
+        from lockstep.build import torchmetrics_of
         from lockstep.loggers.base import Loggers
         from lockstep.snapshots.find import compared
         from lockstep.training.evaluate import Evaluator, stop

@@ -39,10 +39,9 @@ class Predict(Mode):
         import torch
 
         from lockstep.data.loader import files_of
-        from lockstep.distributed.old_world import gather_state
 
         path, loader = trained.output(self.file, "predictions.csv"), trained.loader(self.split)
-        shares, text = [share for share in gather_state(trained.world, predict(trained, self.split)) if share], ""
+        shares, text = [share for share in trained.world.gather_tensors(predict(trained, self.split)) if share], ""
         if shares:
             joined = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
             numbers, order = joined.pop(NUMBERS).sort()

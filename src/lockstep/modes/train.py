@@ -19,7 +19,7 @@ class Train(Mode):
 
     def work(self, config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> float | None:
         """Returns the objective of the weights that it chose, None if nothing is chosen."""
-        from lockstep import build, build_state
+        from lockstep import build
         from lockstep.snapshots.find import write_hydra_files
         from lockstep.training.loop import fit
 
@@ -27,15 +27,15 @@ class Train(Mode):
             run = build.build_run(config, world, parts)
             record = record.completed(run.config)
             with (
-                build_state.loggers(run, held.restore) as loggers,
-                build_state.snapshots(record, run) as snapshots,
+                build.loggers(run, held.restore) as loggers,
+                build.snapshots(record, run) as snapshots,
                 heartbeat.recording(),  # of the training, before the files are closed, which takes time
             ):
                 snapshots.resume(config.resume)
                 if not run.finished:
                     write_hydra_files(world, config.run_dir, record.files)
-                info = build_state.run_info(record, snapshots)
-                tested = build_state.earlier_test(info)
+                info = build.run_info(record, snapshots)
+                tested = build.earlier_test(info)
                 loggers.start(info)
                 with signals.stop_after_saving():
-                    return fit(run, build_state.evaluations(run, loggers), snapshots, loggers, info, tested)
+                    return fit(run, build.evaluations(run, loggers), snapshots, loggers, info, tested)

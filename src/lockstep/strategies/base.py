@@ -5,7 +5,7 @@ To add one: a class in a file of its own here, and `conf/strategy/<name>.yaml` w
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -204,12 +204,6 @@ class Strategy:
         return self.module
 
     # What a rank holds.
-
-    def shards(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of `named` of which other ranks hold other parts, for snapshots: DTensors, or, where a rank has whole
-        layers of its own, plain tensors whose names no other rank has. `named`: of this rank's weights, their averages
-        or their optimizer state, by the names of `model`."""
-        return {}
 
     def replicated_tensors(self) -> dict[str, Tensor]:
         """{name: parameter or buffer} that has the same bits on several ranks after every step. A damaged one is found.

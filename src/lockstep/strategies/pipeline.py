@@ -180,9 +180,6 @@ class Pipeline(Strategy):
     def sync_buffers(self) -> None:
         """No two ranks hold the same buffers."""
 
-    def shards(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(named) if self.world.size > 1 else {}
-
 
 def _without_values(stage: Stage) -> nn.Module:
     """A copy that computes shapes: it has no values, also where a layer keeps a tensor that is no buffer."""

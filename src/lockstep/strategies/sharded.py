@@ -282,9 +282,6 @@ class Sharded(Strategy):
             tensor.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
         return norm
 
-    def shards(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in named.items() if isinstance(tensor, DTensor)}
-
     def styles_by_name(self, model: nn.Module) -> dict[str, tuple[str | ParallelStyle, nn.Module]]:
         """{first name of a module that the plan cuts: (style, module)}. Raises ConfigError for a pattern of none."""
         modules = dict(model.named_modules())

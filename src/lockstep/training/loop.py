@@ -36,30 +36,29 @@ def fit(
     run.clock.start(run.clock.before, run.progress.step)
     for callback in run.callbacks:
         callback.on_fit_start(run, loggers)
-    with snapshots.explaining_errors():
-        while not run.finished:
-            begin_epoch(run, exchange)
-            for batch in islice(batches, run.steps_left):
-                run.step(batch)
-                run.progress.advance(batch)
-                for callback in run.callbacks:
-                    callback.on_step_end(run)
-                if run.progress.step >= exchange.due and exchange():
-                    break
-            summary = end_epoch(run, exchange)
-            if run.evaluation_due:
-                evaluated = {each.name: each(snapshots.stop_before_evaluation) for each in evaluations.of_each}
-                summary.metrics.update(evaluated)
-                if run.objective is not None and run.update_best(value_of(run.objective, evaluated)):
-                    snapshots.save("best")
-            finish_epoch(run, summary, loggers, snapshots)
-        if not evaluated:  # nothing is evaluated at each epoch, or a finished run was started again: all is logged
-            evaluated = {each.name: each(snapshots.stop) for each in evaluations.of_each}
-        heartbeat.enter("export")
-        snapshots.export()
-        is_paused, result = run.reached_limit == "trainer.pause_after", None
-        if evaluations.test is not None and not is_paused:
-            result = test(run, evaluations, evaluated, snapshots, loggers, tested)
+    while not run.finished:
+        begin_epoch(run, exchange)
+        for batch in islice(batches, run.steps_left):
+            run.step(batch)
+            run.progress.advance(batch)
+            for callback in run.callbacks:
+                callback.on_step_end(run)
+            if run.progress.step >= exchange.due and exchange():
+                break
+        summary = end_epoch(run, exchange)
+        if run.evaluation_due:
+            evaluated = {each.name: each(snapshots.stop_before_evaluation) for each in evaluations.of_each}
+            summary.metrics.update(evaluated)
+            if run.objective is not None and run.update_best(value_of(run.objective, evaluated)):
+                snapshots.save("best")
+        finish_epoch(run, summary, loggers, snapshots)
+    if not evaluated:  # nothing is evaluated at each epoch, or a finished run was started again: all is logged
+        evaluated = {each.name: each(snapshots.stop) for each in evaluations.of_each}
+    heartbeat.enter("export")
+    snapshots.export()
+    is_paused, result = run.reached_limit == "trainer.pause_after", None
+    if evaluations.test is not None and not is_paused:
+        result = test(run, evaluations, evaluated, snapshots, loggers, tested)
     for callback in run.callbacks:
         callback.on_fit_end(run)
     last = {} if run.objective is None else evaluated["val"]
