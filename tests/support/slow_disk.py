@@ -1,5 +1,6 @@
 """Loggers that make torch.save and torch.load slow, as a disk under load does."""
 
+import io
 import os
 import time
 from pathlib import Path
@@ -31,18 +32,21 @@ class SlowFile:
 
 
 class SlowSaves(Logger):
-    """Makes each torch.save of this rank slow."""
+    """Makes each torch.save of this rank into a file slow."""
 
     def __init__(self, seconds: float = 3.0) -> None:
-        torch.save = lambda contents, file: save(contents, SlowFile(file, seconds))
+        def slow_save(contents: Any, file: Any) -> None:
+            save(contents, file if isinstance(file, io.BytesIO) else SlowFile(file, seconds))
+
+        torch.save = slow_save
 
 
 class SlowLoads(Logger):
-    """Makes each torch.load of rank 0 slow."""
+    """Makes each torch.load of rank 0 from a file slow."""
 
     def __init__(self, seconds: float) -> None:
         def slow_load(*args: Any, **options: Any) -> Any:
-            time.sleep(seconds)
+            time.sleep(seconds * (not isinstance(args[0], io.BytesIO)))
             return load(*args, **options)
 
         if os.environ["RANK"] == "0":
