@@ -144,6 +144,7 @@ def bring_back(
     path = Path(name)
     with disk_access(run.world):
         saved = load_state(path)
+    with disk_access(run.world):  # shards are read from their files now
         restore(run, saved, path)
     return saved, path
 
