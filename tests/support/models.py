@@ -1,10 +1,8 @@
 """Models and data sets of a user, which are not part of this project."""
 
 import math
-import resource
 import weakref
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -136,11 +134,11 @@ class Recurrent(nn.Module):
 
 
 class Scale(nn.Module):
-    """Keeps its factors (1,) in a tensor that is no buffer."""
+    """Its factors (1,) are a buffer that no state dict has."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.factors = torch.full((1,), 2.0, dtype=torch.float64)
+        self.register_buffer("factors", torch.full((1,), 2.0), persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs * self.factors
@@ -209,15 +207,6 @@ def watched_layers(shape: list[int], classes: int, width: int = 128, depth: int 
     model = nn.Sequential(nn.Linear(shape[0], width), *middle, nn.Linear(width, classes))
     WATCHED[:] = [weakref.ref(parameter) for parameter in model.parameters()]
     return model
-
-
-def layers_within(shape: list[int], classes: int, depth: int, limit: float | None) -> nn.Sequential:
-    """Linear layers as wide as the inputs, in a process that may get `limit` MB more memory of its own from here on."""
-    if limit is not None and torch.empty(0).device.type == "cpu":  # not where the model is built without weights
-        lines = Path("/proc/self/status").read_text().splitlines()
-        (used,) = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData")]
-        resource.setrlimit(resource.RLIMIT_DATA, (used + int(limit * 1e6),) * 2)
-    return nn.Sequential(*[nn.Linear(shape[0], shape[0]) for _ in range(depth)], nn.Linear(shape[0], classes))
 
 
 def of_any_size(shape: list[int], classes: int) -> nn.Sequential:

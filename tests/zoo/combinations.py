@@ -188,7 +188,7 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "type optimizer=sgd, or make the embedding": ({"EmbeddedSparse"}, {"adamw"}),
     "has a hook for its gradient": ({"OwnFunction"}, {*FSDP, *TENSOR_PARALLEL}),
     "passes one tensor from rank to rank": ({"dicts", "dicts_of_two", "nested"}, {"pipeline"}),
-    "the forward pass changes the weight": ({"Teacher", "EmbeddedMaxNorm"}, {*FSDP, *VIRTUAL}),
+    "the forward pass changes the weights": ({"Teacher", "EmbeddedMaxNorm"}, {*FSDP, *VIRTUAL}),
     "adds up the gradients of a block in one type": (
         {"Complex", "OddParameters"},
         {*FSDP, "tensor_parallel, two by two"},
@@ -200,7 +200,7 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "cannot compute body again": ({"scripted"}, {"checkpointed"}),
     "which torch.jit has made": ({"scripted"}, {*SHARDED, "model_parallel"}),
     "along its first dimension": ({"OddParameters"}, {*FSDP, "tensor_parallel, two by two"}),
-    ", which is also": ({"Tied", "twice_the_same"}, set(TENSOR_PARALLEL)),
+    "weight is also one of another layer": ({"Tied", "twice_the_same"}, set(TENSOR_PARALLEL)),
     "computes its weight from others": (
         {"spectral_norm", "old_spectral_norm", "weight_norm", "orthogonal"},
         set(TENSOR_PARALLEL),

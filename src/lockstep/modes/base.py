@@ -147,7 +147,7 @@ def join(config: "RunConfig", parts: "Parts") -> Iterator[tuple["World", "RankLo
         rank_logs() as logs,
         exits_are_failures("this rank left before the end of the training"),
         reporter.failures(),
-        join_world(**vars(config.backend), bind_device=parts.strategy.binds_one_device()) as world,
+        join_world(**vars(config.backend), bind_device=parts.strategy.binds_one_device) as world,
     ):
         set_determinism(config.seed, config.trainer.deterministic, config.trainer.tf32)
         yield world, logs

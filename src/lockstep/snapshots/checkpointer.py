@@ -66,9 +66,10 @@ from lockstep.snapshots.state import (
     trained_weights,
     whole_model,
 )
+from lockstep.strategies.base import local_part
 from lockstep.text import first_line
 from lockstep.training.nonfinite import SMALLER_STEPS, diverged
-from lockstep.training.replicas import local_part, require_same_weights
+from lockstep.training.replicas import require_same_weights
 from lockstep.training.run import Run
 
 if TYPE_CHECKING:

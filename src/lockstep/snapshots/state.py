@@ -20,9 +20,8 @@ from torch.nn.parameter import is_lazy
 from lockstep.compat import shape_and_offsets_of_part
 from lockstep.distributed.old_world import gather_state
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import Strategy
-from lockstep.strategies.messages import TYPES_SENT, on_disk
-from lockstep.training.replicas import local_part
+from lockstep.strategies.base import Strategy, local_part
+from lockstep.strategies.messages import TYPES_SENT
 from lockstep.training.run import Run
 
 if TYPE_CHECKING:
@@ -160,7 +159,7 @@ def whole_model(strategy: Strategy) -> dict[str, Any]:
         if hasattr(tensor, "full_tensor"):  # gloo knows few types: others travel in one that holds them
             wide = torch.float32 if tensor.dtype.is_floating_point else torch.int32
             full = tensor.to(tensor.dtype if tensor.dtype in TYPES_SENT else wide).full_tensor().to(tensor.dtype)
-            held[name] = on_disk(full.cpu()) if world.is_rank_zero else None  # all may need more memory than it has
+            held[name] = full.cpu() if world.is_rank_zero else None
     if _is_in_pieces(strategy):
         pieces = gather_state(world, map_tensors(lambda _, tensor: tensor.cpu(), held))
         held = {name: value for piece in pieces for name, value in piece.items()}
