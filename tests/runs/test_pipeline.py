@@ -1,6 +1,5 @@
 """strategy=pipeline: stages, small batches, and what each rank keeps."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,9 @@ from lockstep.config.nodes import instantiate
 from lockstep.data.loader import LoadedPart
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.loggers.csv_logger import read_rows
 from lockstep.preflight import preflight
 from support.commands import ema
-from support.configs import composed, parts_of, with_values
-from support.models import WATCHED
+from support.configs import composed, with_values
 from support.worlds import distance, in_world, train, train_all, weights
 
 SMALL = [
@@ -89,20 +86,6 @@ def test_a_batch_of_several_tensors_is_refused(inputs: str, targets: str) -> Non
         strategy.forward_backward(part, None, torch.ones(()), True)
 
 
-def test_the_norm_of_a_gradient_in_parts_is_that_of_the_whole(tmp_path: Path) -> None:
-    options = [*SMALL, "trainer.batch_size=16", "trainer.max_steps=3", "logger=[csv]", "logging.every=1"]
-    options.append("trainer.max_grad_norm=1000")  # it is not clipped
-    norms = {}
-    for strategy, ranks in (("ddp", 1), ("pipeline", 2), ("fsdp", 2)):
-        cfg = composed(*options, f"strategy={strategy}", f"run_dir={tmp_path / strategy}")
-        in_world(ranks, train_all, [cfg])
-        rows = read_rows(tmp_path / strategy / "metrics.csv")
-        norms[strategy] = [value for _, tag, value in rows if tag == "train/grad_norm"]
-    assert len(norms["ddp"]) == 3
-    assert norms["pipeline"] == pytest.approx(norms["ddp"], rel=1e-9)
-    assert norms["fsdp"] == pytest.approx(norms["ddp"], rel=1e-9)
-
-
 def test_a_batch_smaller_than_the_number_of_ranks_is_legal(tmp_path: Path) -> None:
     tiny = [*SMALL, *SHORT, "dataset.samples=7", "trainer.batch_size=2"]
     cfg = composed(*tiny, "strategy=pipeline", f"run_dir={tmp_path / 'piped'}")
@@ -125,26 +108,6 @@ def test_images_that_grow_pass_between_stages_in_their_size(tmp_path: Path) -> N
     in_world(1, train_all, [composed(*words, f"run_dir={tmp_path / 'alone'}")])
     in_world(2, train_all, [composed(*words, "strategy=pipeline", f"run_dir={tmp_path / 'piped'}")])
     assert distance(weights(tmp_path / "alone"), weights(tmp_path / "piped")) < 1e-11
-
-
-def parameters_alive(cfg: Any) -> list[bool]:
-    """Which of the whole model's parameters exist in this rank once train.py has set up the strategy."""
-    from lockstep import build
-    from lockstep.distributed.world import join_world
-
-    with join_world("gloo", 60) as world:
-        parts = parts_of(cfg)  # holds the strategy
-        run = build.build_run(cfg, world, parts)
-        gc.collect()
-        assert run.loaders.val is None
-        return [reference() is not None for reference in WATCHED]
-
-
-def test_a_rank_keeps_the_parameters_of_its_own_stage_only() -> None:
-    watched = ["dataset=random", "model=mlp", "model._target_=support.models.watched_layers", "strategy=pipeline"]
-    first, second = in_world(2, parameters_alive, composed(*watched))
-    assert first == [True] * 4 + [False] * 4  # four layers: weight and bias each
-    assert second == [False] * 4 + [True] * 4
 
 
 def refusal(cfg: Any) -> str:

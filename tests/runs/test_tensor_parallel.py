@@ -129,19 +129,6 @@ def distance_of_gradients(reentrant: bool) -> float:
         return distance_from(plain, model)
 
 
-def test_a_whole_weight_between_cut_layers_gets_its_whole_gradient(tmp_path: Path) -> None:
-    words = ["model=linear", "model._target_=support.models.whole_inside", "trainer.precision=fp64", "logger=[]"]
-    base = composed(*words, "trainer.epochs=2", "trainer.batch_size=300", "trainer.max_grad_norm=0.5")
-    plan = ["strategy=tensor_parallel", "strategy.parallelize_plan=[{1:colwise},{3:rowwise}]"]
-    cut = composed(*words, *plan, "trainer.epochs=2", "trainer.batch_size=300", "trainer.max_grad_norm=0.5")
-    accumulated = with_values(cut, "trainer.gradient_accumulation_steps=3")
-    in_world(1, train_all, [with_values(base, f"run_dir={tmp_path / 'one'}")])
-    both = {"cut": cut, "acc": accumulated}
-    in_world(2, train_all, [with_values(cfg, f"run_dir={tmp_path / name}") for name, cfg in both.items()])
-    for name in ("cut", "acc"):
-        assert distance(weights(tmp_path / "one"), weights(tmp_path / name)) < 1e-12
-
-
 class UsedTwice(nn.Module):
     """One PReLU between two layers and behind them."""
 

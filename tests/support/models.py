@@ -268,13 +268,6 @@ class OddTensors(nn.Module):
         return outputs if self.empty is None else outputs + self.empty.sum()
 
 
-def whole_inside(shape: list[int], classes: int) -> nn.Sequential:
-    """Two linear layers around a weight that tensor parallelism leaves whole, and one behind them."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(math.prod(shape), 32), nn.PReLU(), nn.Linear(32, 16), nn.PReLU(), nn.Linear(16, classes)
-    )
-
-
 class MadeInForward(nn.Module):
     """Makes a buffer in its first forward pass, enlarges another, and keeps what it counts in its extra state."""
 
