@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -56,24 +57,30 @@ def state_bytes(optimizer: Any) -> int:
 @contextmanager
 def built(config: Any) -> Iterator[tuple[Any, Any]]:
     """(run, snapshots) of a training without loggers."""
-    from lockstep import build, build_state
+    from lockstep import build
     from lockstep.distributed.world import join_world
     from support.configs import parts_of, record_of
 
     parts, record = parts_of(config), record_of(config)
     with join_world(**vars(config.backend)) as world:
         run = build.build_run(config, world, parts)
-        with build_state.snapshots(record, run) as snapshots:
+        with build.snapshots(record, run) as snapshots:
             yield run, snapshots
 
 
 def train_an_epoch(run: Any, snapshots: Any) -> None:
     from lockstep.loggers.base import Loggers
     from lockstep.training.exchange import Exchange
-    from lockstep.training.loop import train_epoch
+    from lockstep.training.loop import begin_epoch, end_epoch
 
     exchange = Exchange(run, Loggers([]), snapshots, delayed=False)
-    train_epoch(run, run.loaders.train.batches(run.progress), exchange)
+    begin_epoch(run, exchange)
+    for batch in islice(run.loaders.train.batches(run.progress), run.steps_left):
+        run.step(batch)
+        run.progress.advance(batch)
+        if run.progress.step >= exchange.due:
+            exchange()
+    end_epoch(run, exchange)
 
 
 def snapshot_costs(config: Any) -> dict[str, float]:

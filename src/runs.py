@@ -11,26 +11,18 @@ import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
 
-from lockstep.errors import EXIT_CONFIG, EXIT_FINISHED, EXIT_INTERRUPTED, ConfigError
-
-
-class Parser(argparse.ArgumentParser):
-    """An error is one sentence that ends in what to type."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; type {self.prog} --help")
+from lockstep.errors import EXIT_CONFIG, EXIT_FINISHED, ConfigError
 
 
 def parser() -> argparse.ArgumentParser:
-    top = Parser(prog="python src/runs.py", description="Lists runs and compares them.")
+    top = argparse.ArgumentParser(prog="python src/runs.py", description="Lists runs and compares them.")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     table = verbs.add_parser("table", help="the runs below the folders, those of one configuration in one line")
     table.add_argument("folders", nargs="*", default=["outputs"], metavar="FOLDER", help="default: outputs")
     table.add_argument("--sort", default="date", metavar="KEY", help="a column or a config key; default: date")
-    table.add_argument("--reverse", action="store_true", help="turn the order round")
     table.add_argument("--each", action="store_true", help="a line for each run, also of those that differ in seed")
+    table.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
     table.add_argument("--columns", metavar="A,B", help="columns and config keys, with commas between them")
     compare = verbs.add_parser("compare", help="which of two configurations is better, and how sure that is")
     compare.add_argument("folders", nargs="+", metavar="FOLDER", help="one for each side, or those with --a and --b")
@@ -38,14 +30,10 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("--b", metavar="OVERRIDES")
     compare.add_argument("--pair", choices=["sample", "none"], help="default: pairs of one seed and fold")
     compare.add_argument("--metric", metavar="NAME", help="such as test/accuracy; default: the objective")
-    for verb in (table, compare):
-        verb.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
     diff = verbs.add_parser("diff", help="in what two runs differ")
     diff.add_argument("folders", nargs=2, metavar="FOLDER")
     samples = verbs.add_parser("samples", help="the samples of a run's test with the highest loss")
-    samples.add_argument(
-        "place", type=Path, metavar="FOLDER", help="a run folder, or a file as mode=evaluate writes it"
-    )
+    samples.add_argument("place", type=Path, metavar="FOLDER", help="or a file as mode=evaluate writes it")
     samples.add_argument("--worst", type=int, default=20, metavar="N", help="how many; default: 20")
     samples.add_argument("--by", metavar="COLUMN", help="instead, means over those with one value in this column")
     return top
@@ -56,8 +44,7 @@ def answer(options: argparse.Namespace) -> Iterable[str]:
     from lockstep.runs import compare, samples, table
 
     if options.verb == "compare":
-        chosen = (options.a, options.b, options.pair, options.metric, options.filter)
-        return compare.compare(options.folders, *chosen)
+        return compare.compare(options.folders, options.a, options.b, options.pair, options.metric)
     if options.verb == "diff":
         return compare.diff(*options.folders)
     if options.verb == "samples":
@@ -69,7 +56,7 @@ def answer(options: argparse.Namespace) -> Iterable[str]:
     if found.empty:
         raise ConfigError(f"none of {len(runs)} runs has {' and '.join(options.filter)}; type another --filter")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    rows = table.ordered(found if options.each else table.settings(found), options.sort, options.reverse)
+    rows = table.ordered(found if options.each else table.settings(found), options.sort)
     return table.show(rows, options.columns.split(",") if options.columns else None, width)
 
 
@@ -87,8 +74,6 @@ def main(words: list[str]) -> int:
     except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FINISHED
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """The net of src/mine.py by itself, and in the first steps of a training on one rank, on two, and resumed."""
 
 import torch
+from mine import Net
 
 import lockstep
-from mine import Net
 
 
 def test_there_is_a_score_for_each_class() -> None:

@@ -20,9 +20,9 @@ class LockstepLauncher(Launcher):
         pass  # `Sweep` reads them
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        from lockstep.sweeps.launch import open_sweep
+        from lockstep.sweeps.launch import Sweep
 
-        self.sweep = open_sweep(hydra_context, config)
+        self.sweep = Sweep(hydra_context.config_loader, config)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         return self.sweep.launch(job_overrides)
@@ -36,15 +36,13 @@ class OptunaSweeper(Sweeper):
         self.keys: Any = OmegaConf.to_container(OmegaConf.create(keys))
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        from lockstep.sweeps.launch import open_sweep
-
-        self.opened = open_sweep(hydra_context, config)
+        self.loader, self.master = hydra_context.config_loader, config
 
     def sweep(self, arguments: list[str]) -> None:
         try:
-            from lockstep.sweeps.search import search
+            from lockstep.sweeps.search import Search
         except ModuleNotFoundError as error:
             from lockstep.errors import ConfigError
 
             raise ConfigError(f"hydra/sweeper=optuna needs {error.name}; type pip install optuna") from None
-        search(self.opened, **self.keys)
+        Search(self.loader, self.master, **self.keys).search()

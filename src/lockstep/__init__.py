@@ -16,11 +16,11 @@ __all__ = ["Result", "check", "compose", "load", "runs", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "runs":
         return import_module("lockstep.runs")
-    return getattr(import_module("lockstep.modes.trained_net" if name == "load" else "lockstep.notebook"), name)
+    if name in __all__:
+        return getattr(import_module("lockstep.modes.trained_net" if name == "load" else "lockstep.notebook"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -3,36 +3,44 @@
 Each function with random numbers has a seed block of its own, so that none of them depends on what was built before.
 """
 
-from collections.abc import Mapping
+import os
+import platform
+import socket
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from hydra.utils import get_object
 from torch import nn
 
-from lockstep.config.nodes import check_nodes, instantiate_as, nodes_in
+from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate, nodes_in
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
 from lockstep.data.build import Data, build_data, completed, loader_of, reader_of, source_of
 from lockstep.data.loader import InputConverter, Loader
-from lockstep.data.partition import random_states_kept, seeded
-from lockstep.data.reader import Request, SampleReader
-from lockstep.data.source import map_tensors
+from lockstep.data.partition import seeded
+from lockstep.data.reader import SampleReader, request_of
+from lockstep.data.source import class_names, map_tensors
+from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World, require_same_config, require_same_data
-from lockstep.failures import reporter
+from lockstep.errors import ConfigError
+from lockstep.failures.record import heartbeat
 from lockstep.files import short_hash
+from lockstep.loggers.base import Logger, Loggers, RunInfo
 from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
 from lockstep.preflight import Parts, check_batch_size
+from lockstep.runs.record import SWEEP, RunRecord, read_run
+from lockstep.runs.samples import NAME as SAMPLES
+from lockstep.snapshots.checkpointer import Checkpointer
 from lockstep.snapshots.fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.strategies.base import model_dtype
 from lockstep.tasks.base import Task
 from lockstep.training.callbacks import Callback
-from lockstep.training.ema import WeightAverage, own_average
+from lockstep.training.evaluate import Evaluations, Evaluator
 from lockstep.training.metrics import Meter
 from lockstep.training.nonfinite import SkipNonFinite
 from lockstep.training.optimizers import can_fuse, give_momentum, parameter_groups, require_fit, rules_of
@@ -42,13 +50,16 @@ from lockstep.training.schedules import as_schedule
 from lockstep.training.setup import checkpoint_activations, model_memory_format, prepare_model
 from lockstep.training.step import Step
 
+WRITTEN_NUMBERS = 2000  # of validation samples in run.json; of more, the recipe and the hash
+
 
 def build_run(config: RunConfig, world: World, parts: Parts) -> Run:
     """The run of this rank. Its `config` has what the data tells. A collective."""
-    reporter.enter("prepare")
+    heartbeat.enter("prepare")
     world.once_per_machine(lambda: source_of(config).prepare())
-    reporter.enter("build")
-    import_nodes(config)
+    heartbeat.enter("build")
+    for key, node in nodes_in(config):  # a module that seeds torch when it is imported does so here
+        locate(key, node["_target_"])
     data = build_data(config, parts.mode.reads_training_data)
     split = check_same_data(data, world)
     told, config = config, completed(config, data)
@@ -79,9 +90,7 @@ def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, prog
     if not parts.mode.needs_run:
         give_momentum(optimizer)
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    average: WeightAverage | None = own_average(strategy.model, optimizer, trainer.ema is not None)
-    if trainer.ema is not None:
-        average = instantiate_as(WeightAverage, trainer.ema, "trainer.ema", strategy.model)
+    average: Any = None if trainer.ema is None else instantiate_as(object, trainer.ema, "trainer.ema", strategy.model)
     options = {"steps_per_epoch": steps_per_epoch, "total_steps": total_steps, "direction": direction}
     schedule = as_schedule(instantiate_as(object, config.scheduler, "scheduler", optimizer, **options), optimizer)
     scaler, meter = torch.amp.GradScaler(world.device.type, enabled=trainer.precision == "fp16"), Meter(task, world)
@@ -140,13 +149,6 @@ def direction_of(config: RunConfig, task: Task, objective: str) -> str:
         return task.mode(objective)
     is_higher = getattr(instantiate_as(object, node, "evaluation.metrics"), "higher_is_better", True)
     return "max" if is_higher else "min"
-
-
-def import_nodes(config: RunConfig) -> None:
-    """A module that seeds torch when it is imported does so here."""
-    for _, node in nodes_in(config):
-        with suppress(Exception):  # what fails here fails again when it is instantiated, with a message
-            get_object(node["_target_"])
 
 
 def check_same_data(data: Data, world: World) -> str | None:
@@ -232,8 +234,7 @@ def set_weights_from_data(
     """Give a model whose first weights, or their shapes, depend on the training data the samples that it needs."""
 
     def inputs(count: int) -> Any:
-        with random_states_kept():  # reading a sample seeds what weights are drawn from
-            raw, _ = reader.read(Request(0, 0, np.arange(min(count, len(reader)))))
+        raw, _ = reader.read(request_of(range(min(count, len(reader)))))
         return converter.to(device)(map_tensors(lambda tensor: tensor.to(device), raw))
 
     if has_lazy_layers(model):
@@ -251,3 +252,113 @@ def check_same_config(record: ConfigRecord, world: World) -> None:
 def agreed_on(flat: Mapping[str, Any]) -> dict[str, Any]:
     """What all ranks must agree on: all but how they were launched."""
     return {key: value for key, value in flat.items() if not key.startswith("launch.")}
+
+
+# What saves, evaluates and logs.
+
+
+def snapshots(record: ConfigRecord, run: Run) -> Checkpointer:
+    """What saves this run and resumes it. Raises ConfigError, on all ranks, if their training data differs."""
+    config, loaders = run.config, run.loaders
+    count, data = len(loaders.train), data_fingerprint(loaders.train.reader.dataset)
+    require_same_data(run.world, "training data", count, data)
+    identity = model_config(record) | {
+        "optimizer": config.optimizer["_target_"],
+        "training samples": count,
+        "training data": data,
+        "seed": config.seed,
+    }
+    if loaders.split is not None:
+        identity["validation data"] = loaders.split
+    mirror = instantiate(config.snapshot.mirror) if run.world.is_rank_zero else None
+    return Checkpointer(run, identity, agreed_on(record.shown), mirror)
+
+
+def model_config(record: ConfigRecord) -> dict[str, Any]:
+    """{key: value} of the model, without values from environment variables."""
+    return {key: value for key, value in record.shown.items() if key.startswith("model.")}
+
+
+def torchmetrics_of(run: Run) -> dict[str, Any]:
+    """Those of `evaluation.metrics`, by their names, in float64."""
+    nodes = run.config.evaluation.metrics
+    return {name: instantiate(node).set_dtype(torch.float64).to(run.meter.device) for name, node in nodes.items()}
+
+
+def evaluations(run: Run, loggers: Loggers) -> Evaluations:
+    """All ranks prepare what the keys of rank 0's loggers ask for."""
+    config, loaders = run.config, run.loaders
+    images = max((node.get("images") or 0 for node in config.logger.values()), default=0)
+    metrics, file = torchmetrics_of(run), Path(config.run_dir) / SAMPLES
+    test = Evaluator(run, loaders.test, loggers, images, "test", metrics, file)
+    each = [Evaluator(run, loaders.val, loggers, images, "val", metrics)] if loaders.val is not None else []
+    each += [test] * (config.evaluation.test == "every")
+    return Evaluations(each, None if config.evaluation.test == "never" else test)
+
+
+def loggers(run: Run, restore: Callable[[], None]) -> Loggers:
+    """The loggers on rank 0, none on other ranks. restore: see Loggers."""
+    if not run.world.is_rank_zero:
+        return Loggers([])
+    members = [instantiate_as(Logger, node, f"logger.{name}") for name, node in run.config.logger.items()]
+    name = run.objective or f"test/{run.task.monitor}"
+    direction = run.direction if run.objective else run.task.mode(name)
+    return Loggers([RunRecord(Path(run.config.run_dir), (name, direction)), *members], restore)
+
+
+def run_info(record: ConfigRecord, snapshots: Checkpointer) -> RunInfo:
+    """What loggers receive at the start. A collective."""
+    run, world = snapshots.run, snapshots.world
+    loaders = run.loaders
+    names = {"training_samples": "training samples", "training_data": "training data"}
+    data = {name: snapshots.identity[key] for name, key in names.items()}
+    if loaders.val is not None:
+        data |= {"validation_samples": len(loaders.val.reader), "validation_data": loaders.split}
+    if loaders.held_out is not None and len(loaders.held_out) <= WRITTEN_NUMBERS:
+        data["validation_numbers"] = " ".join(map(str, loaders.held_out.tolist()))
+    data |= {"test_samples": len(loaders.test.reader), "test_data": data_fingerprint(loaders.test.reader.dataset)}
+    listed = class_names(loaders.train.reader.dataset)
+    facts = run_facts(world, record) | {"data": data, "classes": listed if len(listed) <= WRITTEN_NUMBERS else []}
+    return RunInfo(run, facts)
+
+
+def run_facts(world: World, record: ConfigRecord) -> dict[str, Any]:
+    """Keys of run.json, before the first step; "start" has those of this start. A collective."""
+    config, folder = dict(record.shown), str(record.shown["run_dir"])
+    for key, value in config.items():  # loggers name a place in the run folder: in that two runs do not differ
+        if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
+            config[key] = value.replace(folder, "${run_dir}", 1)
+    device, sweep = world.device, os.environ.get(SWEEP)
+    hosts = list(dict.fromkeys(world.all_gather_json(socket.gethostname())))
+    return {
+        "command": record.command,
+        "cwd": os.getcwd(),
+        "overrides": list(record.overrides),
+        "flags": list(record.flags),
+        "sweep": sweep,
+        "tags": config["tags"],
+        "notes": config["notes"],
+        "seed": config["seed"],
+        "options": {group: option for group, option in record.options.items() if not group.startswith("hydra/")},
+        "config": config,
+        "environment": {
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        },
+        "start": {"world_size": world.size, "launcher": read_rank_info().started_by, "hosts": hosts},
+    }
+
+
+def earlier_test(info: RunInfo) -> Any:
+    """The test that run.json has of an earlier start of this run, as `RunInfo.test`. None if there is none, if the run
+    goes on from a step before it, or if the test data is other data now. A collective."""
+    found, run = None, info.run
+    if run.world.is_rank_zero and run.progress.step > 0:
+        with suppress(ConfigError):
+            before = read_run(Path(run.config.run_dir))
+            test, data = before["test"], before["data"].get("test_data")
+            if test and test["step"] <= run.progress.step and data == info.facts["data"]["test_data"]:
+                found = test
+    return run.world.broadcast_json(found)

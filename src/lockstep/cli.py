@@ -23,16 +23,16 @@ from omegaconf.errors import MissingMandatoryValue
 from lockstep import errors
 from lockstep.compat import register_resolver
 from lockstep.config.check import OPTIONS, explain, flatten, key_of
-from lockstep.config.record import NOT_COMPUTED, RECORD, config_flags, sets, typed_overrides
-from lockstep.config.schema import CONF
+from lockstep.config.record import RECORD, config_flags, sets, typed_overrides
+from lockstep.config.schema import CONF, NO_NUMBER, SHARED_BY
 from lockstep.distributed import signals
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.host import ENDS_WITH_PARENT, end_with_parent, remove_temporary_folder, start_agent_watchdog
 from lockstep.distributed.rendezvous import STORE_TIMEOUT, forget_start, run_started_at
 from lockstep.distributed.run_folder import folder_of_run, unwritable
 from lockstep.errors import ConfigError, RankFailed
-from lockstep.failures.causes import LOST_RANK
-from lockstep.failures.record import is_communication_error
+from lockstep.failures.explain import LOST_RANK
+from lockstep.failures.record import is_echo
 from lockstep.launchers.base import flush_output, print_line
 
 TEXT_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
@@ -40,7 +40,7 @@ MULTIRUN_FLAGS = {"--multirun", "-m"}
 VALUED_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--package", "-p", "--cfg", "-c"}
 STARTERS = ("torchrun", "srun", "mpirun")  # programs that live as long as the ranks that they start
 OWN_CONFIG = (None, "train", "find_lr", "check")  # the modes whose config is that of the command alone
-NOT_TAKEN = (*NOT_COMPUTED, "trainer.compile")  # of a run that a mode uses
+NOT_TAKEN = tuple({*NO_NUMBER, *SHARED_BY, "trainer.compile"} - {"data_dir"})  # of a run that a mode uses
 VALUES_OF_RUN = ("dataset", "loader", "model", "task", "trainer")  # the parts of a config that say what a net computes
 INPUTS_OF_NET = ("dataset.mean", "dataset.std")  # of its own training, on other data, too
 
@@ -52,46 +52,44 @@ def run(main: Callable[[], Any]) -> NoReturn:
     code: Any = errors.EXIT_FAILED
     try:
         with exit_codes():
-            code = _run(main)
+            _run(main)
+            code = errors.EXIT_FINISHED
     except SystemExit as error:  # of argparse, and of the block
         code = error.code or 0
     flush_output()
     remove_temporary_folder()
     # gloo's threads sometimes abort the interpreter while it exits, and torchrun would call a finished run failed.
-    os._exit(code if code in errors.EXIT_CODES or code in range(129, 160) else errors.EXIT_FAILED)  # 128 + a signal
+    os._exit(code if code in errors.EXIT_CODES else errors.EXIT_FAILED)
 
 
-def _run(main: Callable[[], Any]) -> int:
+def _run(main: Callable[[], Any]) -> None:
     info = read_rank_info()
     # Started by hand, its parent is a shell, which may end under nohup.
     if info.started_by in STARTERS or os.environ.pop(ENDS_WITH_PARENT, ""):
         end_with_parent()  # imports and the config take seconds, in which it may be killed
     words = [word for word in sys.argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
     if asks_for_text(words) and not info.is_rank_zero:
-        return 0
+        return
     if {"--help", "-h"} & set(words):
         print(help_text(), end="")
-        return 0
+        return
     register_resolvers()
     sys.path += [str(folder.resolve().parent) for folder in config_dirs(words)]  # of the user's classes, for ranks, too
     sys.argv[1:] = flags_first(with_overrides_of_run(words))
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
-    code = 0
     if MULTIRUN_FLAGS & set(words) and not asks_for_text(words):
-        from lockstep.sweeps.launch import run_command
+        from lockstep.sweeps.jobs import server
 
         if info.world_size > 1:
             raise ConfigError(
                 f"a sweep starts the ranks of each job itself; leave {info.started_by} out, and type launch=torchrun"
             )
         gc.enable()
-        code = run_command(main)
-    else:
-        main()
+        server()  # it imports torch while Hydra composes
+    main()
     signals.stop_listening()  # the run has finished
     forget_start(info)
-    return code
 
 
 @contextmanager
@@ -117,13 +115,22 @@ def refuse_other_launchers() -> None:
 def tell(error: Exception) -> int:
     """Print an error that ends a command. Returns the exit code."""
     known = as_config_error(error)
+    shown = known or error
+    is_report = isinstance(shown, RankFailed)
+    text = str(shown) if is_report else f"lockstep: {shown}"  # a report is empty if another rank prints it
     if known is not None:
         remove_empty_run_folder()
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(1)  # rank 0 of this machine usually prints the same sentence, and the launcher ends this rank
     else:
         start_agent_watchdog(os.environ)
-    if text := _text_of(known or error):
+    if not is_report and errors.kind_of(shown) not in errors.RAISED_BY_ALL:
+        text = "".join(traceback.format_exception(shown)).rstrip("\n")
+        if is_echo(shown) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            text += f"\nlockstep: {'; '.join(LOST_RANK)}"
+    if text:
         print_line(text, sys.stderr)
-    return errors.exit_code_of(known or error)
+    return errors.exit_code_of(shown)
 
 
 def as_config_error(error: BaseException, words: Sequence[str] | None = None) -> ConfigError | None:
@@ -136,20 +143,6 @@ def as_config_error(error: BaseException, words: Sequence[str] | None = None) ->
         return errors.CannotStartNow(unwritable(error.filename, error))
     sentence = explain(error, sys.argv[1:] if words is None else words)
     return None if sentence is None else ConfigError(sentence)
-
-
-# until issue 46
-def _text_of(error: Exception) -> str:
-    if isinstance(error, RankFailed):
-        return str(error)  # empty if the monitor prints the report
-    if isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(1)  # rank 0 of this machine usually prints the same sentence, and the launcher then ends this rank
-    if errors.kind_of(error) in errors.RAISED_BY_ALL:
-        return f"lockstep: {error}"
-    text = "".join(traceback.format_exception(error)).rstrip("\n")
-    if is_communication_error(error) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        text += f"\nlockstep: {'; '.join(LOST_RANK)}"
-    return text
 
 
 def remove_empty_run_folder() -> None:

@@ -24,21 +24,15 @@ if TYPE_CHECKING:
 def multiprocessing_folder() -> str | None:
     """The folder in TMPDIR that multiprocessing has made for the socket of a fork server, None without one.
 
-    multiprocessing removes it while the interpreter is torn down, which this project's processes skip. Missing: None,
-    and the folder stays.
+    It is removed while the interpreter is torn down, which this project's processes skip. Missing: it stays.
     """
     process = sys.modules.get("multiprocessing.process")  # else nobody has made one
-    folder: str | None = None
-    if process is not None:
-        folder = getattr(process.current_process(), "_config", {}).get("tempdir")
+    folder: str | None = getattr(process.current_process(), "_config", {}).get("tempdir") if process else None
     return folder
 
 
 def forget_multiprocessing_folder() -> None:
-    """In a process of a fork server: that folder is of the process which uses the server.
-
-    Missing: `multiprocessing_folder` finds none, either.
-    """
+    """In a process of a fork server: that folder is of the process which uses the server. Missing: there is none."""
     import multiprocessing
 
     getattr(multiprocessing.current_process(), "_config", {}).pop("tempdir", None)
@@ -117,6 +111,16 @@ def register_resolver(name: str, function: Callable[..., object]) -> None:
     register(name, function, replace=True)
 
 
+# Optuna, seen in 5.0.
+
+
+def open_trial(study: Any, trial: Any) -> Any:
+    """A running trial of a study that was loaded, to which values can be reported. Missing: an AttributeError."""
+    import optuna
+
+    return optuna.Trial(study, trial._trial_id)
+
+
 # torch, seen in 2.14.1.
 
 
@@ -125,16 +129,15 @@ def hidden_from_profiler() -> Iterator[None]:
     """For the start of a collective that may end after torch's profiler has stopped.
 
     A recorded collective writes its end into the profiler's memory, from a thread of gloo. If the profiler has stopped
-    by then, this memory is freed, and the write corrupts the heap. Missing: the collective is recorded.
+    by then, this memory is freed, and the write corrupts the heap. Missing: an ImportError.
     """
-    import torch
+    from torch.autograd import _enable_record_function
 
-    enable = getattr(torch.autograd, "_enable_record_function", lambda enabled: None)
-    enable(False)
+    _enable_record_function(False)
     try:
         yield
     finally:
-        enable(True)
+        _enable_record_function(True)
 
 
 def dispatch_mode() -> Any:
@@ -144,21 +147,11 @@ def dispatch_mode() -> Any:
     return TorchDispatchMode
 
 
-def gamma_functions() -> list[Any]:
-    """What torch.distributions' Gamma, Beta, Dirichlet, StudentT and Chi2 call to draw. Missing: as if nothing drew."""
-    import torch
-
-    return [function for name in ("_standard_gamma", "_sample_dirichlet") if (function := getattr(torch, name, None))]
-
-
 def batch_norm_class() -> Any:
-    """The class that torch's batch norms are derived from, and perhaps one of the user's.
+    """The class that torch's batch norms are derived from, and perhaps one of the user's. Missing: an ImportError."""
+    from torch.nn.modules.batchnorm import _BatchNorm
 
-    Missing: the class before BatchNorm1d in its list of classes.
-    """
-    from torch import nn
-
-    return getattr(nn.modules.batchnorm, "_BatchNorm", nn.BatchNorm1d.__base__)
+    return _BatchNorm
 
 
 def tree_map() -> Callable[..., Any]:
@@ -243,12 +236,11 @@ def plain_functions() -> AbstractContextManager[None]:
 def is_of_transform(tensor: Any) -> bool:
     """Whether a tensor exists inside of torch.func.vmap, grad and such alone, where nobody may ask for its values.
 
-    Seen in 2.14. Missing: no, and mode=check fails on a model that uses them.
+    Missing: an ImportError in mode=check.
     """
-    import torch
+    from torch._C._functorch import is_functorch_wrapped_tensor
 
-    is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
-    return is_wrapped is not None and bool(is_wrapped(tensor))
+    return bool(is_functorch_wrapped_tensor(tensor))
 
 
 def decoded_jpeg(stored: bytes) -> "Tensor | None":

@@ -17,10 +17,9 @@ EXIT_HANG = 4  # no progress, or ranks that make different collective calls
 # EX_TEMPFAIL: stopped early with a good snapshot. Slurm requeues a job only if it does not exit with 0.
 EXIT_RESUMABLE = 75
 EXIT_STOPPED_WITHOUT_SNAPSHOT = 76  # stopped early, and the last step is in no snapshot; an older snapshot may exist
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, before training
+EXIT_INTERRUPTED = 130  # 128 + SIGINT: Ctrl-C before training, or a second one
 EXIT_CODES: tuple[int, ...] = (0, 1, 2, 4, 75, 76, 130)  # of a command
-# Told inside, until issue 46: a command that they end ends with EXIT_FAILED.
-EXIT_DIVERGED, EXIT_KILLED, EXIT_PROMISES = 3, 5, 7
+EXIT_PROMISES = 7  # told inside: a command that it ends ends with EXIT_FAILED
 
 
 class ConfigError(Exception):
@@ -38,48 +37,33 @@ class CannotStartNow(ConfigError):
     """The config may be right. Another run holds the run folder, or it cannot be written to, such as on a full disk."""
 
 
-# until issue 46
 class RankMissing(CannotStartNow, TimeoutError):
     """A rank did not come to the rendezvous within backend.timeout."""
 
 
-class TrainingDiverged(Exception):
-    """A loss, a gradient or a weight is not finite, so training cannot continue.
+class WrongNumbers(Exception):
+    """Training cannot continue with the numbers that it has.
 
     what: the first words, with the step. advice: what to type; empty if `what` says it.
     """
 
     def __init__(self, what: str, advice: str = "") -> None:
-        super().__init__(f"{what}; no snapshot was saved before; {advice}" if advice else what)
-        self.what, self.advice = what, advice
-
-    def name_snapshot(self, path: Path) -> None:
-        """Say in the message that `path` is the last good snapshot."""
-        if self.advice:
-            self.args = (f"{self.what}; the last good snapshot is {path}; {self.advice}",)
-
-
-# until issue 42
-class RanksDiffer(Exception):
-    """Ranks that must hold the same weights do not. The message says which rank, which weights and what to type.
-
-    what: the first words.
-    """
-
-    ADVICE = "watch.weights_every=0 if ranks compute on different hardware"
-
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what}; no snapshot was saved before; type {self.ADVICE}")
+        super().__init__(f"{what}; {advice}" if advice else what)
         self.what = what
 
-    def name_snapshot(self, path: Path) -> None:
-        """Say in the message that `path` is the last good snapshot."""
-        word = path_word("hydra.run.dir", path.parent.parent)
-        advice = f"to go on from it type the command again with {word}, and {self.ADVICE}"
-        self.args = (f"{self.what}; the last good snapshot is {path}; {advice}",)
+
+class TrainingDiverged(WrongNumbers):
+    """A loss, a gradient or a weight is not finite."""
 
 
-# until issue 46
+class RanksDiffer(WrongNumbers):
+    """Ranks that must hold the same weights do not. `what` says which rank and which weights."""
+
+    def __init__(self, what: str) -> None:
+        go_on = "type the command again to go on from the last snapshot"
+        super().__init__(what, f"{go_on}, with watch.weights_every=0 if ranks compute on different hardware")
+
+
 class LeftEarly(Exception):
     """User code called sys.exit before the end of the command.
 
@@ -87,7 +71,6 @@ class LeftEarly(Exception):
     """
 
 
-# until issue 46
 @contextmanager
 def exits_are_failures(what: str) -> Iterator[None]:
     """Inside the block SystemExit becomes LeftEarly, whatever its code. what: the first words of the message."""
@@ -151,7 +134,7 @@ class StoppedEarly(BaseException):
 class RankFailed(Exception):
     """A rank has failed: one that this process started, or the process itself where something else started it.
 
-    The message is the failure report as one screen, empty if the monitor prints it. report: what failure.json holds
+    The message is the failure report as one screen, empty if another rank prints it. report: what failure.json holds
     (see docs/failures.md), as far as this process knows it.
     """
 
@@ -163,8 +146,8 @@ class RankFailed(Exception):
 # The kinds of failures, as failure.json has them, and their exit codes.
 KINDS: dict[type[Exception], str] = {ConfigError: "config", TrainingDiverged: "diverged", RanksDiffer: "different"}
 RAISED_BY_ALL = tuple(KINDS.values())  # by all ranks alike, with a message that says what to type
-KIND_CODES = {"config": EXIT_CONFIG, "diverged": EXIT_DIVERGED, "different": EXIT_FAILED, "exception": EXIT_FAILED}
-KIND_CODES |= {"hang": EXIT_HANG, "killed": EXIT_KILLED, "left": EXIT_KILLED}
+KIND_CODES = {"config": EXIT_CONFIG, "diverged": EXIT_FAILED, "different": EXIT_FAILED, "exception": EXIT_FAILED}
+KIND_CODES |= {"hang": EXIT_HANG, "killed": EXIT_FAILED, "left": EXIT_FAILED}
 
 
 def kind_of(error: BaseException) -> str:

@@ -37,13 +37,14 @@ def train(overrides: str | Sequence[str] = (), ranks: int | None = None) -> "Res
     interrupt, when the ranks have saved a snapshot, KeyboardInterrupt with what to call to go on.
     """
     words = _words(overrides)
-    if ranks is not None and any(word.startswith(("launch=", "launch.nproc_per_node=")) for word in words):
-        raise ConfigError(f"ranks={ranks} and a typed launch both say how ranks start; leave ranks= out")
     words += [] if ranks is None else ["launch=torchrun", f"launch.nproc_per_node={ranks}"]
     place = cli.chosen("hydra.run.dir", words) or cli.chosen("run_dir", words)
     folder = Path(without_quotes(place or time.strftime("outputs/%Y-%m-%d/%H-%M-%S")))
     _run(words if place else [*words, f"hydra.run.dir={path_value(folder)}"], folder)
-    return result_of(folder)
+    run = read_run(folder)
+    last = {tag: value for row in run["history"] for tag, value in row.items() if tag not in ("epoch", "step")}
+    tested = {f"test/{name}": value for name, value in (run["test"] or {}).get("metrics", {}).items()}
+    return Result(folder, last | tested, run["history"])
 
 
 def check(overrides: str | Sequence[str] = ()) -> str:
@@ -122,11 +123,3 @@ class Result:
 
         has_best = any((self.folder / "snapshots").glob("best_*"))
         return load(self.folder, which or ("best" if has_best else "last"), **options)
-
-
-def result_of(folder: Path) -> Result:
-    """Of a run folder, from its run.json."""
-    run = read_run(folder)
-    last = {tag: value for row in run["history"] for tag, value in row.items() if tag not in ("epoch", "step")}
-    tested = {f"test/{name}": value for name, value in (run["test"] or {}).get("metrics", {}).items()}
-    return Result(folder, last | tested, run["history"])

@@ -5,16 +5,15 @@ Functions import torch, and what needs it, inside: the fork server imports the s
 
 import gc
 import importlib.util
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.check import default_of, word
-from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate, takes
+from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate
 from lockstep.config.schema import RunConfig
+from lockstep.distributed.environment import RankInfo, read_rank_info
 from lockstep.distributed.run_folder import check_run_folder
 from lockstep.distributed.signals import set_run_folder
 from lockstep.errors import ConfigError
@@ -48,7 +47,7 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
     if not starts and not mode.trains:
         raise ConfigError(f"mode={mode.name} is no training, and a sweep trains; type the command without -m")
     if starts and not mode.starts_ranks:
-        launcher.prepare("lockstep.launchers.rank_imports")
+        launcher.prepare()
     parts = build_parts(config, CalledHere(launcher) if mode.starts_ranks else launcher, mode)
     if starts and not (mode.starts_ranks or launcher.runs_elsewhere):
         check_run_folder(config.run_dir)
@@ -82,8 +81,7 @@ def check_loggers(config: RunConfig) -> None:
     """Raise ConfigError for a logger whose packages are not installed."""
     for name, node in config.logger.items():
         needed: Sequence[str] = getattr(locate(f"logger.{name}", node["_target_"]), "packages", ())
-        missing = [package for package in needed if importlib.util.find_spec(package) is None]
-        if missing:
+        if missing := [package for package in needed if importlib.util.find_spec(package) is None]:
             raise ConfigError(f"logger={name} needs {' and '.join(missing)}; type pip install {' '.join(missing)}")
 
 
@@ -91,7 +89,7 @@ def check_optimizer(config: RunConfig) -> None:
     """Raise ConfigError for hyperparameters that an optimizer of torch refuses: it is asked with one small weight."""
     import torch
 
-    node, groups = config.optimizer, config.parameters.groups
+    node, path = config.optimizer, str(config.optimizer["_target_"])
 
     def refusal(changes: dict[str, Any]) -> str:
         try:
@@ -100,65 +98,38 @@ def check_optimizer(config: RunConfig) -> None:
             return " ".join(str(error).split())
         return ""
 
-    is_torchs = node["_target_"].startswith("torch.optim.")
-    if is_torchs and (reason := refusal({})):
-        defaults = {name: default_of(f"optimizer.{name}", node["_target_"]) for name in node if name != "_target_"}
+    if path.startswith("torch.optim.") and (reason := refusal({})):
+        defaults = {name: default_of(f"optimizer.{name}", path) for name in node if name != "_target_"}
         fitting = [word(f"optimizer.{name}", value) for name, value in defaults.items() if not refusal({name: value})]
-        raise ConfigError(f"{node['_target_']} refuses its arguments ({reason}); type {[*fitting, 'optimizer=sgd'][0]}")
-    target = locate("optimizer", node["_target_"])
-    for group in groups:
-        reason = refusal({name: value for name, value in group.items() if takes(target, name)}) if is_torchs else ""
-        if reason or not group.get("match"):
-            reason, example = reason or "it has no match, the names of parameters", "[{match:fc,lr:0.1}]"
-            raise ConfigError(
-                f"parameters.groups: {show(group)} is refused: {reason}; type parameters.groups={example}"
-            )
+        raise ConfigError(f"{path} refuses its arguments ({reason}); type {[*fitting, 'optimizer=sgd'][0]}")
+    if nameless := [group for group in config.parameters.groups if not group.get("match")]:
+        what = f"parameters.groups: {show(nameless[0])} has no match, the names of parameters"
+        raise ConfigError(f"{what}; type parameters.groups=[{{match:fc,lr:0.1}}]")
 
 
 def check_options(config: RunConfig, launcher: Launcher, mode: Mode, strategy: "Strategy") -> None:
-    """Raise ConfigError for what options and machine contradict."""
-    from lockstep.build import direction_of, objective_of
+    """Raise ConfigError for options that contradict each other."""
+    from lockstep.build import direction_of
     from lockstep.data.partition import seeded
     from lockstep.tasks.base import Task
     from lockstep.training.run import time_limit
 
-    with seeded(config.seed):
+    if config.monitor not in (None, "auto"):
         try:
-            task = instantiate_as(Task, config.task, "task")
+            with seeded(config.seed):
+                direction_of(config, instantiate_as(Task, config.task, "task"), config.monitor)
         except ConfigError:
             raise
         except Exception:  # perhaps it needs what the data will tell; then a rank makes it, or says why it cannot
-            task = None
-    if task is not None and (objective := objective_of(config, task)) is not None:
-        direction_of(config, task, objective)
+            pass
     time_limit(config.trainer.max_time)
     job = job_spec(config, launcher)
-    has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
-    rules = [
-        (
-            job.compile and not has_compiler and not launcher.runs_elsewhere,
-            "trainer.compile needs a C++ compiler, and this machine has none",
-            "apt install g++, or trainer.compile=false",
-        ),
-        (
-            job.device_type == "mps" and job.precision == "fp64",
-            "trainer.precision=fp64 needs a device with float64, and Apple's GPU has none",
-            "backend=gloo, or trainer.precision=fp32",
-        ),
-        (
-            job.compile == "reduce-overhead" and job.gradient_accumulation_steps > 1,
-            "trainer.compile=reduce-overhead overwrites gradients that are accumulated (pytorch issue 169545)",
-            "trainer.compile=true, or trainer.gradient_accumulation_steps=1",
-        ),
-        (
-            job.nan == "skip" and job.precision == "fp16",
-            "watch.nan=skip and the loss scaling of fp16 would both leave out updates",
-            "watch.nan=stop, or trainer.precision=bf16",
-        ),
-    ]
-    for wrong, what, advice in rules:
-        if wrong:
-            raise ConfigError(f"{what}; type {advice}")
+    if job.compile == "reduce-overhead" and job.gradient_accumulation_steps > 1:
+        what = "trainer.compile=reduce-overhead overwrites gradients that are accumulated (pytorch issue 169545)"
+        raise ConfigError(f"{what}; type trainer.compile=true, or trainer.gradient_accumulation_steps=1")
+    if job.nan == "skip" and job.precision == "fp16":
+        what = "watch.nan=skip and the loss scaling of fp16 would both leave out updates"
+        raise ConfigError(f"{what}; type watch.nan=stop, or trainer.precision=bf16")
     check_mode(config, mode, job)
     strategy.validate(job)
     if mode.trains and config.snapshot.mirror is not None:
@@ -186,14 +157,17 @@ def check_mode(config: RunConfig, mode: Mode, job: "JobSpec") -> None:
 def job_spec(config: RunConfig, launcher: Launcher) -> "JobSpec":
     """What the config asks for. Raises ConfigError if this machine lacks the backend."""
     from lockstep.distributed.backend import uses_mps, validate_backend
-    from lockstep.snapshots.checkpointer import Interval
+    from lockstep.snapshots.checkpointer import interval
     from lockstep.strategies.base import JobSpec
     from lockstep.training.step import Step
 
     world_size, ranks_here = launcher.num_ranks()
+    started_by = "fork" if launcher.starts_processes else read_rank_info().started_by
     backend: str = config.backend.name
     if not launcher.runs_elsewhere:  # another machine may have the GPUs that this one lacks
-        backend = validate_backend(backend, ranks_here, config.backend.socket_ifname)
+        backend = validate_backend(
+            backend, RankInfo(0, world_size, 0, ranks_here, started_by), config.backend.socket_ifname
+        )
     trainer = config.trainer
     return JobSpec(
         world_size=world_size,
@@ -205,7 +179,7 @@ def job_spec(config: RunConfig, launcher: Launcher) -> "JobSpec":
         compile=trainer.compile,
         deterministic=trainer.deterministic,
         nan=config.watch.nan,
-        save_unit=Interval(config.snapshot.every).unit,
+        save_unit=interval(config.snapshot.every)[1],
         has_own_step=locate("step", config.step["_target_"]) is not Step,
         gradient_sync=locate("gradient_sync", config.gradient_sync["_target_"]),
     )

@@ -5,7 +5,6 @@ import site
 import sys
 import sysconfig
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 PROJECT = Path(__file__).parent  # the folder src/lockstep
@@ -35,60 +34,24 @@ PARTS = ("src", "conf")
 DIGITS = 16  # hex digits of a hash
 
 
-# until issue 45
-def source_hashes(root: Path = ROOT) -> dict[str, str]:
-    """{file: hash} of the Python and YAML files in src/ and conf/, sorted by their names relative to `root`."""
-    hashes = {}
-    for part in PARTS:
-        for path in (root / part).rglob("*"):
-            if path.suffix not in (".py", ".yaml") or path.is_relative_to(root / "conf" / "local"):
-                continue  # conf/local is of this machine; the config shows what it sets
-            with suppress(OSError):  # an editor is just replacing it
-                hashes[str(path.relative_to(root))] = hash_of_file(path)
-    return dict(sorted(hashes.items()))
-
-
 def hash_of_source(root: Path = ROOT) -> str:
-    """One hash over the names and contents of the files of `source_hashes`."""
-    return hashlib.sha256(str(source_hashes(root)).encode()).hexdigest()[:DIGITS]
+    """One hash over the names and contents of the Python and YAML files in src/ and conf/."""
+    whole = hashlib.sha256()
+    for path in sorted(path for part in PARTS for path in (root / part).rglob("*")):
+        # conf/local is of this machine; the config shows what it sets.
+        if path.suffix in (".py", ".yaml") and not path.is_relative_to(root / "conf" / "local"):
+            whole.update(f"{path.relative_to(root)} {_hash_of_file(path)} ".encode())
+    return whole.hexdigest()[:DIGITS]
 
 
-# Names of modules of libraries. A forked rank that looked at 1600 modules again would copy 8 MB of memory.
-_libraries: set[str] = set()
+def module_hashes() -> dict[str, str | None]:
+    """{module: hash of its file} of every loaded module outside of this project, of Python's own and of packages."""
+    files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
+    users = {name: file for name, file in files.items() if file.endswith(".py") and is_users(file)}
+    return {name: _hash_of_file(Path(file)) for name, file in users.items() if not file.startswith(f"{ROOT / 'src'}/")}
 
 
-# until issue 45
-def module_hashes(users_only: bool = False) -> dict[str, str]:
-    """{module: hash of its file} of every loaded module that is neither Python's own nor an installed package.
-
-    users_only: without this project's own.
-    """
-    hashes = {}
-    for name in list(sys.modules):
-        if name in _libraries:
-            continue
-        file = getattr(sys.modules.get(name), "__file__", None) or ""
-        digest = _hash_of_loaded(file)
-        if digest is None and file:  # without a file it can be the fork server's __main__, which a rank replaces
-            _libraries.add(name)
-        if digest is not None and not (users_only and file.startswith(f"{ROOT / 'src'}/")):
-            # A launcher's child imports the entry point under another name.
-            hashes[Path(file).stem if name in ("__main__", "__mp_main__") else name] = digest
-    return hashes
-
-
-# until issue 45
-@cache
-def _hash_of_loaded(file: str) -> str | None:
-    """None for a library. It is read once: a file that changes later is not the code that runs."""
-    if not file.endswith(".py") or is_library(file):
-        return None
-    try:
-        return hash_of_file(Path(file))
-    except OSError:  # it was moved after the import
-        return None
-
-
-def hash_of_file(path: Path) -> str:
-    """Raises OSError."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS]
+def _hash_of_file(path: Path) -> str | None:
+    with suppress(OSError):  # an editor is just replacing it
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS]
+    return None

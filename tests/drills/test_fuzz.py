@@ -29,7 +29,7 @@ Start = Callable[[list[str]], None]
 # Words, and what the answer says. An empty answer: the run starts.
 KEPT = [
     ("task=regression launch=fork", "takes outputs and targets of one shape, and these are [32, 10] and [32]"),
-    ("dataset=random model=linear task=classification", "float32; type task=regression for targets"),
+    ("dataset=random model=linear task=classification", "float32; type task=<the one for such targets>"),
     (
         "dataset.shape=[1,28,4]",
         "dataset.shape=[1,28,4] but the samples have the shape [1,8,8]; type dataset.shape=[1,8,8]",

@@ -1,4 +1,4 @@
-"""Hangs where a new monitor is not started for them: in the attempt after a restart, of a rank that is alone."""
+"""Hangs in the attempt after a restart, of a rank that is alone, beside a rank that saves."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def test_a_hang_of_the_only_rank_is_shown(start_faulty):
     words = ["model=mlp", "model._target_=support.faults.FaultyModel", "watch.timeout=2", "hydra.run.dir=run"]
     run = start_faulty(*PYTHON_TRAIN, *words, FAULT="forward/hang:0:7", PYTHONPATH=TESTS).finish(4)
     assert "lockstep: rank 0 of 1 hangs" in run.output
-    assert run.output.rstrip().endswith((run.cwd / "run" / "failure.txt").read_text().rstrip())
+    assert "verdict: a rank is in user code" in run.output
 
 
 def test_a_rank_that_is_stopped_while_another_one_saves_is_named(start_faulty):

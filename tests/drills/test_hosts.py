@@ -90,12 +90,13 @@ def test_a_pulled_cable_ends_every_node_with_a_reason(start, two_hosts, starter)
 
 
 def test_a_rank_that_is_stopped_on_one_host_is_named_on_both(start, two_hosts):
+    """Beside a rank that can look at it."""
     words = [*NET, "model._target_=support.hangs.HangingModel", "watch.timeout=6"]
-    commands = [two_hosts.on(host, *spawn(2, host, 1)) for host in (0, 1)]
+    commands = [two_hosts.on(host, *spawn(2, host, 2)) for host in (0, 1)]
     nodes = [start(*command, *words, HANG="stopped", PYTHONPATH=ROOT / "tests") for command in commands]
     for node in nodes:
         node.finish(4)
-        assert "lockstep: rank 1 of 2 hangs" in node.output
+        assert "lockstep: rank 1 of 4 hangs" in node.output
         assert "verdict: a rank is stopped" in node.output
 
 

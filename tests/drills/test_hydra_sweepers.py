@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from support.commands import PYTHON_TRAIN
-from support.sweep_tables import objectives, states
+from support.sweep_tables import objectives
 
 pytestmark = pytest.mark.drill
 
@@ -47,20 +47,3 @@ def test_it_looks_for_the_best_accuracy(start, words):
     best = yaml.safe_load((run.cwd / "s" / "optimization_results.yaml").read_text())["best_value"]
     assert best == pytest.approx(max(accuracies), abs=1e-4)
     assert "sweep: 3 finished" in run.output
-
-
-@needs_sweeper
-def test_jobs_that_fail_end_it_with_the_end_of_the_sweep(start, words):
-    """At the first one, or with max_failure_rate=1 at the number that max_failures allows, or when all have failed."""
-    words += ["hydra.sweep.dir=s", "model=mlp", "trainer.epochs=1", "optimizer.lr=interval(1e10,2e10)"]
-    run = start(*words, PYTHONPATH=SWEEPER).finish(1)
-    assert "sweep: 1 failed" in run.output
-    assert "Traceback" not in run.output
-    words += ["hydra.sweeper.max_failure_rate=1", "hydra.launcher.max_failures=2", "hydra.sweep.dir=t"]
-    run = start(*words, PYTHONPATH=SWEEPER).finish(1)
-    assert list(states(run.cwd / "t").values()) == ["diverged"] * 2
-    words += ["hydra.sweeper.n_trials=1", "hydra.sweep.dir=u"]
-    run = start(*words, PYTHONPATH=SWEEPER).finish(1)
-    assert "sweep: 1 failed" in run.output
-    assert "No trials are completed yet" in run.output
-    assert "Traceback" not in run.output

@@ -78,6 +78,8 @@ def test_killed_as_a_whole_and_started_again_by_hand_a_run_loses_no_bit(
         os.kill(pid, signal.SIGKILL)
     run.finish(code=None)
     wait_for_end(ranks, 5)
+    if victims == "launcher and all ranks":
+        run.remove_folders()
     again = start(*BY_HAND, "hydra.run.dir=disturbed").finish()
     assert again.output.count("resumed from") == 1
     assert same_bits(undisturbed, disturbed)

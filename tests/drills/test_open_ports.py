@@ -55,7 +55,7 @@ def assert_only_loopback(commands: list[Command], at_least: int) -> None:
 
 @pytest.mark.parametrize("launcher", OURS)
 def test_our_launchers_listen_at_loopback_only(start: Callable[..., Command], launcher: str) -> None:
-    ports = 1 if launcher == "plain" else 3  # one for each rank, and one for their store
+    ports = 1 if launcher == "plain" else 2  # one for each rank: their store is a file
     assert_only_loopback([start(*OURS[launcher], *LONG)], ports)
 
 
@@ -64,10 +64,9 @@ def test_a_restarted_torchrun_launch_listens_at_loopback_only(start: Callable[..
     folder = run.cwd / "run"
     wait_for(lambda: has_logged(folder, "epoch 1/"), "training", 120)
     first = all_listeners([run])
-    rank = next(pid for pid in first.values() if pid != run.process.pid)
-    os.kill(rank, signal.SIGKILL)
+    os.kill(next(iter(first.values())), signal.SIGKILL)
     wait_for(lambda: has_logged(folder, "resumed from"), "restart", 120)
-    wait_for(lambda: len(all_listeners([run])) >= 3, "ports of the second attempt", 60)
+    wait_for(lambda: len(all_listeners([run])) >= 2, "ports of the second attempt", 60)
     assert all(map(is_loopback, all_listeners([run])))
 
 

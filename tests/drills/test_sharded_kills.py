@@ -31,14 +31,8 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def descendants(pid: int) -> list[int]:
-    """A process and all that it has started, the youngest first: a rank that outlives its launcher would save.
-
-    Without the monitor, which removes what they leave behind.
-    """
-    started = [
-        child for child in children(pid) if b"failures.monitor" not in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
-    return [other for child in started for other in descendants(child)] + [pid]
+    """A process and all that it has started, the youngest first: a rank that outlives its launcher would save."""
+    return [other for child in children(pid) for other in descendants(child)] + [pid]
 
 
 def kill_while_writing(run: Command, folder: Path) -> bool:
@@ -56,6 +50,7 @@ def kill_while_writing(run: Command, folder: Path) -> bool:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     run.finish(code=None)
+    run.remove_folders()
     return bool(unfinished(folder))
 
 

@@ -140,17 +140,3 @@ def test_a_job_that_the_system_kills_for_want_of_memory_harms_no_other(start, la
     (cause,) = re.findall(r"^failed: +model.kind=more_memory: (.*)$", run.output, re.MULTILINE)
     assert "SIGKILL" in cause
     assert "memory" in cause
-
-
-def test_a_signal_after_the_end_of_the_last_job_changes_no_exit_code(start):
-    """The sweep is paused while its job ends, so that the signal is there when it sees the end."""
-    words = ["-m", "optimizer.lr=0.1,0.05", "model=linear", "trainer.epochs=100", "hydra.sweep.dir=s"]
-    run = start(*PYTHON_TRAIN, *words)
-    record = run.cwd / "s" / "optimizer.lr=0.05" / "run.json"
-    wait_for(record.exists, "last job")
-    run.send(signal.SIGSTOP)
-    assert '"state": "finished"' not in record.read_text()
-    wait_for(lambda: '"state": "finished"' in record.read_text(), "end of the last job")
-    run.send(signal.SIGTERM)
-    run.send(signal.SIGCONT)
-    assert "sweep: 2 finished" in run.finish().output

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.stats import chisquare
 from torch import Tensor
 from torchvision.transforms import v2
 
 from lockstep.config.nodes import instantiate
-from lockstep.data.augment import BLOCK, BatchWide, Places, ShiftFlip
+from lockstep.data.augment import BatchWide, Places, ShiftFlip, drawn_at
 from lockstep.data.build import build_data, completed
 from lockstep.data.loader import MIX, Loader
 from lockstep.data.partition import fold_in
@@ -25,8 +26,12 @@ LABELS = torch.arange(COUNT) % 3
 Batches = list[tuple[Tensor, Tensor]]
 
 
-def where(places: Tensor, numbers: Tensor, epoch: int = 0, start: int = 0) -> Places:
-    return Places(SEED, epoch, start, COUNT, places, numbers)
+def where(places: Tensor, numbers: Tensor, epoch: int = 0) -> Places:
+    return Places(SEED, epoch, places, numbers)
+
+
+def numbers_for(places: Tensor, pad: int, epoch: int = 0) -> Tensor:
+    return drawn_at(places, [2 * pad + 1, 2 * pad + 1, 2], fold_in(SEED, epoch))
 
 
 def global_batches(
@@ -63,7 +68,7 @@ def moved(image: Tensor, pad: int, dy: int, dx: int, mirrored: bool) -> Tensor:
 
 def test_each_image_is_shifted_and_mirrored_by_its_own_numbers() -> None:
     augment, places = ShiftFlip(epochs=1, pad=2, flip=True), torch.arange(5, 5 + COUNT)
-    numbers = augment.draws(where(places, places))
+    numbers = numbers_for(places, 2)
     found = augment(IMAGES, where(places, places))
     assert all(
         found[n].equal(moved(IMAGES[n], 2, int(dy), int(dx), bool(flip))) for n, (dy, dx, flip) in enumerate(numbers)
@@ -74,21 +79,21 @@ def test_each_image_is_shifted_and_mirrored_by_its_own_numbers() -> None:
 
 
 def test_shifts_cover_all_of_pad_and_half_of_the_images_are_mirrored() -> None:
-    draws = ShiftFlip(epochs=1, pad=2, flip=True).draws(where(torch.arange(4000), torch.arange(4000)))
+    draws = numbers_for(torch.arange(4000), 2)
     for column in (0, 1):
         assert draws[:, column].unique(return_counts=True)[0].tolist() == [0, 1, 2, 3, 4]
         assert draws[:, column].bincount().min() > 700
     assert abs(draws[:, 2].double().mean() - 0.5) < 0.04
 
 
-def test_numbers_depend_on_the_place_in_the_epoch_wherever_a_batch_begins() -> None:
-    augment, places = ShiftFlip(epochs=1, pad=9), torch.arange(BLOCK - 3, BLOCK + 3)
-    across = augment.draws(where(places, places, start=BLOCK - 3))
-    fresh = ShiftFlip(epochs=1, pad=9).draws(where(places[3:], places, start=BLOCK))
-    assert across[3:].equal(fresh)
-    other = augment.draws(where(places, places, epoch=1, start=BLOCK - 3))
-    assert not across.equal(other)
-    assert len(torch.cat([across, other]).unique(dim=0)) > 9
+def test_random_numbers_depend_on_place_and_epoch_and_on_nothing_else() -> None:
+    places = torch.arange(20_000)
+    draws, other = numbers_for(places, 9), numbers_for(places, 9, epoch=1)
+    assert draws[5000:5010].equal(numbers_for(places[5000:5010], 9))
+    columns = torch.cat([draws[1:], draws[:-1], other[1:]], 1).T.double()  # those of neighbours and of another epoch
+    assert (torch.corrcoef(columns) - torch.eye(9)).abs().max() < 0.04
+    pairs = draws[:, 0] * 19 + draws[:, 1]
+    assert chisquare(pairs.bincount(minlength=361)).pvalue > 1e-3
 
 
 def test_alternating_mirror_images_show_each_image_both_ways_in_two_epochs() -> None:
@@ -168,7 +173,7 @@ def test_a_batch_is_what_torchvision_makes_of_the_whole_batch_in_float64(transfo
 
 
 def test_classes_of_mixes_are_told_by_the_data() -> None:
-    mixup, cutmix = (f"{{_target_:torchvision.transforms.v2.{name}}}" for name in ("MixUp", "CutMix"))
+    mixup, cutmix = (f"{{_target_:torchvision.transforms.v2.{name},num_classes:null}}" for name in ("MixUp", "CutMix"))
     choice = f"{{_target_:torchvision.transforms.v2.RandomChoice,transforms:[{mixup},{cutmix}]}}"
     config = composed(f"loader.batch_transforms=[{mixup},{choice}]")
     one, two = instantiate(completed(config, build_data(config)).loader.batch_transforms)

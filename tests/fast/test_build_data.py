@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from torchvision.io import write_jpeg
 
-from lockstep.config.nodes import instantiate
 from lockstep.data import DataSource, Splits, Tensors
-from lockstep.data.build import build_data, check_channels, completed, prepare_first
+from lockstep.data.build import build_data, completed, prepare_first
 from lockstep.data.partition import seed_all
 from lockstep.data.source import class_count, of_each_sample, require_same_classes
 from lockstep.errors import ConfigError
@@ -19,7 +18,6 @@ from lockstep.snapshots import fingerprint as fingerprint_module
 from lockstep.snapshots.fingerprint import data_fingerprint
 from support.configs import composed, with_values
 from support.own_data import Points
-from support.worlds import distance, in_world, train_all, weights
 
 
 def own(name: str, *words: str, test: str | None = None, module: str = "support.own_data") -> Any:
@@ -55,14 +53,15 @@ def labelled() -> Tensors:
     return Tensors(torch.zeros(9, 4), torch.ones(9, 6))
 
 
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(Points())
+
+
 class Words(Points):
     """All targets are there, as words."""
 
     targets = ("left", "right") * 11 + ("left",)
-
-
-def uneven() -> Tensors:
-    return Tensors(torch.zeros(8, 4), torch.tensor([0, 0, 0, 0, 0, 1, 1, 2]))
 
 
 @pytest.mark.parametrize(
@@ -88,16 +87,25 @@ def test_what_is_told_is_that_of_transformed_samples() -> None:
     assert completed(config, build_data(config)).model["shape"] == [3, 7, 7]
 
 
-def test_a_typed_shape_is_compared_with_samples_in_memory() -> None:
-    for key in ("dataset", "model"):
-        config = composed("model=mlp", f"{key}.shape=[1,28,4]")
-        with pytest.raises(ConfigError, match=rf"{key}.shape=\[1,28,4\] but .*; type {key}.shape=\[1,8,8\]"):
-            completed(config, build_data(config))
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["dataset.shape=[1,28,4]"], r"dataset.shape=\[1,28,4\] but .*; type dataset.shape=\[1,8,8\]"),
+        (["model.shape=[1,28,4]"], r"model.shape=\[1,28,4\] but .*; type model.shape=\[1,8,8\]"),
+        (["dataset.mean=[1,1,1]"], r"dataset.mean=.* but .*\[1,8,8\]; type dataset.mean=null"),
+        (["dataset.std=[1,1,1]"], "dataset.std=.* but .*; type dataset.std=null"),
+        (["task.class_weights=[1,2]"], "but there are 10 classes; type task.class_weights=null, or 10 numbers"),
+    ],
+)
+def test_values_that_do_not_fit_the_samples_are_refused(words: list[str], said: str) -> None:
+    config = composed("model=mlp", *words)
+    with pytest.raises(ConfigError, match=said):
+        completed(config, build_data(config))
 
 
 @pytest.mark.parametrize("config", [own("Points"), here("Words")])
 def test_classes_that_are_not_known_are_asked_for(config: Any) -> None:
-    with pytest.raises(ConfigError, match="the number of classes is not known.*; type dataset.classes=<how many>"):
+    with pytest.raises(ConfigError, match="model.classes is not known.*; type dataset.classes=<how many>"):
         completed(config, build_data(config))
 
 
@@ -108,7 +116,7 @@ def test_classes_that_are_not_known_are_asked_for(config: Any) -> None:
         ("ab", None),
         ("", None),
         ("bc", "^class 0 is a in the training data and b in the test data; type x$"),
-        ("abcd", "^class 3 is none of the training data, which has 3, and d in the test data; type x$"),
+        ("abcd", "^class 3 is no class in the training data and d in the test data; type x$"),
     ],
 )
 def test_classes_are_compared_by_name(test: str, said: str | None) -> None:
@@ -130,23 +138,6 @@ def test_folders_of_torchvision_with_other_classes_are_refused(tmp_path: Path) -
         build_data(composed("dataset=pair", *words))
 
 
-@pytest.mark.parametrize("name", ["mean", "std"])
-def test_a_number_for_each_channel_is_wanted(name: str) -> None:
-    config = own("Named", f"dataset.{name}=[1, 1, 1, 1]")
-    completed(config, build_data(config))
-    config = own("Named", f"dataset.{name}=[1, 1, 1]")
-    with pytest.raises(ConfigError, match=rf"dataset.{name} has 3 numbers, and .* \[4\]; type .*=\[0.5\], or .*=null"):
-        completed(config, build_data(config))
-    for right, values in (([0.5], [0.5]), ([0.5] * 3, [0.5] * 2)):
-        pictures = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
-        if len(values) == 1:  # one is for all channels
-            check_channels(name, values, pictures)
-        else:
-            with pytest.raises(ConfigError, match=rf"type dataset.{name}=\[{','.join(map(str, right))}\]"):
-                check_channels(name, values, pictures)
-    check_channels(name, [1.0, 2.0, 3.0], torch.zeros(2, 9, dtype=torch.int64))  # tokens are not normalised
-
-
 def test_splits_without_samples_are_refused_and_training_data_that_is_not_needed_is_not() -> None:
     for words, said in (
         ({"test": "Points"}, "the training data has no samples"),
@@ -156,6 +147,8 @@ def test_splits_without_samples_are_refused_and_training_data_that_is_not_needed
             build_data(own("Empty", **words))
     with pytest.raises(ConfigError, match="the test data has no samples"):
         build_data(own("Points", test="Empty"))
+    with pytest.raises(ConfigError, match="the training data gives no sample by its number.*; type dataset=pair"):
+        build_data(here("Stream"))
     assert len(build_data(own("Empty", test="Points"), needs_training_data=False).train) == 23
 
 
@@ -213,38 +206,10 @@ def test_what_a_data_set_draws_depends_on_the_seed_alone() -> None:
     assert not build_data(replace(config, seed=4)).train.points.equal(first.train.points)
 
 
-def test_balanced_class_weights_are_those_of_scikit_learn() -> None:
-    config = here("uneven", "task.class_weights=balanced")
-    expected = torch.tensor([8 / (3 * 5), 8 / (3 * 2), 8 / 3], dtype=torch.float64)
-    found = completed(config, build_data(config))
-    torch.testing.assert_close(torch.tensor(found.task["class_weights"], dtype=torch.float64), expected)
-    assert instantiate(found.task).weight.allclose(expected)
-    for name, words, said in (
-        ("uneven", "task.class_weights=[1,2]", r"has 2 weights, and there are 3 classes; type .*=balanced"),
-        ("Drawn", "task.class_weights=balanced", "counts the classes .*, and it has none here; type"),
-    ):
-        config = here(name, words, "dataset.classes=3")
-        with pytest.raises(ConfigError, match=said):
-            completed(config, build_data(config))
-
-
 def test_attributes_of_samples_have_one_value_for_each() -> None:
     assert of_each_sample(TensorDataset(torch.zeros(3, 2), torch.tensor([0, 1, 1])), "targets").tolist() == [0, 1, 1]
     assert class_count(Tensors(torch.zeros(4, 1), torch.tensor([0, 0, 6, 1])), torch.tensor(0)) == 7
     assert of_each_sample(Points(), "groups") is None
-
-
-def test_own_random_data_trains_alike_on_any_ranks_and_after_a_resume(tmp_path: Path) -> None:
-    def configs(*names: str) -> list[Any]:
-        return [own("Noisy", "dataset.classes=2", f"run_dir={tmp_path / name}") for name in names]
-
-    (alone,) = configs("alone")
-    paused, shared = configs("resumed", "shared")
-    in_world(1, train_all, [alone, with_values(paused, "trainer.max_steps=3")])
-    in_world(2, train_all, [with_values(shared, "loader.num_workers=2"), paused])
-    expected = weights(tmp_path / "alone")
-    assert distance(expected, weights(tmp_path / "shared")) < 1e-12
-    assert distance(expected, weights(tmp_path / "resumed")) < 1e-12
 
 
 # The hash by which ranks and resumed runs see that their data is other data.

@@ -66,9 +66,9 @@ def test_a_record_has_what_was_typed_and_no_secret(monkeypatch: pytest.MonkeyPat
     assert record.command == "python src/train.py model=mlp '+vars.word=${oc.env:WORD}' '+vars.of=${vars.word}' " + (
         "'+vars.in={a:x${vars.of}}' seed=3"
     )
-    by_python = record_of("model=mlp", "model._target_=test_nodes.Net", "model.width=3", argv=["own.py", "x"])
-    assert by_python.command.endswith("src/train.py model=mlp model._target_=test_nodes.Net model.width=3")
-    assert by_python.options["model"] == "test_nodes.Net"
+    assert (
+        record_of("model=mlp", "model._target_=test_nodes.Net", argv=["train.py"]).options["model"] == "test_nodes.Net"
+    )
 
 
 def run_of(folder: Path, overrides: list[str], config: dict[str, Any]) -> Path:
@@ -94,19 +94,6 @@ def test_a_mode_takes_the_words_of_the_run_but_not_how_it_was_spread_and_saved(t
     assert [*taken[:1], *taken[3:], *typed] == [
         word for word in cli.with_overrides_of_run(typed) if word != "+experiment=x"
     ]
-
-
-def test_the_mode_or_the_run_may_stand_in_a_preset(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", ["model=mlp"], {})
-    presets = tmp_path / "conf" / "experiment"
-    presets.mkdir(parents=True)
-    (presets / "judge.yaml").write_text(f"defaults:\n  - override /mode: evaluate\nresume: {run}\n")
-    (presets / "again.yaml").write_text(f"resume: {run}\n")
-    flags = [f"--config-dir={tmp_path / 'conf'}"]
-    for words in (["experiment=judge"], ["experiment=again", "mode=evaluate"], ["mode=evaluate", f"resume={run}"]):
-        assert "model=mlp" in cli.with_overrides_of_run([*flags, *words]), words
-    for words in (["experiment=again"], ["experiment=judge", "mode=train"], ["experiment=judge", "resume=null"]):
-        assert cli.with_overrides_of_run([*flags, *words]) == [*flags, *words]
 
 
 def test_a_mode_without_a_record_is_refused(tmp_path: Path) -> None:
@@ -157,6 +144,14 @@ def test_the_values_of_the_run_count_where_a_file_says_another_one_today(
     assert with_values(monkeypatch, "mode=find_lr", f"resume={run}", "model=mlp").model.width == 128
 
 
+def test_a_mode_of_a_preset_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words of the run would be missing."""
+    hydra_cfg = OmegaConf.create({"overrides": {"task": ["experiment=x"]}, "runtime": {"choices": {"mode": "export"}}})
+    monkeypatch.setattr(HydraConfig, "get", lambda: hydra_cfg)
+    with pytest.raises(ConfigError, match="are typed, and no preset has them; type mode=... resume=..."):
+        cli.with_values_of_run(as_composed("run_dir=.", "mode=export", f"resume={run_of(tmp_path, [], {})}"))
+
+
 def test_a_run_folder_holds_a_run_of_one_config(tmp_path: Path) -> None:
     record = record_of("model=mlp", argv=["src/train.py"])
     run = run_of(tmp_path / "run", [], {"model": {"_target_": "lockstep.models.tutorial.mlp", "width": 9}})
@@ -167,3 +162,16 @@ def test_a_run_folder_holds_a_run_of_one_config(tmp_path: Path) -> None:
         require_same_run(record, str(run))
     (run / ".hydra" / "config.yaml").write_text(record.files["config.yaml"].replace("epochs: 5", "epochs: 9"))
     require_same_run(record, str(run))  # how long it trains may change
+
+
+def test_the_mode_or_the_run_may_stand_in_a_preset(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", ["model=mlp"], {})
+    presets = tmp_path / "conf" / "experiment"
+    presets.mkdir(parents=True)
+    (presets / "judge.yaml").write_text(f"defaults:\n  - override /mode: evaluate\nresume: {run}\n")
+    (presets / "again.yaml").write_text(f"resume: {run}\n")
+    flags = [f"--config-dir={tmp_path / 'conf'}"]
+    for words in (["experiment=judge"], ["experiment=again", "mode=evaluate"], ["mode=evaluate", f"resume={run}"]):
+        assert "model=mlp" in cli.with_overrides_of_run([*flags, *words]), words
+    for words in (["experiment=again"], ["experiment=judge", "mode=train"], ["experiment=judge", "resume=null"]):
+        assert cli.with_overrides_of_run([*flags, *words]) == [*flags, *words]

@@ -3,6 +3,7 @@
 import multiprocessing
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, fields, is_dataclass
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -13,7 +14,7 @@ from lockstep.config.nodes import check_nodes, nodes_in
 from lockstep.config.schema import CONF, RunConfig
 from lockstep.errors import ConfigError
 from lockstep.text import show
-from support.configs import as_composed, composed
+from support.configs import NEEDS, as_composed, composed
 from support.refusals import answer
 
 # What is right | the wrong value | what is accepted | what is typed in its place
@@ -21,7 +22,7 @@ WRONG = """
  | seed=abc | a valid integer | seed=0
  | seed=-1 | greater than or equal to 0 | seed=0
  | seed=null | a valid integer | seed=0
- | seed=2.5 | a valid integer | seed=2
+ | seed=2.5 | a valid integer | seed=0
  | optimizer.lr=1.2.3% | a valid number | optimizer.lr=0.05
  | trainer.epochs=0 | greater than or equal to 1 | trainer.epochs=5
  | trainer.epochs=true | a valid integer | trainer.epochs=5
@@ -92,6 +93,27 @@ def test_what_contradicts_itself_is_refused(row: str) -> None:
     composed(*(word for word in typed.split() if not word.startswith(f"{key}=")), advice, whole=False)
 
 
+GLOBAL = "# @package _global_\n"
+# A preset of the user's | what it is answered with
+PRESETS = [
+    ("trainer: {epochs: 2}", "is not for the whole config; type # @package _global_ in its first line"),
+    (f"{GLOBAL}defaults: [/model: mlp]", "experiment=own cannot be composed; type the command without experiment=own"),
+    (f"{GLOBAL}defaults: [override /model: nlp]", "model=nlp is no option, and model has the options "),
+    (f"{GLOBAL}trainer: {{epoch: 2}}", "trainer.epoch is no key of this config; type trainer.epochs=2"),
+    (f"{GLOBAL}trainer:\n\tepochs: 2", 'own.yaml", line 3, column 1; type each key once'),
+    (f"{GLOBAL}seed: 1\nseed: 2", "found duplicate key seed in "),
+    (f"{GLOBAL}trainer: {{epochs: 2\nseed: 1", "expected ',' or '}', but got ':' in "),
+    (f"{GLOBAL}notes: 'open", "found unexpected end of stream in "),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), PRESETS)
+def test_a_mistake_in_a_preset_is_answered(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "own.yaml").write_text(f"{text}\n")
+    assert said in str(answer(f"--config-dir={tmp_path}", "experiment=own"))
+
+
 def test_types_are_strict_and_whole_numbers_are_floats_where_floats_are_declared() -> None:
     config = composed("trainer.epochs=2", "trainer.max_grad_norm=1", "backend.timeout=9")
     values = (config.trainer.epochs, config.trainer.max_grad_norm, config.backend.timeout)
@@ -147,18 +169,6 @@ def test_config_yaml_and_the_dataclasses_have_the_same_keys() -> None:
     assert own <= set(of_sections(RunConfig))
 
 
-NEEDS = {
-    "dataset=random": ["model=linear"],
-    "dataset=huggingface": ["dataset.path=rows"],
-    "dataset=image_folder": ["dataset.root=pictures"],
-    "experiment=image_folder_resnet": ["dataset.root=pictures"],
-    "experiment=image_folder_speed": ["dataset.root=pictures"],
-    "dataset=image_csv": ["dataset.root=pictures"],
-    "dataset=image_list": ["dataset.root=pictures"],
-    "dataset=table": ["dataset.path=rows.csv", "dataset.target=y"],
-    "dataset=pair": [f"dataset.{split}._target_=support.own_data.Points" for split in ("train", "test")],
-    "scheduler=torch": ["scheduler.schedule={_target_:torch.optim.lr_scheduler.StepLR,step_size:3}"],
-}
 CHOICES = [f"{group}={option}" for group, names in OPTIONS.items() for option in names if group != "logger"]
 CHOICES += [f"logger=[{option}]" for option in OPTIONS["logger"]]
 

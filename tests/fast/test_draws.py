@@ -57,7 +57,6 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": lambda x: x + torch.normal(x.detach(), 0.1),
     "normal of tensors": lambda x: x + torch.normal(0.0, torch.ones(len(x), 5, 6)),
     "normal of a size": lambda x: x + torch.normal(0.0, 0.1, size=x.shape),
-    "rrelu": lambda x: F.rrelu(x - 0.5, training=True),
     "a gamma number": lambda x: x * torch.distributions.Beta(2.0, 2.0).sample(),
     "uniform_": lambda x: x + torch.empty_like(x).uniform_(-1, 1),
     "distributions": lambda x: x + torch.distributions.Normal(x.detach(), 0.1).rsample(),

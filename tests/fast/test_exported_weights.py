@@ -2,12 +2,9 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 import lockstep
-from lockstep.errors import ConfigError
-from lockstep.modes.export import require_same_outputs
 from support.configs import composed, with_values
 from support.worlds import in_world, train_all
 
@@ -43,17 +40,3 @@ def test_the_best_weights_have_a_file_of_their_own_if_they_are_not_the_last(tmp_
     (tmp_path / "worse" / "model.pt").unlink()
     in_world(2, train_all, [worse])
     assert sorted(path.name for path in (tmp_path / "worse").glob("*.pt")) == ["model.pt"]
-
-
-def test_outputs_with_nan_are_the_same_as_outputs_with_nan() -> None:
-    ours = torch.tensor([1.0, torch.nan, torch.inf])
-    require_same_outputs(ours, ours.clone(), "onnx")
-    heads = {"left": torch.zeros(2), "right": (torch.ones(3), torch.empty(0))}
-    require_same_outputs(heads, [torch.zeros(2), torch.ones(3), torch.empty(0)], "onnx")
-    with pytest.raises(ConfigError, match="the exported net gives other outputs .*length"):
-        require_same_outputs(heads, [torch.zeros(2), torch.ones(3)], "onnx")
-    for place, value in ((0, 1.1), (0, torch.nan), (1, 0.0), (2, -torch.inf)):
-        theirs = ours.clone()
-        theirs[place] = value
-        with pytest.raises(ConfigError, match="the exported net gives other outputs .*not close"):
-            require_same_outputs(ours, theirs, "onnx")

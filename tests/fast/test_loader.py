@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
 
 from lockstep.data import loader as loader_module
@@ -46,17 +46,6 @@ class Drawing(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         image, target = self.memory[index]
         return image.float() / 255 + torch.rand(()) + np.random.rand() + random.random(), int(target)
-
-
-class Ordered(IterableDataset[Any]):
-    def __init__(self, memory: Tensors) -> None:
-        self.memory = memory
-
-    def __len__(self) -> int:
-        return len(self.memory)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.memory[index] for index in range(len(self.memory)))
 
 
 def images(count: int = SAMPLES) -> Tensors:
@@ -95,20 +84,17 @@ ORDERS: dict[str, dict[str, Any]] = {
     "shards": {"shards": torch.arange(SAMPLES) // 20, "window": 30},
     "weights": {"weights": torch.rand(SAMPLES, generator=torch.Generator().manual_seed(1)).double()},
     "draws": {"draws": 60},
-    "stream": {"shuffle": False},
 }
 
 
 def data_of(kind: str) -> Any:
     part = Subset(images(), list(range(0, SAMPLES, 2)))
-    return {"memory": images(), "part of memory": part, "stream": Ordered(images())}.get(kind, Drawing(images()))
+    return {"memory": images(), "part of memory": part}.get(kind, Drawing(images()))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda one: " ".join(one) or "plain")
-@pytest.mark.parametrize("kind", ["memory", "part of memory", "read", "shards", "weights", "draws", "stream"])
+@pytest.mark.parametrize("kind", ["memory", "part of memory", "read", "shards", "weights", "draws"])
 def test_same_bits_on_any_ranks_in_any_parts_and_after_a_stop(kind: str, options: dict[str, Any]) -> None:
-    if kind == "stream" and "mixes" in options:
-        return  # it has no sample before
     data, order = data_of(kind), ORDERS.get(kind, {})
     one = train(data, **options, **order)
     for size, micro in ((1, 3), (3, 2)):
@@ -116,7 +102,7 @@ def test_same_bits_on_any_ranks_in_any_parts_and_after_a_stop(kind: str, options
     assert_same(one[2:], train(data, 2, (0, 2 * BATCH), 5, micro=2, **options, **order))
 
 
-@pytest.mark.parametrize(("kind", "options"), [("read", OPTIONS[2]), ("weights", {}), ("stream", {})])
+@pytest.mark.parametrize(("kind", "options"), [("read", OPTIONS[2]), ("weights", {})])
 def test_workers_give_the_same_bits(kind: str, options: dict[str, Any]) -> None:
     data, order = data_of(kind), ORDERS.get(kind, {})
     assert_same(train(data, **options, **order), train(data, 2, workers=2, **options, **order))
@@ -137,11 +123,6 @@ def test_steps_that_are_looked_up_together_give_the_same_batches(at_once: int, m
     expected = train(Drawing(images()), batches=5)
     monkeypatch.setattr(loader_module, "VALUES_AT_ONCE", at_once * 192)
     assert all(batch[3].equal(other[3]) for batch, other in zip(train(images(), 2, batches=5), expected, strict=True))
-
-
-def test_a_stream_keeps_its_own_order() -> None:
-    targets = torch.cat([batch[3] for batch in train(Ordered(images()), 2, batches=10, shuffle=False)])
-    assert targets.equal(images().targets.repeat(2))
 
 
 def test_epochs_and_seeds_differ_in_their_order() -> None:
@@ -187,31 +168,16 @@ def test_batches_of_a_long_epoch_are_planned_when_they_are_needed(workers: int) 
 
 
 class Numbers(Dataset[Any]):
-    """Sample number n is [n], its target n. It keeps the epochs that it is told."""
+    """Sample number n is [n], its target n."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.epoch = count, 0
+        self.count = count
 
     def __len__(self) -> int:
         return self.count
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.tensor([float(index)]), index + 1000 * self.epoch
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_data_set_is_told_the_epoch_where_it_is_read(workers: int) -> None:
-    numbers = Numbers(30)
-    plan = lambda _, count: parts(count, 1, 0, 1)  # noqa: E731
-    read = Loader(
-        SampleReader(numbers, "data", 1), Order(30, 1), InputConverter(torch.float64), CPU, 1, 10, plan, workers=workers
-    )
-    told = [batch.parts[0].targets // 1000 for batch in islice(read.batches(Position(2)), 6)]
-    assert [one.unique().tolist() for one in told] == [[2]] * 3 + [[3]] * 3
-    assert all((part.targets < 30).all() for part in read.evaluation(7))
+        return torch.tensor([float(index)]), index
 
 
 @pytest.mark.parametrize(

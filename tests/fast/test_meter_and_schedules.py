@@ -58,7 +58,7 @@ def test_a_meter_of_two_ranks_has_the_means_over_all_samples() -> None:
 
 
 def test_a_meter_keeps_a_bounded_number_of_losses() -> None:
-    world = World(0, 1, 0, 1, torch.device("cpu"), None, 60, None)  # type: ignore[arg-type]
+    world = World(0, 1, torch.device("cpu"), None, 60, None)  # type: ignore[arg-type]
     meter = Meter(CrossEntropy(), world)
     for step in range((LOSSES_KEPT + 50) * AT_ONCE):
         add(meter, 1.0, 1, 1, step)

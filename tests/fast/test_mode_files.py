@@ -1,21 +1,24 @@
 """What modes write: where it may go, and what stands in it."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.modes.base import require_place
+from lockstep.modes.base import TrainedRun
 from lockstep.modes.predict import table
 
 
 def test_a_mode_replaces_nothing_that_is_no_file(tmp_path: Path) -> None:
-    for place in ("/dev/null", str(tmp_path)):
-        with pytest.raises(ConfigError, match="is no file that can be replaced; type mode.file=<a file that you can"):
-            require_place(place)
-    require_place(None)
-    require_place(str(tmp_path / "rows.csv"))
+    trained: Any = SimpleNamespace(folder=tmp_path)
+    for place, why in (("/dev/null", "is no file"), (str(tmp_path), "is no file"), ("/dev/null/a", "File exists")):
+        with pytest.raises(ConfigError, match=f"{why}.*; type mode.file=<a file that you can"):
+            TrainedRun.output(trained, place, "rows.csv")
+    assert TrainedRun.output(trained, str(tmp_path / "new" / "rows.csv"), "") == tmp_path / "new" / "rows.csv"
+    assert (tmp_path / "new").is_dir()
 
 
 def test_names_of_classes_stand_for_predictions_and_targets_only() -> None:

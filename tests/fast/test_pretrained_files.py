@@ -1,6 +1,7 @@
 """Files of weights that other programs wrote, as what a net begins with."""
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,6 @@ from safetensors.torch import save_file
 from torchvision.models import resnet18
 
 from lockstep.errors import ConfigError
-from lockstep.models.tutorial import mlp
-from lockstep.modes.export import weights_as
 from lockstep.snapshots.initial_weights import load_initial_weights
 
 
@@ -41,10 +40,9 @@ def test_torchvisions_weights_come_in_with_a_new_head(
     assert "init: keep their first values: fc.bias, fc.weight" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["pt", "safetensors"])
-def test_exported_weights_begin_another_run(tmp_path: Path, kind: str) -> None:
-    first, second = (mlp(shape=[1, 4, 4], classes=3, width=8, depth=1, dropout=0.0) for _ in range(2))
-    path = tmp_path / f"last.{kind}"
-    path.write_bytes(weights_as(first.state_dict(), "state_dict" if kind == "pt" else kind))
-    load_initial_weights(second, str(path), [])
-    assert all(torch.equal(second.state_dict()[name], value) for name, value in first.state_dict().items())
+def test_a_safetensors_file_without_the_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "weights.safetensors"
+    path.touch()
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ConfigError, match=r"^parameters.init=.* needs safetensors; type pip install safetensors$"):
+        load_initial_weights(resnet18(), str(path), [])

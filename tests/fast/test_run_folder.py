@@ -1,5 +1,7 @@
 """One run per folder: the lock, and the record of the config in `.hydra`, which belongs to whoever holds the lock."""
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -88,3 +90,14 @@ def test_a_forked_worker_does_not_keep_the_lock_of_a_killed_rank(tmp_path):
         held.release()
     finally:
         os.kill(worker, signal.SIGKILL)
+
+
+def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch, caplog):
+    """Lustre that is mounted without flock."""
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    assert HeldFolder(tmp_path).lock() is None
+    assert "cannot be locked (Function not implemented)" in caplog.text

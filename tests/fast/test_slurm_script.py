@@ -1,7 +1,10 @@
 """launch=slurm: the script that is submitted, and what is refused."""
 
+import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, RankFailed, StoppedEarly
 from lockstep.launchers.slurm import SlurmLauncher
 from support.commands import TRAIN
 
@@ -131,3 +134,20 @@ def test_what_sbatch_says_is_shown_when_it_refuses_the_job(tmp_path, monkeypatch
     sbatch.write_text("#!/bin/sh\necho '12;cluster'\n")
     launcher.launch(print)
     assert "--partition=gpu" in Path(tmp_path, "job.sh").read_text()
+
+
+def test_a_job_of_a_sweep_is_waited_for_and_cancelled_at_a_signal(tmp_path, monkeypatch):
+    commands = {"sbatch": f"echo 12; [ $2 = --wait ] && until [ -e {tmp_path}/end ]; do sleep 0.1; done; exit 3"}
+    commands["scancel"] = f"touch {tmp_path}/end"
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("LOCKSTEP_SWEEP", str(tmp_path))
+    launcher = SlurmLauncher(run_dir=str(tmp_path), **(NOTHING_SET | {"dry_run": False}))
+    monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create({"overrides": {"task": []}}))
+    threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    with pytest.raises(StoppedEarly, match="Slurm job 12 was cancelled"):
+        launcher.launch(print)
+    with pytest.raises(RankFailed, match="Slurm job 12 ended with 3; see "):
+        launcher.launch(print)

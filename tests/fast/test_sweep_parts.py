@@ -1,17 +1,17 @@
 """The parts of a sweep that need no job: folders, cores and GPUs, which runs count, and what a search draws from."""
 
-from pathlib import Path
+import os
 
 import pytest
+import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from lockstep.errors import ConfigError
 from lockstep.source_code import is_project
 from lockstep.sweeps import jobs
 from lockstep.sweeps.jobs import divide_machine
-from lockstep.sweeps.launch import folder_name, same_values
-from lockstep.sweeps.search import as_word, corners, distributions
+from lockstep.sweeps.launch import folder_name, is_at_edge, same_values
+from lockstep.sweeps.search import distributions, words_of
 from support.commands import ROOT
 
 
@@ -42,25 +42,16 @@ def test_the_code_that_starts_a_sweep_is_no_code_of_the_user_s() -> None:
 
 
 def test_jobs_at_once_share_no_core_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "usable_cores", lambda: list(range(8)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert [sorted(slot.cores) for slot in divide_machine(3, 1)] == [[0, 1], [2, 3], [4, 5]]
-    assert [sorted(slot.cores) for slot in divide_machine("auto", 4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert len(divide_machine("auto", "gpu")) == 1
+    assert [slot.cores for slot in divide_machine(3, 1)] == [[0, 1], [2, 3], [4, 5]]
+    assert [slot.cores for slot in divide_machine("auto", 4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert divide_machine("auto", "gpu") == divide_machine(1, 2) == [jobs.Slot()]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    devices = [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in divide_machine("auto", 2)]
-    assert devices == ["4,5", "6,7"]
-    with pytest.raises(ConfigError, match=r"n_jobs=5 is more than the 4 GPUs .* type hydra.launcher.n_jobs=auto"):
-        divide_machine(5, 1)
-    with pytest.raises(ConfigError, match="n_jobs=3 of 2 ranks each is more than the 4 GPUs"):
-        divide_machine(3, 2)
-    assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in divide_machine(2, "gpu")] == ["4,5", "6,7"]
-
-
-def test_a_container_with_one_gpu_of_several_names_it_as_cuda_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([folder / "nvidia3"]))
-    assert jobs.visible_gpus() == ["0"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for n_jobs, ranks in ((2, "gpu"), (2, 1), ("auto", 2)):
+        assert [slot.gpus for slot in divide_machine(n_jobs, ranks)] == [["4", "5"], ["6", "7"]]
+    assert [slot.gpus for slot in divide_machine(5, 1)] == [["4"], ["5"], ["6"], ["7"], ["4"]]
 
 
 VALUES = {"seed": 1, "trainer.epochs": 2, "backend.timeout": 300, "launch._target_": "a", "dataset.classes": None}
@@ -106,18 +97,10 @@ def test_a_key_typed_twice_has_its_last_value() -> None:
     assert distributions(overrides) == (["lr=3"], {})
 
 
-@pytest.mark.parametrize("typed", ["lr=interval(1.0,0.1)", "lr=tag(log,interval(0.0,0.1))"])
-def test_wrong_intervals_are_refused(typed: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no interval \(.*; type lr=tag\(log,interval\(0.001,0.1\)\)"):
-        distributions(OverridesParser.create().parse_overrides([typed]))
+def test_numbers_of_a_search_have_six_digits() -> None:
+    assert words_of({"lr": 1 / 3, "size": 16, "model": "a"}) == ["lr=0.333333", "size=16", "model=a"]
 
 
-def test_the_corners_of_a_space_are_a_few_jobs() -> None:
-    space = {
-        "lr": FloatDistribution(0.001, 1.0),
-        "size": IntDistribution(16, 64),
-        "model": CategoricalDistribution("abc"),
-    }
-    words = [["lr=0.001", "size=16", "model=a"], ["lr=1", "size=64", "model=b"], ["lr=0.001", "size=16", "model=c"]]
-    assert corners(space) == words
-    assert as_word(1 / 3) == "0.333333"
+def test_the_best_value_of_a_list_may_be_at_its_edge() -> None:
+    lists = ([3, 1, 2], [1, 2, 3], [2, 1, 3], [1, 2], [True, False, 1], ["a", "b", "c"], [0.1, "auto", 0.2, 0.3])
+    assert [is_at_edge(values) for values in lists] == [True, True, False, False, False, False, True]

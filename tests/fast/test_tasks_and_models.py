@@ -127,7 +127,7 @@ def test_an_own_measure_may_give_yes_or_no() -> None:
 
 
 def test_layers_that_get_their_shapes_later_get_their_layout_then() -> None:
-    world = World(0, 1, 0, 1, torch.device("cpu"), None, 60, None)  # type: ignore[arg-type]
+    world = World(0, 1, torch.device("cpu"), None, 60, None)  # type: ignore[arg-type]
     model = prepare_model(nn.Sequential(nn.LazyConv2d(2, 3)), world, world.device, "fp32", torch.channels_last, False)
     give_shapes(model, torch.zeros(1, 1, 4, 4))
     assert model[0].weight.shape == (2, 1, 3, 3)

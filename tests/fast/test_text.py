@@ -77,15 +77,6 @@ def test_documents_of_all_kinds_are_joined_by_the_separator(tmp_path: Path) -> N
     assert source.splits().test.coder.decode(source.splits().test.tokens.tolist()) == "another<|e|>"
 
 
-def test_a_null_text_is_named_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    lines = [json.dumps({"text": None if number in (70, 90) else f"text {number}"}) for number in range(120)]
-    (tmp_path / "some.jsonl").write_text("\n".join(lines))
-    source = documents(tmp_path, path=f"{tmp_path}/some.jsonl")
-    source.prepare()
-    assert "some.jsonl: 2 texts are null and left out, the first in line 71" in caplog.text
-    assert source.splits().train.coder.decode(source.splits().train.tokens.tolist()).count("text") == 118
-
-
 def test_a_rank_holds_no_text(tmp_path: Path) -> None:
     def own_bytes() -> int:
         return int(re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[0]) * 1024
@@ -129,12 +120,12 @@ def test_what_cannot_be_used_is_refused_with_what_to_type(tmp_path: Path) -> Non
         (text(tmp_path, path="none.txt"), "No such file.*type dataset.path="),
         (text(tmp_path, path=shakespeare), f"type curl --create-dirs -o {shakespeare} https"),
         (text(tmp_path, block=1000), "type dataset.block=21, or dataset.path="),
-        (text(tmp_path, classes=3), "has 21 tokens; type dataset.classes=null"),
-        (documents(tmp_path, path=f"{tmp_path}/bad.jsonl"), "bad.jsonl, line 2: KeyError: 'text'.*type dataset.path="),
+        (text(tmp_path, classes=3), "has 21 kinds of tokens; type dataset.classes=null"),
+        (documents(tmp_path, path=f"{tmp_path}/bad.jsonl"), "bad.jsonl: KeyError: 'text'.*type dataset.path="),
         (documents(tmp_path, path=f"{tmp_path}/none*"), "no file .*none.*type dataset.path="),
         (
             text(tmp_path, path=str(tmp_path / "picture")),
-            "picture, line 1: UnicodeDecodeError.*dataset.tokenizer=bytes",
+            "picture: UnicodeDecodeError.*dataset.tokenizer=bytes",
         ),
     ]:
         with pytest.raises(ConfigError, match=said):

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.distributed.backend import choose_backend, validate_backend
-from lockstep.distributed.old_world import gather_state
+from lockstep.distributed.backend import choose_backend, number_of_threads, validate_backend
+from lockstep.distributed.environment import RankInfo
+from lockstep.distributed.host import cpu_count
 from lockstep.distributed.world import OtherData, join_world, require_same_config, require_same_data
 from lockstep.errors import ConfigError
 from support.worlds import in_world
@@ -25,6 +26,8 @@ VARIABLES = {
     "NCCL_IB_DISABLE": "0",
 }
 SHARES = ([5], [4, 3], [0, 7], [5, 2, 0], [0, 1, 6])
+
+CORES = cpu_count()
 
 
 def _talk(folder: str) -> dict[str, Any]:
@@ -212,40 +215,28 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting():
     assert waited < 30  # not for the 60 s of the group
 
 
-def _state_of(rank: int) -> dict[str, Any]:
+def _tensors_of(rank: int) -> dict[str, torch.Tensor]:
     return {
-        "layer.weight": torch.full((2, rank + 1), 0.1, dtype=torch.float64).t(),
-        "layer.mask": torch.tensor([True, False]),
-        "layer.half": torch.tensor(1.5 + rank, dtype=torch.bfloat16),
-        "layer.empty": torch.zeros(0, 3),
-        "step": [rank, (None, 0.5)],
-        "others": {
-            "seen": {rank, -1},
-            "fixed": frozenset({"a"}),
-            "text": b"\x00\xff",
-            "more": bytearray(b"1"),
-            "z": 1 + 2j,
-        },
+        "wide": torch.full((2, rank + 1), 0.1, dtype=torch.float64).t(),
+        "mask": torch.tensor([True, False]),
+        "half": torch.tensor(1.5 + rank, dtype=torch.bfloat16),
+        "empty": torch.zeros(0, 3),
     }
 
 
-def _gathered_state() -> list[bool]:
-    """On rank 0: whether each rank's state arrived as it was sent."""
+def _gathered_tensors() -> list[bool]:
+    """On rank 0: whether each rank's tensors arrived as they were sent."""
     with join_world("gloo", 60) as world:
-        gathered = gather_state(world, _state_of(world.rank))
-        expected = [_state_of(rank) for rank in range(world.size)][: len(gathered)]
-        assert [[_exact(value) for value in state.values()] for state in gathered] == [
-            [_exact(value) for value in state.values()] for state in expected
+        gathered = world.gather_tensors(_tensors_of(world.rank))
+        pairs = [(found, _tensors_of(rank)) for rank, found in enumerate(gathered)]
+        return [
+            all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in sent.items())
+            for found, sent in pairs
         ]
-        return [list(state) == list(_state_of(0)) for state in gathered]
 
 
-def _exact(value: Any) -> Any:
-    return (str(value.dtype), value.shape, value.tolist()) if torch.is_tensor(value) else value
-
-
-def test_state_is_gathered_bit_for_bit_on_rank_0():
-    assert in_world(2, _gathered_state) == [[True, True], []]
+def test_tensors_are_gathered_bit_for_bit_on_rank_0():
+    assert in_world(2, _gathered_tensors) == [[True, True], []]
 
 
 def _set_variables(ranks_here: str) -> tuple[dict[str, str], list[str]]:
@@ -265,11 +256,42 @@ def test_options_that_are_not_set_leave_the_environment_alone():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
 def test_without_gpus_auto_is_gloo_and_nccl_is_refused():
-    assert choose_backend("auto", 4) == "gloo"
+    ranks = RankInfo(world_size=4, local_world_size=4)
+    assert choose_backend("auto", ranks) == "gloo"
     with pytest.raises(ConfigError, match="this machine shows none; type backend=gloo"):
-        choose_backend("nccl")
+        choose_backend("nccl", ranks)
 
 
 def test_a_network_interface_that_is_missing_is_named():
     with pytest.raises(ConfigError, match="eth9 is no network interface .*lo.*; type backend.socket_ifname="):
-        validate_backend("gloo", 1, "lo,eth9")
+        validate_backend("gloo", RankInfo(), "lo,eth9")
+
+
+@pytest.mark.parametrize(
+    ("typed", "ranks_on_cores", "said", "started_by", "expected"),
+    [
+        (None, 1, None, "python", CORES),
+        (None, 2, None, "fork", max(1, CORES // 2)),
+        (None, 1, None, "srun", CORES),  # each task has cores of its own
+        (7, 2, "3", "python", 7),
+        (None, 1, "3", "python", 3),
+        (None, 1, "1", "torchrun", CORES),  # which sets it
+    ],
+)
+def test_threads_of_a_rank(monkeypatch, typed, ranks_on_cores, said, started_by, expected):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert number_of_threads(typed, ranks_on_cores, started_by) == expected
+
+
+def _place_with_a_virtual_local_rank() -> tuple[int, int]:
+    os.environ["LOCAL_RANK"] = "0"
+    with join_world("gloo", 60) as world:
+        world.barrier()
+        return world.local_rank, world.local_size
+
+
+def test_ranks_count_themselves_where_torchrun_calls_each_of_them_the_first_of_its_machine():
+    """torchrun --virtual-local-rank does: one that believed it would prepare the data beside the others."""
+    assert in_world(2, _place_with_a_virtual_local_rank) == [(0, 2), (1, 2)]

@@ -28,10 +28,8 @@ UNFUSED = {"grad_scaler.py:<genexpr>": 1.0} | COMPARED
 ALONE = {"sync_batch_norm.py:moments": 2.0} | COMPARED
 # torch's hook waits for the device in each step after the tenth.
 POWERSGD = {"gradient_sync.py:one_bucket_at_a_time": 0.4, "a thread of gloo": 0.4} | COMPARED
-# The thread that writes a snapshot waits, and not the host, twice in this training.
-SAVED = {"sharded.py:save_shards": 0.2} | COMPARED
 # For the smaller batch at an epoch's end torch sets up its stages anew.
-SMALLER_BATCH = {"pipeline.py:_run": 0.15} | SAVED
+SMALLER_BATCH = {"pipeline.py:_run": 0.15} | COMPARED
 
 SCENARIOS: dict[str, tuple[int, list[str], dict[str, float]]] = {
     "one GPU": (1, [], {}),
@@ -68,13 +66,13 @@ SCENARIOS: dict[str, tuple[int, list[str], dict[str, float]]] = {
         ["gradient_sync=powersgd", "sync_bn=off"],
         POWERSGD,
     ),
-    "fsdp": (2, ["strategy=fsdp", "sync_bn=off"], SAVED),
-    "fsdp, bf16": (2, ["strategy=fsdp", "model=mlp", "trainer.precision=bf16"], SAVED),
-    "fsdp with replicas": (4, ["strategy=fsdp", "strategy.replicate=2", "sync_bn=off"], SAVED),
+    "fsdp": (2, ["strategy=fsdp", "sync_bn=off"], COMPARED),
+    "fsdp, bf16": (2, ["strategy=fsdp", "model=mlp", "trainer.precision=bf16"], COMPARED),
+    "fsdp with replicas": (4, ["strategy=fsdp", "strategy.replicate=2", "sync_bn=off"], COMPARED),
     "tensor_parallel": (
         2,
         ["strategy=tensor_parallel", "model=mlp", "strategy.parallelize_plan=[{1:colwise},{4:rowwise}]"],
-        SAVED,
+        COMPARED,
     ),
     "pipeline": (2, ["strategy=pipeline", "model=mlp"], SMALLER_BATCH),
     "virtual_ranks": (2, ["strategy=virtual_ranks", "trainer.deterministic=true"], COMPARED),

@@ -110,20 +110,20 @@ def test_data_stays_with_the_host_if_a_gpu_has_no_room(free: int, place: str) ->
     assert in_world(1, place_of_data, free) == [place]
 
 
-def device_of_rank(gpus: list[int], of_each_task: bool) -> str:
-    """Of backend=auto where rank r sees gpus[r] GPUs. of_each_task: they are its own, and Slurm says so."""
-    mine = gpus[int(os.environ["RANK"])]
-    if mine:
-        device.pretend(mine, "gloo")
-    if of_each_task:
-        os.environ["SLURM_GPUS_PER_TASK"] = "1"
+def device_of_rank(gpus: list[int], is_own: bool) -> str:
+    """Of backend=auto where rank r sees gpus[r] GPUs. is_own: the first one of each rank is another one."""
+    rank = int(os.environ["RANK"])
+    if gpus[rank]:
+        device.pretend(gpus[rank], "gloo")
+    unit = SimpleNamespace(uuid=f"GPU-{rank * is_own}")
+    torch.cuda.get_device_properties = lambda device=None: unit  # type: ignore[assignment, return-value]
     with join_world("auto") as world:
         world.barrier()  # the other one may still connect
         return str(world.device)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "of_each_task", "devices"),
+    ("gpus", "is_own", "devices"),
     [
         ([2, 2], False, ["cuda:0", "cuda:1"]),
         ([2, 0], False, ["cpu", "cpu"]),
@@ -131,8 +131,8 @@ def device_of_rank(gpus: list[int], of_each_task: bool) -> str:
         ([1, 1], False, ["cpu", "cpu"]),
     ],
 )
-def test_all_ranks_take_one_backend(gpus: list[int], of_each_task: bool, devices: list[str]) -> None:
-    assert in_world(2, device_of_rank, gpus, of_each_task) == devices
+def test_all_ranks_take_one_backend(gpus: list[int], is_own: bool, devices: list[str]) -> None:
+    assert in_world(2, device_of_rank, gpus, is_own) == devices
 
 
 def device_of_nccl() -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.errors import EXIT_FAILED, EXIT_HANG
-from support.commands import PYTHON_TRAIN, Command, own_data, wait_for
+from support.commands import PYTHON_TRAIN, Command, wait_for
 
 Start = Callable[..., Command]
 BAD = """
@@ -50,7 +50,6 @@ def test_broken_promises_are_explained(start: Start, tmp_path: Path) -> None:
     words = ["mode=check", "model=linear", "model._target_=bad_net.Net", "sync_bn=off"]
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     unused = start(*PYTHON_TRAIN, *words, PYTHONPATH=path).finish(code=EXIT_FAILED).output
-    assert "no gradient of spare.weight, spare.bias in some step" in unused
     assert "no     spare.weight, spare.bias: no gradient in 5 steps; type parameters.freeze=[spare.weight" in unused
     frozen = "parameters.freeze=[spare.weight,spare.bias]"
     output = start(*PYTHON_TRAIN, *words, frozen, PYTHONPATH=path).finish(code=EXIT_FAILED).output
@@ -62,10 +61,7 @@ def test_broken_promises_are_explained(start: Start, tmp_path: Path) -> None:
 
 OTHERS = """
 import time
-import numpy as np
-import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 class Unused(nn.Module):
     def __init__(self):
@@ -84,15 +80,6 @@ class Slow(Unused):
     def forward(self, images):
         time.sleep(600)
 
-class OtherData(Dataset):
-    def __init__(self, train):
-        self.samples, self.targets = torch.zeros(100, 64), np.random.default_rng().integers(10, size=100)
-
-    def __len__(self):
-        return 100
-
-    def __getitem__(self, index):
-        return self.samples[index], int(self.targets[index])
 """
 
 
@@ -122,13 +109,6 @@ def test_what_float64_cannot_compute_is_compared_as_typed(start: Start, tmp_path
 def test_a_job_whose_snapshots_are_refused_is_refused(start: Start) -> None:
     words = ["mode=check", "model=linear", "optimizer._target_=zoo.optimizers.Recent", "optimizer.lr=0.05"]
     assert "Recent keeps a deque in state_dict()" in start(*PYTHON_TRAIN, *words).finish(2).output
-
-
-def test_data_that_differs_gets_a_table(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(OTHERS)
-    data = [*own_data("nets.OtherData"), "dataset.shape=[64]", "dataset.classes=10", "model=linear"]
-    other = start(*PYTHON_TRAIN, "mode=check", *data, PYTHONPATH=tmp_path).finish(code=EXIT_FAILED).output
-    assert "the same numbers on 2 ranks         no     the test data of rank 1 is not that of rank 0" in other
 
 
 def test_a_check_that_hangs_ends_with_a_verdict(start: Start, tmp_path: Path) -> None:
@@ -177,12 +157,3 @@ def test_a_strategy_that_one_rank_cannot_run_is_refused(start: Start) -> None:
     words = ["mode=check", "strategy=async_parameter_server", "launch=fork", "model=linear"]
     run = start(*PYTHON_TRAIN, *words).finish(2)
     assert "mode=check runs on 1 and on 2 ranks: strategy=async_parameter_server has no worker in a wor" in run.sentence
-
-
-def test_a_check_takes_the_options_of_a_training_on_more_ranks(start: Start) -> None:
-    words = ["mode=check", "strategy=tensor_parallel", "strategy.parallelize_plan=[{1:colwise},{4:rowwise}]"]
-    words += ["strategy.replicate=2", "strategy.shard=2", "launch=fork", "launch.nproc_per_node=8"]
-    output = start(*PYTHON_TRAIN, *words, "model=mlp", "model.dropout=0").finish().output
-    assert output.endswith(
-        "".join(f"the ranks were checked with strategy.{k}=1, not 2\n" for k in ("replicate", "shard"))
-    )

@@ -26,9 +26,3 @@ def test_a_compiled_model_trains_to_the_same_numbers(tmp_path: Path) -> None:
     assert eager == [0]
     assert compiled[0] > 0
     assert distance(weights(tmp_path / "eager"), weights(tmp_path / "compiled")) < 1e-12
-
-
-def test_a_machine_without_a_compiler_is_told_before_anything_starts(train: Any) -> None:
-    output = train("trainer.compile=true", code=2, PATH="/nowhere").output
-    assert "trainer.compile needs a C++ compiler" in output
-    assert "type apt install g++" in output

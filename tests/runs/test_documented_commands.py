@@ -11,7 +11,7 @@ import yaml
 from lockstep.config.check import OPTIONS
 from lockstep.config.nodes import check_nodes
 from lockstep.config.schema import CONF
-from support.configs import composed
+from support.configs import NEEDS, composed
 from support.pages import PAGES, PLACEHOLDER, code_spans, command_lines
 
 OVERRIDE = re.compile(r"[+~]*[\w/.@]+=\S+")
@@ -19,16 +19,6 @@ OVERRIDE = re.compile(r"[+~]*[\w/.@]+=\S+")
 FOREIGN_KEYS = {"weights_only", "is_host", "AuthInfo"}
 # What this machine lacks: another one's network interface, and a plugin of Hydra.
 NOT_HERE = ("model=mine", "backend.socket_ifname=", "hydra.")
-
-# What an option must be told, where a code span is about another key of it.
-REQUIRED = {
-    "image_folder": ["dataset.root=pictures"],
-    "image_csv": ["dataset.root=pictures"],
-    "image_list": ["dataset.root=pictures"],
-    "table": ["dataset.path=rows.csv", "dataset.target=kind"],
-    "huggingface": ["dataset.path=rows"],
-    "pair": ["dataset.train._target_=builtins.dict", "dataset.test._target_=builtins.dict"],
-}
 
 Overrides = tuple[str, ...]
 
@@ -76,9 +66,8 @@ def with_needed_options(overrides: list[str]) -> list[str]:
         if name and options and group not in chosen:
             needed.setdefault(group, f"{group}={options[-1]}")
     words = [*needed.values(), *overrides]
-    data = next((word.partition("=")[2] for word in words if word.startswith("dataset=")), "")
-    data = "image_folder" if any("experiment=image_folder" in word for word in words) else data
-    words += [word for word in REQUIRED.get(data, []) if word.partition("=")[0] not in chosen]
+    told = [need for word in words for need in NEEDS.get(word.lstrip("+"), [])]
+    words += [word for word in told if word.partition("=")[0] not in chosen]
     names_data = any(word.startswith(("dataset=", "experiment=", "+experiment=")) for word in words)
     return ["dataset=text", *words] if "model=gpt" in words and not names_data else words
 

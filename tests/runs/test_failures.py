@@ -27,14 +27,13 @@ def test_a_learning_rate_that_is_too_large_ends_with_the_step_of_the_first_bad_l
     assert words[5:7] == ["at", "step"]
     assert 2 <= int(words[7].rstrip(",;")) <= 10
     assert sentence.endswith("trainer.max_grad_norm=1.0")
-    assert "no snapshot was saved before" in sentence
     report = run.output.rpartition("lockstep: the loss is ")[2]
     assert re.search(
         r"\n  raised by all ranks, first by rank \d of \d \(.+, pid \d+\), in epoch 1, after step \d", report
     )
-    assert re.search(r"\nits log, run/logs/rank\d.log, ends with:\n  .* gloo on cpu, started by ", report)
+    assert re.search(r"\nits log, run/logs/rank\d.log, ends with:\n  .* gloo on cpu, . threads?, started by ", report)
     assert f"\nrun folder: {tmp_path}/run\nnewest snapshot: none; steps lost: " in report
-    assert re.search(r"\nresume: .* optimizer.lr=1e10 hydra.run.dir=\S+/run\n", report)
+    assert "resume: " not in report  # there is no snapshot to go on from
     assert "consequences" not in report
     assert not list(tmp_path.glob("run/snapshots/*"))
     assert not (tmp_path / "run/model.pt").exists()
@@ -65,7 +64,7 @@ def test_a_model_file_is_no_snapshot(train, tmp_path):
     weights = torch.load(tmp_path / "run/model.pt", weights_only=True)
     assert weights
     refused = train("model=mlp", f"resume={tmp_path}/run/model.pt", "hydra.run.dir=other", code=2)
-    assert f"resume={tmp_path}/run/model.pt is no snapshot; to start afresh leave resume= out, else" in refused.sentence
+    assert f"resume={tmp_path}/run/model.pt holds no finished snapshot; type resume=" in refused.sentence
     assert run.epochs
 
 

@@ -122,18 +122,9 @@ def test_a_run_begins_with_the_weights_of_another_and_a_new_head(tmp_path: Path)
     assert "freeze: 1072 of 1276 weights are not trained: 1.bias, 1.weight, 2.bias, 2.weight" in log
 
 
-def test_groups_that_cannot_work_are_refused_before_ranks_start() -> None:
-    for word, said in (
-        (
-            "parameters.groups=[{lr:0.1}]",
-            "is refused: it has no match, the names of parameters; type parameters.groups=[{match:fc,lr:0.1}]",
-        ),
-        (
-            "parameters.groups=[{match:'4',lr:-1}]",
-            "parameters.groups: {match:4,lr:-1} is refused: Invalid learning rate: -1; type",
-        ),
-    ):
-        assert said in str(answer(*BASE, word)), word
+def test_a_group_without_a_match_is_refused_before_ranks_start() -> None:
+    said = "has no match, the names of parameters; type parameters.groups=[{match:fc,lr:0.1}]"
+    assert said in str(answer(*BASE, "parameters.groups=[{lr:0.1}]"))
 
 
 def refusals(configs: list[Any]) -> list[str]:
@@ -154,17 +145,17 @@ def test_what_does_not_fit_the_model_is_refused_on_all_ranks_with_what_to_type(t
         (
             "init",
             f"{tmp_path}/none.pt",
-            "none.pt does not exist; type parameters.init=<a file of weights, a snaps",
+            "none.pt does not exist; type parameters.init=<a run folder or one of",
         ),
-        ("init", f"{tmp_path}", "holds neither model.pt nor a snapshot; type parameters.init="),
-        ("init", f"{tmp_path}/text.pt", "text.pt cannot be read ("),
-        ("init", f"{tmp_path}/tensor.pt", "tensor.pt holds no state dict; type parameters.init="),
+        ("init", f"{tmp_path}", "holds no finished snapshot; type parameters.init="),
+        ("init", f"{tmp_path}/text.pt", "text.pt cannot be read as a state dict ("),
+        ("init", f"{tmp_path}/tensor.pt", "tensor.pt cannot be read as a state dict ("),
         (
             "init",
             f"{tmp_path}/body.pt",
             "2.bias is [16] here and missing there, 2.weight is [16] here and missing",
         ),
-        ("init", f"{tmp_path}/body.pt", "to train them from random weights type parameters.new_layers=[2,4]"),
+        ("init", f"{tmp_path}/body.pt", "to train from random weights type parameters.new_layers=[2,4]"),
         ("freeze", "[head]", "freeze: the model has no head; the nearest names are 1, 1.weight, 1.bias; type one"),
         (
             "freeze",

@@ -47,16 +47,21 @@ def values_read(cfg: Any) -> list[str]:
 
         return call
 
-    train_epoch, create = loop.train_epoch, exchange.Exchange.__init__
+    begin_epoch, end_epoch, create = loop.begin_epoch, loop.end_epoch, exchange.Exchange.__init__
+    watch = Watch()
 
-    def watched(*arguments: Any) -> Any:
-        with Watch():
-            return train_epoch(*arguments)
+    def begin(*arguments: Any) -> Any:
+        begin_epoch(*arguments)
+        watch.__enter__()
+
+    def end(*arguments: Any) -> Any:
+        watch.__exit__(None, None, None)
+        return end_epoch(*arguments)
 
     def delayed(self: Any, *arguments: Any, **options: Any) -> None:
         create(self, *arguments, **options | {"delayed": True})
 
-    loop.train_epoch, loop.end_epoch = watched, unwatched(loop.end_epoch)
+    loop.begin_epoch, loop.end_epoch = begin, end
     exchange.LONG = math.inf  # a slow machine reads at once
     exchange.Exchange.__init__ = delayed  # type: ignore[method-assign]
     exchange.Exchange.drain = unwatched(exchange.Exchange.drain)  # type: ignore[method-assign]

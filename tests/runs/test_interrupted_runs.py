@@ -15,7 +15,6 @@ from support.commands import (
     ROOT,
     TORCHRUN,
     TRAIN,
-    Command,
     own_data,
     ranks_of_torchrun,
     ranks_under,
@@ -92,7 +91,7 @@ def test_a_killed_launcher_leaves_no_orphan_and_no_temporary_file(start, tmp_pat
     temporary = short_folder
     run = start(*LONG, f"launch={launch}", TMPDIR=temporary)
     wait_for_snapshot(tmp_path / "run")
-    ranks = ranks_under(run.process.pid) if launch != "fork" else forked_ranks(run)
+    ranks = ranks_under(run.process.pid)
     assert len(ranks) == 2
     run.process.kill()
     wait_for(lambda: not alive(ranks), "end of the ranks")
@@ -118,18 +117,6 @@ def test_a_rank_started_by_hand_goes_on_after_its_shell(start, tmp_path):
     run = start("bash", "-c", shell)
     run.finish()  # its output ends with the rank
     assert "finished: val loss" in read_log(tmp_path / "run")
-
-
-def test_a_folder_in_which_the_helper_process_cannot_listen_is_refused(start, tmp_path):
-    deep = tmp_path / ("x" * 90)
-    deep.mkdir()
-    refused = start(*PYTHON_TRAIN, "launch=torchrun", TMPDIR=deep).finish(2)
-    assert refused.sentence.endswith("type TMPDIR=/tmp before the command, or launch.start_method=spawn")
-
-
-def forked_ranks(run: Command) -> list[int]:
-    """The ranks of launch=fork have the command line of their parent."""
-    return ranks_of_torchrun(run.process.pid)
 
 
 def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(start, tmp_path):

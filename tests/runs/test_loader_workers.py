@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from lockstep.data.reader import EVALUATION, Request, SampleReader, batches
-from lockstep.failures.causes import explain_exception
+from lockstep.data.reader import SampleReader, batches, request_of
+from lockstep.failures.explain import explain_exception
 from support.commands import ROOT, children, wait_for
 
 HANGS = 77
@@ -34,12 +33,12 @@ class Readers(torch.utils.data.Dataset[tuple[int, int]]):
 
 
 def passing(numbers: list[list[int]], workers: int = 2) -> Iterator[Any]:
-    requests = [Request(EVALUATION, 0, np.array(batch)) for batch in numbers]
+    requests = [request_of(batch) for batch in numbers]
     return batches(SampleReader(Readers(), "data", 0), requests, workers, pin_memory=False)
 
 
 def meaning_of(message: str) -> tuple[str, str]:
-    return explain_exception({"type": "RuntimeError", "message": message, "is_communication": False})
+    return explain_exception({"type": "RuntimeError", "message": message, "is_echo": False})
 
 
 def test_batches_come_in_order_from_all_workers_which_end_with_them() -> None:
@@ -93,10 +92,9 @@ def test_a_worker_that_dies_is_an_error_that_is_explained() -> None:
 
 def test_workers_leave_no_file_behind(tmp_path: Path) -> None:
     code = """if True:
-        import numpy as np
-        from lockstep.data.reader import Request, SampleReader, batches
+        from lockstep.data.reader import SampleReader, batches, request_of
         from support.own_data import Points
-        requests = [Request(0, 0, np.array([number])) for number in range(9)]
+        requests = [request_of([number], 0) for number in range(9)]
         found = batches(SampleReader(Points(), "data", 0), requests, 2, False)
         next(found)  # its tensors arrive through shared memory
         found.close()
@@ -109,15 +107,14 @@ def test_workers_leave_no_file_behind(tmp_path: Path) -> None:
 def test_shared_memory_that_is_full_is_not_taken_for_a_full_disk() -> None:
     code = """if True:
         import subprocess, torch
-        import numpy as np
-        from lockstep.data.reader import Request, SampleReader, batches
+        from lockstep.data.reader import SampleReader, batches, request_of
         class Large(torch.utils.data.Dataset):
             def __len__(self):
                 return 8
             def __getitem__(self, index):
                 return torch.zeros(2**20), index
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm"], check=True)
-        requests = [Request(0, 0, np.array([number])) for number in range(2)]
+        requests = [request_of([number], 0) for number in range(2)]
         list(batches(SampleReader(Large(), "data", 0), requests, 1, False))
     """
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
@@ -151,10 +148,9 @@ def test_workers_that_hang_end_with_a_rank_that_is_killed(method: str) -> None:
 def test_python_ends_at_once_with_a_loader_that_was_not_closed() -> None:
     """As in a notebook: the workers ignore the SIGTERM that multiprocessing sends them before it waits for them."""
     code = """if True:
-        import numpy as np
-        from lockstep.data.reader import Request, SampleReader, batches
+        from lockstep.data.reader import SampleReader, batches, request_of
         from support.own_data import Points
-        requests = [Request(0, 0, np.array([number])) for number in range(9)]
+        requests = [request_of([number], 0) for number in range(9)]
         found = batches(SampleReader(Points(), "data", 0), requests, 1, False)
         next(found)
     """

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from lockstep.errors import EXIT_RESUMABLE, ConfigError
-from lockstep.snapshots.files import verify, write_snapshot
+from lockstep.snapshots.files import STATE, finish_snapshot, of_files, verify, write_tensors
 from lockstep.snapshots.mirror import Mirror, fetch
 from support.commands import TRAIN, wait_for
 from support.object_store import MIRROR, URL, ObjectStore, listed
@@ -63,7 +63,8 @@ def test_a_snapshot_stays_there_until_a_newer_one_of_its_kind_is_whole(tmp_path)
                 mirror.require_free(None, tmp_path / "another")
         mirror.require_free(there.as_uri(), tmp_path / "another")
         mirror.start()
-        path = write_snapshot(here, name, {"number": len(left)}, {})
+        write_tensors(here / f"{name}.tmp" / STATE, {"number": len(left)})
+        path = finish_snapshot(here, name, of_files(here / f"{name}.tmp", [STATE]))
         mirror.put(path)
         mirror.close()
         shutil.rmtree(path)  # as one that a newer one has replaced here
@@ -112,8 +113,8 @@ def test_a_store_that_is_lost_ends_nothing(start, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([MIRROR, "snapshot.mirror.to=gs://bucket/run"], "needs gcsfs; type pip install gcsfs"),
-        ([MIRROR, "snapshot.mirror.to=no://bucket/run"], "type snapshot.mirror.to=s3://<bucket>/<folder>"),
+        ([MIRROR, "snapshot.mirror.to=gs://bucket/run"], "Please install gcsfs"),
+        ([MIRROR, "snapshot.mirror.to=no://bucket/run"], "type snapshot.mirror.to=<an address that fsspec can open>"),
         (["snapshot.mirror=s3://bucket/run"], "snapshot.mirror"),
         (["resume=file:///nowhere/run"], "lists no snapshot"),
     ],

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 
@@ -155,7 +154,7 @@ def test_a_loaded_net_gives_what_the_evaluation_computed(run: Path) -> None:
         outputs = net(images())
     assert mean_loss(outputs) == pytest.approx(last_loss(run), rel=1e-12)
     assert net.predict(images()[:3]) == outputs[:3].argmax(1).tolist()
-    assert (net.mean, net.std, net.training) == ([0.287], [0.353], False)
+    assert not net.training
     best = lockstep.load(str(run), which="best")  # its only evaluation was at the end
     assert torch.equal(best(images()), outputs)
     with pytest.raises(ConfigError, match="run=.*/nothing does not exist; type run=<a run folder"):
@@ -170,20 +169,9 @@ def test_an_exported_net_holds_its_preprocessing_for_any_batch(run: Path, start:
     assert [path.name for path in tmp_path.iterdir()] == ["net.pt2"]
 
 
-@pytest.mark.parametrize("kind", ["state_dict", "safetensors"])
-def test_exported_weights_are_the_nets(run: Path, start: Start, tmp_path: Path, kind: str) -> None:
-    start(*PYTHON_TRAIN, "mode=export", f'resume="{run}"', f"mode.format={kind}", "mode.file=net").finish()
-    written = (tmp_path / "net").read_bytes()
-    weights = safetensors.torch.load(written) if kind == "safetensors" else torch.load(tmp_path / "net")
-    expected = torch.load(run / "model.pt", weights_only=True)
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], value) for name, value in expected.items())
-
-
-@pytest.mark.parametrize("kind", ["state_dict", "safetensors", "torch_export"])
-def test_a_full_disk_is_named(run: Path, tmp_path: Path, kind: str) -> None:
+def test_a_full_disk_is_named(run: Path, tmp_path: Path) -> None:
     """No file may be larger than 20 KiB."""
-    words = ["mode=export", f'resume="{run}"', f"mode.format={kind}", "mode.file=net.pt2"]
+    words = ["mode=export", f'resume="{run}"', "mode.file=net.pt2"]
     command = Command(["bash", "-c", 'ulimit -f 20; "$@"', "bash", *PYTHON_TRAIN, *words], tmp_path).finish(2)
     assert command.sentence.endswith(
         "net.pt2 cannot be written (File too large); type mode.file=<a file that you can write>"
@@ -197,14 +185,15 @@ def test_a_full_disk_is_named(run: Path, tmp_path: Path, kind: str) -> None:
         (["mode=evaluate"], "mode=evaluate needs a trained run; type resume=<a run folder>"),
         (["mode=evaluate", "resume=x"], "resume=x does not exist; type resume=<a run folder"),
         (["mode=evaluate", "resume={run}", "-m"], "mode=evaluate is no training, and a sweep trains"),
-        (["mode=evaluate", "resume={run}", "model=mlp"], "is of another model: model._target_ ("),
+        (["mode=evaluate", "resume={run}", "model=mlp"], "does not fit this run: model._target_ ("),
         (
             ["mode=evaluate", "resume={run}", "mode.snapshot=nope"],
-            "mode.snapshot=nope does not exist; type mode.snapshot=<last, best or one of its",
+            "mode.snapshot=nope does not exist; type mode.snapshot=<a run folder or one of its",
         ),
-        (["mode=export", "resume={run}", "mode.file=/nodir/x.pt2"], "/nodir/x.pt2 cannot be written (No such file or"),
-        (["mode=predict", "resume={run}", "mode.file=/nodir/x.csv"], "type mode.file=<a file that you can write>"),
-        (["mode=evaluate", "resume={run}", "mode.file=/nodir/x.json"], "/nodir/x.json cannot be written (No such file"),
+        (
+            ["mode=predict", "resume={run}", "mode.file=/dev/null/x.csv"],
+            "/dev/null/x.csv cannot be written (File exists)",
+        ),
         (["mode=export", "resume={run}", "launch=fork"], "mode=export is the work of one process, not of 2"),
     ],
 )
@@ -213,41 +202,11 @@ def test_what_is_refused(run: Path, start: Start, words: list[str], sentence: st
     assert sentence in start(*PYTHON_TRAIN, *filled).finish(2).sentence
 
 
-def test_the_best_evaluation_of_an_earlier_folder_is_said_to_be_there(start: Start, tmp_path: Path) -> None:
-    """An optimizer that makes the loss larger: the best evaluation is the first one."""
-    worse = [*PYTHON_TRAIN, "model=linear", "optimizer=adamw", "optimizer.fused=false", "+optimizer.maximize=true"]
-    worse += [ON_TEST, "monitor=val/loss", "logger=[]"]
-    start(*worse, "trainer.epochs=1", "hydra.run.dir=first").finish()
-    start(*worse, "trainer.epochs=2", "hydra.run.dir=second", "resume=first").finish()
-    best = [*PYTHON_TRAIN, "mode=evaluate", "mode.snapshot=best"]
-    sentence = start(*best, "resume=second").finish(2).sentence
-    expected = "the best evaluation, at step 23, is of an earlier folder; type resume=first, or mode.snapshot=last"
-    assert f"resume=second has no snapshots/best_*: {expected}" in sentence
-    start(*best, "resume=first").finish()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is not None, reason="these packages are installed")
-def test_a_format_whose_packages_are_missing_is_refused(run: Path, start: Start) -> None:
-    command = start(*PYTHON_TRAIN, "mode=export", f'resume="{run}"', "mode.format=onnx").finish(2)
-    assert re.search(r"type pip install .*onnxruntime$", command.sentence)
-
-
 @pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is None, reason="pip install onnx onnxscript onnxruntime")
 def test_an_onnx_file_gives_the_nets_outputs(run: Path, start: Start, tmp_path: Path) -> None:
     words = [*PYTHON_TRAIN, "mode=export", f'resume="{run}"', "mode.format=onnx", "mode.file=net.onnx"]
-    assert "type trainer.precision=fp32" in start(*words).finish(2).sentence
     start(*words, "trainer.precision=fp32").finish()
     session = importlib.import_module("onnxruntime").InferenceSession(tmp_path / "net.onnx")
     for batch in (images(), images()[:1]):
         (outputs,) = session.run(None, {"samples": batch.numpy()})
         assert torch.allclose(torch.from_numpy(outputs), lockstep.load(run)(batch).float(), atol=1e-4)
-
-
-def test_a_finished_runs_folder_typed_without_its_overrides_is_refused(run: Path, start: Start) -> None:
-    """The defaults would train three more epochs, in float32, and replace model.pt."""
-    before = files_of(run)
-    command = start(*PYTHON_TRAIN, f'hydra.run.dir="{run}"', "trainer.epochs=2", ema(0.5)).finish(2)
-    assert f"{run} holds a run with " in command.sentence
-    assert f"to go on with it, or hydra.run.dir=<a new folder>, with resume={run} to begin with its" in command.sentence
-    assert files_of(run) == before
-    assert "nothing to train" in start(*PYTHON_TRAIN, *TRAINED, f'hydra.run.dir="{run}"').finish().output

@@ -13,13 +13,7 @@ GLOBAL = "# @package _global_\n"
 EVALUATE = "defaults:\n  - override /mode: evaluate\n"
 # {file below --config-dir: its text}, and what is typed beside it.
 CASES: dict[str, tuple[dict[str, str], list[str]]] = {
-    "typed": ({}, ["mode=evaluate", "resume=run"]),
-    "both in a preset": ({"experiment/judge": f"{EVALUATE}resume: run\n"}, ["experiment=judge"]),
-    "the mode in a preset": ({"experiment/judge": EVALUATE}, ["experiment=judge", "resume=run"]),
-    "the run in a preset": ({"experiment/judge": "resume: run\n"}, ["experiment=judge", "mode=evaluate"]),
     "both in conf/local": ({"local/default": f"{EVALUATE}resume: run\n"}, []),
-    "the mode in conf/local": ({"local/default": EVALUATE}, ["resume=run"]),
-    "the run in conf/local": ({"local/default": "resume: run\n"}, ["mode=evaluate"]),
     "one in each": ({"local/default": EVALUATE, "experiment/judge": "resume: run\n"}, ["experiment=judge"]),
     "what is typed is the last word": ({"local/default": "resume: other\n"}, ["mode=evaluate", "resume=run"]),
 }

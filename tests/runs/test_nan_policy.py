@@ -79,7 +79,6 @@ def test_a_run_stops_at_the_step_and_names_the_samples(tmp_path: Path) -> None:
         assert [int(word) for word in named[1].split(", ")] == order.tensor_split(2)[rank][:16].tolist()
         assert gradient.endswith("type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0")  # its inputs are finite
         assert "the test loss is nan at step 1; in the test data the samples 7, 9 have NaN or infinite values; " in test
-        assert re.search(r"the last good snapshot is \S+/snapshots/step_\d+;", loss)
     newest = max(path.stem for path in (tmp_path / "gradient" / "snapshots").glob("step_*[0-9]"))
     assert newest == f"step_{step - 1:08d}"
 
@@ -135,7 +134,6 @@ def test_skip_leaves_out_the_update_and_nothing_else(tmp_path: Path, ranks: int)
         composed(f"run_dir={tmp_path / 'skip'}", *options),
         composed(f"run_dir={tmp_path / 'skip'}", *options, f"trainer.max_steps={step + 4}"),
         composed(f"run_dir={tmp_path / 'none'}", *many, "+dataset.test.broken=[]", *NONE_COUNTED),
-        # The last one: seconds after it failed, the monitor ends what still runs.
         composed(f"run_dir={tmp_path / 'many'}", *many, "+dataset.test.broken=[]", broken, "watch.nan=skip"),
     ]
     for skip, goes_on, none, everything in in_world(ranks, _train_all, configs):

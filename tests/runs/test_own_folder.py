@@ -41,16 +41,6 @@ def points(train=True, scale=1.0):
     return torch.utils.data.TensorDataset(inputs, (inputs.sum(1) > 2.5 * scale).long())
 
 
-class Stream(torch.utils.data.IterableDataset):
-    def __len__(self):
-        return 60
-
-    def __iter__(self):
-        for sample in points():
-            time.sleep(float(os.environ.get("SECONDS_A_SAMPLE", "0")))
-            yield sample
-
-
 class Net(nn.Module):
     def __init__(self, shape, classes):
         super().__init__()
@@ -82,7 +72,6 @@ def own(tmp_path: Path) -> None:
     halves = [POINTS.format(half=half, train=str(half == "train").lower()) for half in ("train", "test")]
     pair = "_target_: lockstep.data.Pair\n"
     (folder / "own.yaml").write_text(pair + "".join(halves))
-    (folder / "own_stream.yaml").write_text(pair + "train: {_target_: own_parts.Stream}\n" + halves[1])
     (tmp_path / "conf" / "task").mkdir()
     weighted = "defaults: [classification]\n_target_: own_parts.Weighted\nclasses: ${dataset.classes}\n"
     (tmp_path / "conf" / "task" / "weighted.yaml").write_text(weighted)
@@ -172,24 +161,6 @@ def test_a_trained_run_is_used_as_it_was_trained_whatever_its_files_say_today(st
     assert [int(row[column]) for row in rows[1:21]] == net.predict(images)
 
 
-def test_a_stream_that_is_read_again_for_longer_than_the_timeout_is_no_hang(start: Start, tmp_path: Path) -> None:
-    words = [
-        *OWN,
-        *NET,
-        "dataset=own_stream",
-        "dataset.classes=2",
-        "loader.validation=null",
-        "watch.timeout=0.5",
-        "snapshot.every=3steps",
-        "hydra.run.dir=run",
-    ]
-    start(*words, "trainer.max_steps=3").finish()
-    start(*words, SECONDS_A_SAMPLE=0.12).finish()  # 45 samples in 5.4 s, and the first step may take 5 s
-    assert "resumed from" in (tmp_path / "run" / "train.log").read_text()
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["steps"] == 4
-    assert not (tmp_path / "run" / "hang.txt").exists()
-
-
 def test_a_stop_that_a_long_step_delays_says_so_and_a_second_signal_ends_at_once(start: Start, tmp_path: Path) -> None:
     run = start(*OWN, "model._target_=own_parts.SlowNet", "hydra.run.dir=run", SECONDS_A_STEP=60)
     wait_for((tmp_path / "in_step").exists, "first step")
@@ -205,5 +176,5 @@ def test_a_first_step_that_takes_long_says_where_it_is(start: Start, tmp_path: P
     """After watch.timeout. It ends ten times later."""
     words = ["model._target_=own_parts.SlowNet", "watch.timeout=1", "trainer.max_steps=1"]
     output = start(*OWN, *words, SECONDS_A_STEP=4).finish().output
-    said = rf"progress for [1-4] s, and the run goes on: rank 0 is in user code.*{tmp_path}/own_parts.py:49 in forward"
+    said = rf"progress for [1-4] s, and the run goes on: rank 0 is in user code.*{tmp_path}/own_parts.py:39 in forward"
     assert len(re.findall(said, output)) == 1

@@ -80,7 +80,7 @@ def test_a_stage_may_have_frozen_layers_only(tmp_path: Path, frozen: str) -> Non
 def test_a_batch_of_several_tensors_is_refused(inputs: str, targets: str) -> None:
     values: dict[str, Any] = {"tensor": torch.ones(4, 2), "dict": {"left": torch.ones(4, 2)}}
     strategy = instantiate(composed("strategy=pipeline").strategy)
-    strategy.world = World(0, 2, 0, 2, torch.device("cpu"), None, 60, None)  # type: ignore[arg-type]
+    strategy.world = World(0, 2, torch.device("cpu"), None, 60, None)  # type: ignore[arg-type]
     part = LoadedPart(0, 0, values[inputs], values[targets], torch.arange(4))
     with pytest.raises(ConfigError, match="samples or targets here are several; type strategy=fsdp"):
         strategy.forward_backward(part, None, torch.ones(()), True)

@@ -64,7 +64,8 @@ def test_an_interrupt_of_the_kernel_saves_and_the_call_that_it_names_goes_on(not
     said = output_of(client.nb.cells[0])
     assert "go on there with hydra.run.dir=" in said
     snapshots = sorted((tmp_path / "outputs" / "long" / "snapshots").glob("step_*[0-9]"))
-    again = lockstep_in(tmp_path, f"lockstep.train({words.replace('2000', '1')[:-1]}, 'trainer.max_steps=1'])")
+    call = f"lockstep.train({words.replace('2000', '1')[:-1]}, 'trainer.max_steps=1'])"
+    again = python(tmp_path, "-c", f"import lockstep\n{call}")
     assert f"step {int(snapshots[-1].stem[5:])}" in again.stdout
 
 
@@ -72,10 +73,6 @@ def interrupt_when(client: NotebookClient, snapshots: Path) -> None:
     wait_for(lambda: any(snapshots.glob("step_*[0-9]")), "snapshot", limit=90)
     pid = client.km.provisioner.pid
     os.killpg(os.getpgid(pid), 2)  # as Jupyter does
-
-
-def lockstep_in(folder: Path, call: str) -> "subprocess.CompletedProcess[str]":
-    return python(folder, "-c", f"import lockstep\n{call}")
 
 
 def python(folder: Path, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -90,8 +87,6 @@ def test_what_cannot_work_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         lockstep.train(["trainer.epoch=2"])
     with pytest.raises(ConfigError, match="trainer.epoch is no key of this config; type trainer.epochs=2"):
         lockstep.compose(["trainer.epoch=2"])
-    with pytest.raises(ConfigError, match="ranks=2 and a typed launch both .*leave ranks= out"):
-        lockstep.train(["launch=fork"], ranks=2)
     (tmp_path / "broken_nets.py").write_text("def net():\n    from torch import nn\n    return nn.Linear(3, 10)\n")
     monkeypatch.syspath_prepend(tmp_path)
     words = ["model=linear", "model._target_=broken_nets.net", "~model.shape", "~model.classes", "logger=[]"]

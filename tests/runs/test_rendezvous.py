@@ -149,7 +149,11 @@ def test_a_rank_asks_the_store_as_often_in_a_larger_world():
 
 def test_a_requeued_slurm_step_keeps_its_start_time_until_it_has_finished(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first_start = store_module._first_start
+
+    def first_start(env: dict[str, str]) -> datetime:
+        monkeypatch.setattr("os.environ", env)
+        return store_module._first_start()
+
     step = {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0"}
     began = first_start(step)
     assert first_start(step | {"SLURM_RESTART_COUNT": "1"}) == began

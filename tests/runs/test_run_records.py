@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lockstep.loggers.csv_logger import read_rows
-from lockstep.runs.record import code_facts, exit_code_of, read_run, versions
+from lockstep.runs.record import code_facts, versions
 from support.commands import PYTHON_TRAIN, ROOT, Command, ema, wait_for
 from support.digits import FEW
 from support.event_files import Backend
@@ -119,8 +119,8 @@ def test_a_record_names_the_chosen_classes_and_only_what_they_take(tmp_path: Pat
     assert "run  finished" in subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
 
 
-@pytest.mark.parametrize(("number", "state", "code"), [(signal.SIGKILL, "killed", 5), (signal.SIGTERM, "stopped", 75)])
-def test_how_an_interrupted_run_ended(start: Callable[..., Command], number: int, state: str, code: int) -> None:
+@pytest.mark.parametrize(("number", "state"), [(signal.SIGKILL, "killed"), (signal.SIGTERM, "stopped")])
+def test_how_an_interrupted_run_ended(start: Callable[..., Command], number: int, state: str) -> None:
     words = [*SLOW, "trainer.epochs=200", "logger=[]", "hydra.run.dir=run"]
     run = start(*PYTHON_TRAIN, *words, "optimizer.lr=0.1", ema(0.9))
     folder = run.cwd / "run"
@@ -128,8 +128,7 @@ def test_how_an_interrupted_run_ended(start: Callable[..., Command], number: int
     assert states(run.cwd) == ["running"]
     os.kill(run.process.pid, number)
     run.finish(None)
-    wait_for(lambda: states(run.cwd) == [state], f"state {state}")  # the monitor's report comes after the kill
-    assert exit_code_of(read_run(folder)) == code
+    wait_for(lambda: states(run.cwd) == [state], f"state {state}")
     fewer = start(*PYTHON_TRAIN, *words, ema(0.5)).finish(2)  # the default would replace the learning rate
     told = "holds a run with optimizer.lr=0.1, and here it is 0.05; type optimizer.lr=0.1 to go on with it"
     assert told in fewer.sentence
@@ -139,7 +138,7 @@ def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
     diverging = [*PYTHON_TRAIN, *SMALL, "optimizer.lr=1e30", "hydra.run.dir=run"]
     Command(diverging, tmp_path).finish(1)
     life = record(tmp_path / "run")["starts"][-1]
-    assert (life["state"], life["exit_code"]) == ("diverged", 3)
+    assert (life["state"], life["exit_code"]) == ("diverged", 1)
     assert states(tmp_path) == ["diverged"]
 
 
@@ -152,7 +151,7 @@ def test_a_resumed_run_keeps_how_its_first_start_ended(tmp_path: Path) -> None:
     assert states(tmp_path) == ["killed"]
     Command([*PYTHON_TRAIN, *words, "trainer.max_steps=40"], tmp_path, **faulty | {"FAULT": "none/none:0:0"}).finish()
     first, second = record(tmp_path / "run")["starts"]
-    assert (first["state"], first["exit_code"]) == ("killed", 5)
+    assert (first["state"], first["exit_code"], first["config"]) == ("killed", 1, {"trainer.max_steps": 30})
     assert (second["state"], second["exit_code"]) == ("finished", 0)
 
 

@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 import lockstep
-from lockstep.errors import ConfigError
 from support.commands import PYTHON_TRAIN, Command
 
 WORDS = "abcabcabd" * 60
@@ -54,5 +52,5 @@ def test_a_model_of_a_text_goes_on_with_a_prompt_in_the_same_way_for_a_seed(tmp_
     (tmp_path / "text.txt").write_text(WORDS[::-1])
     changed = Command([*PYTHON_TRAIN, "mode=evaluate", f"resume={tmp_path / 'run'}"], tmp_path).finish().output
     assert "the test data is not that of the training: it was " in changed
-    with pytest.raises(ConfigError, match=r"predict needs scores .N, classes., .*; type net\(samples\)"):
-        lockstep.load(tmp_path / "run").predict(torch.zeros(1, 8, dtype=torch.int64))
+    (tokens,) = lockstep.load(tmp_path / "run").predict(torch.zeros(1, 8, dtype=torch.int64))
+    assert len(tokens) == 8

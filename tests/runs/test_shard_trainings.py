@@ -1,15 +1,9 @@
-"""Trainings on tar files and on documents: the same numbers at any number of ranks and after a stop in mid-epoch."""
+"""Trainings on tar files. Their numbers on several ranks are those of test_every_data_set."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from support.commands import Command
-from support.shards import uneven, write_tars
-from support.worlds import distance, weights
+from support.shards import write_tars
 
 BASE = ["trainer.precision=fp64", "trainer.batch_size=16", "trainer.epochs=2", "loader.num_workers=1"]
 TARS = [
@@ -21,34 +15,6 @@ TARS = [
     ),
     *("dataset.inputs=png", "dataset.size=8", "model=mlp", "model.width=8"),
 ]
-DOCUMENTS = [
-    *("dataset=documents", "dataset.path=train-*.jsonl", "dataset.test_path=test-*.jsonl", "dataset.tokens_dir=tokens"),
-    *("dataset.block=8", "model.width=16", "model.heads=2", "model.layers=2"),
-]
-
-
-def write_documents(folder: Path, name: str, sizes: list[int]) -> None:
-    for number, size in enumerate(sizes):
-        texts = [f"Document {line} of {number} says {'ever more ' * (line % 5)}." for line in range(size)]
-        (folder / f"{name}-{number:03}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-
-
-@pytest.mark.parametrize("words", [TARS, DOCUMENTS], ids=["tar_shards", "documents"])
-def test_a_run_on_two_ranks_that_goes_on_with_three_ends_as_one_on_one_rank(
-    train: Callable[..., Command], tmp_path: Path, words: list[str]
-) -> None:
-    if words is TARS:
-        write_tars(tmp_path, "train", uneven(24))
-        write_tars(tmp_path, "test", [9])
-    else:
-        write_documents(tmp_path, "train", [7, 1, 20])
-        write_documents(tmp_path, "test", [5])
-    alone = train(*BASE, *words, "hydra.run.dir=alone")
-    split = [*BASE, *words, "hydra.run.dir=split", "launch=fork"]
-    train(*split, "launch.nproc_per_node=2", "trainer.max_steps=3")
-    resumed = train(*split, "launch.nproc_per_node=3")
-    assert resumed.epochs[-1] == alone.epochs[-1]
-    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "split")) < 1e-9
 
 
 def test_pictures_are_learned_and_what_is_typed_wrong_is_answered(train: Any, tmp_path: Path) -> None:

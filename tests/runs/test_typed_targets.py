@@ -17,10 +17,17 @@ from support.refusals import answer
 Start = Callable[..., Command]
 NET = """
 from torch import nn
+from lockstep.tasks.tasks import CrossEntropy
 
 class Net(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Flatten(), nn.Linear(64, 10))
+
+def anything(**options):
+    return nn.Linear(**options)
+
+class Inherits(CrossEntropy):
+    pass
 
 class Wide(nn.Sequential):
     def __init__(self, shape, classes, width=3):
@@ -35,6 +42,7 @@ KEPT: list[tuple[str, str, dict[str, Any]]] = [
     ("model=linear model._target_=own.Wide +model.width=5", "model", {"shape": [1, 8, 8], "classes": 10, "width": 5}),
     ("model=mlp model._target_=own.Wide model.classes=7", "model", {"shape": [1, 8, 8], "classes": 7}),
     ("model=mlp +model.head=1 model._target_=own.Net ~model.head", "model", {}),
+    ("model._target_=own.anything +model.in_features=3", "model", {"in_features": 3}),
     ("dataset.shape=[2] model=mlp model._target_=own.Wide", "model", {"shape": [2], "classes": 10}),
     (RADAM, "optimizer", {}),
     (f"{RADAM} optimizer.lr=0.1", "optimizer", {"lr": 0.1}),
@@ -49,8 +57,7 @@ KEPT: list[tuple[str, str, dict[str, Any]]] = [
 REFUSED = [
     ("model._target_=own.Net model.shape=[1,8,8]", "own.Net takes no shape; type ~model.shape"),
     (f"{RADAM} optimizer.momentum=0.5", "torch.optim.RAdam takes no momentum, but "),
-    ("model._target_=own.Wide +model.widht=5", "own.Wide takes no widht, but width; type ~model.widht +model.width=5"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -74,6 +81,11 @@ def option(tmp_path: Path) -> str:
 def test_what_a_typed_class_keeps_of_the_option(typed: str, key: str, arguments: dict[str, Any]) -> None:
     node = getattr(composed(*typed.split()), key)
     assert {name: value for name, value in node.items() if name != "_target_"} == arguments
+
+
+@pytest.mark.usefixtures("path")
+def test_a_class_with_the_constructor_of_one_of_ours_keeps_the_literals_that_it_names() -> None:
+    assert composed("task._target_=own.Inherits", "task.top=[2]").task["label_smoothing"] == 0
 
 
 @pytest.mark.usefixtures("path")

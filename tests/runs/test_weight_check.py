@@ -78,12 +78,10 @@ def test_a_damaged_weight_of_one_rank_is_named(tmp_path: Path) -> None:
     for (stopped,) in in_world(3, _train_all, [first]):
         assert stopped.startswith(
             "the weights differ between ranks at step 20: rank 1 has other values in 4.bias than rank 0; rank 2 has "
-            f"other values in 4.bias than rank 0; the last good snapshot is {tmp_path}/first/snapshots/step_00000012"
+            "other values in 4.bias than rank 0; type the command again to go on from the last snapshot"
         )
-        assert f"hydra.run.dir={tmp_path}/first" in stopped
     for *went_on, save in in_world(3, _train_all, configs):
         assert save.startswith("the weights differ between ranks at step 12: rank 2 has other values in 1.weight than")
-        assert "no snapshot was saved before" in save
         assert went_on == ["", ""]
     assert sorted(path.name for path in (tmp_path / "first" / "snapshots").iterdir()) == ["step_00000012"]
     assert not list((tmp_path / "save").glob("snapshots/*/state.pt"))

@@ -8,9 +8,9 @@ import torch
 
 from lockstep.config.nodes import instantiate
 from lockstep.config.schema import RunConfig
-from lockstep.launchers.local import SpawnLauncher
+from lockstep.launchers.local import LocalLauncher
 from lockstep.modes.check import PROMISES, Ended, ended
-from lockstep.modes.recorder import run, traces_in
+from lockstep.modes.recorder import run, trace_in
 from lockstep.modes.train import Train
 from support.configs import composed, parts_of, record_of
 from support.own_data import Points
@@ -50,7 +50,7 @@ def failures(ways: list[tuple[int, RunConfig]]) -> list[tuple[str, bool]]:
     torch.set_num_threads(1)
     sentences = []
     for ranks, way in ways:
-        launcher = SpawnLauncher("fork", ranks, 1, 0, "127.0.0.1", 0)
+        launcher = LocalLauncher("fork", ranks)
         end = ended(way, record_of(way), replace(parts_of(way), launcher=launcher, mode=Train()))
         sentences.append((end.failed, end.is_known))
     return sentences
@@ -76,11 +76,11 @@ def tables(animals: list[Animal], folder: Path) -> list[dict[str, tuple[str, str
         ]
         facts, *_ = in_world(ranks, taken, [ways[number][name] for number, name in chosen], limit=600)
         for (number, name), found in zip(chosen, facts, strict=True):
-            runs[number][name] = Ended(found, traces_in(Path(ways[number][name].run_dir)))
+            runs[number][name] = Ended(found, trace_in(Path(ways[number][name].run_dir)))
     said = in_world(1, failures, [(2 if name == "two" else 1, ways[number][name]) for number, name in ends])[0]
     for (number, name), (sentence, is_known) in zip(ends, said, strict=True):
-        traces = traces_in(Path(ways[number][name].run_dir))
-        runs[number][name] = Ended({}, traces, sentence, is_known=is_known)
+        trace = trace_in(Path(ways[number][name].run_dir))
+        runs[number][name] = Ended({}, trace, sentence, is_known=is_known)
     rows = [CHECK.rows(one, found) for one, found in zip(jobs, runs, strict=True)]
     promises = {promise.format(2): way for way, promise in PROMISES.items()}
     return [{promises.get(promise, "learns"): found for promise, *found in table} for table in rows]

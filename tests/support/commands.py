@@ -84,6 +84,11 @@ class Command:
         self.broken_at = time.time()
         (os.killpg if to == "group" else os.kill)(self.process.pid, number)
 
+    def remove_folders(self) -> None:
+        """The temporary folders of a launcher and ranks that were all killed at once: nobody is left to do it."""
+        for folder in [*self.temporary.glob("pymp-*"), *self.temporary.glob("lockstep-*")]:
+            shutil.rmtree(folder, ignore_errors=True)
+
     def kill_group(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -124,10 +129,9 @@ def command_line(pid: int) -> bytes:
 
 
 def ranks_under(launcher: int) -> list[int]:
-    """The rank processes of one of our launchers: those it spawned, or those that its fork server forked."""
-    servers = [pid for pid in children(launcher) if b"forkserver" in command_line(pid)]
-    spawned = [pid for pid in children(launcher) if b"spawn_main" in command_line(pid)]
-    return spawned + [pid for server in servers for pid in children(server)]
+    """The rank processes of one of our launchers: a forked one has the command line of its parent."""
+    own = command_line(launcher)
+    return [pid for pid in children(launcher) if b"spawn_main" in command_line(pid) or command_line(pid) == own]
 
 
 def ranks_of_torchrun(agent: int) -> list[int]:
@@ -154,7 +158,7 @@ def skip_without_mpirun(launcher: str) -> None:
 
 
 def processes_of(session: int) -> list[int]:
-    """The processes of a command, which is the first of its session. The monitor has a session of its own."""
+    """The processes of a command, which is the first of its session."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -24,6 +24,20 @@ from lockstep.launchers.env import EnvLauncher
 from lockstep.preflight import Parts
 from support.commands import ROOT, WHOLE
 
+# What must be typed beside an option.
+NEEDS = {
+    "dataset=random": ["model=linear"],
+    "dataset=huggingface": ["dataset.path=rows"],
+    "dataset=image_folder": ["dataset.root=pictures"],
+    "experiment=image_folder_resnet": ["dataset.root=pictures"],
+    "experiment=image_folder_speed": ["dataset.root=pictures"],
+    "dataset=image_csv": ["dataset.root=pictures"],
+    "dataset=image_list": ["dataset.root=pictures"],
+    "dataset=table": ["dataset.path=rows.csv", "dataset.target=y"],
+    "dataset=pair": [f"dataset.{split}._target_=support.own_data.Points" for split in ("train", "test")],
+    "scheduler=torch": ["scheduler.schedule={_target_:torch.optim.lr_scheduler.StepLR,step_size:3}"],
+}
+
 
 def composed(*overrides: str, whole: bool = True) -> RunConfig:
     """The config of `python src/train.py <overrides>`, with run_dir=. unless given.

@@ -26,9 +26,7 @@ MEANINGS = {
     errors.EXIT_FINISHED: "finished",
     errors.EXIT_FAILED: "failed",
     errors.EXIT_CONFIG: "refused",
-    errors.EXIT_DIVERGED: "diverged",
     errors.EXIT_HANG: "hang",
-    errors.EXIT_KILLED: "a rank was killed",
     errors.EXIT_RESUMABLE: "stopped, saved",
     errors.EXIT_STOPPED_WITHOUT_SNAPSHOT: "stopped, not saved",
 }
@@ -137,7 +135,7 @@ def row_of(fault: str, command: Command, traces: Traces) -> Row:
     elif code is not None and code < 0:
         outcome = signal.Signals(-code).name
     else:
-        outcome = MEANINGS.get(code, f"ended by {signal.Signals(code - 128).name}" if code in (129, 130, 143) else "-")
+        outcome = MEANINGS.get(code, "ended by Ctrl-C" if code == 130 else "-")
     broken = command.broken_at or (first["time"] if first else command.started)
     seconds = (command.ended or time.time()) - broken
     orphans = traces.orphans(command.process.pid)

@@ -1,6 +1,6 @@
 """Models and data that hang on rank 1, in the way that HANG names, in "train" or "evaluation" as HANG_IN says.
 
-With HANG=store all ranks ask a store that no longer answers, and with HANG=compile they compile.
+With HANG=compile all ranks compile.
 
 Other ones are slow, and must not be taken for hangs.
 """
@@ -70,19 +70,11 @@ IN_FORWARD: dict[str, Callable[[], None]] = {
 }
 
 
-def _ask_a_stopped_store() -> None:
-    """Under torchrun the store is in its agent, the parent of the ranks. A new group asks it."""
-    if os.environ["RANK"] == "0":
-        os.kill(os.getppid(), signal.SIGSTOP)
-    dist.barrier()
-    dist.new_group()
-
-
 def _compile() -> None:
     torch.compile(torch.sin)(torch.ones(3000))
 
 
-ON_ALL_RANKS: dict[str, Callable[[], None]] = {"store": _ask_a_stopped_store, "compile": _compile}
+ON_ALL_RANKS: dict[str, Callable[[], None]] = {"compile": _compile}
 
 
 def _is_here(*kinds: str) -> bool:

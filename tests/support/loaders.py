@@ -22,7 +22,7 @@ class Position:
 
 def loader(data: Any, rank: int = 0, size: int = 1, micro: int = 1, batch: int = BATCH, **options: Any) -> Loader:
     """Of float64 inputs, by default images, normalised. options: of `Order` and of `Loader`."""
-    order = {name: options.pop(name) for name in ("draws", "weights", "shards", "window", "shuffle") if name in options}
+    order = {name: options.pop(name) for name in ("draws", "weights", "shards", "window") if name in options}
     converter = InputConverter(torch.float64, mean=options.pop("mean", [0.4] * 3), std=[0.2])
     reader, plan = SampleReader(data, "data", SEED), partial(parts, micro_batches=micro, rank=rank, size=size)
     share = (rank, size)

@@ -167,7 +167,7 @@ class Drawing(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         hidden: Tensor = self.layer(images.flatten(1))
         if self.training and not self.late:
-            hidden = F.rrelu(hidden, training=True) * torch.distributions.Beta(2.0, 2.0).sample()
+            hidden = F.leaky_relu(hidden) * torch.distributions.Beta(2.0, 2.0).sample()
             hidden = hidden + torch.normal(0.0, 0.1, size=hidden.shape, dtype=hidden.dtype)
         if self.training and self.late:
             self.steps += 1

@@ -79,14 +79,6 @@ class Dicts(Points):
         return {"left": point[:2], "right": point[2:], "labels": label}
 
 
-class Arrays(Points):
-    """The inputs are arrays that the data set keeps."""
-
-    def __getitem__(self, index: int) -> Any:
-        point, label = super().__getitem__(index)
-        return point.numpy(), label
-
-
 class Pair(NamedTuple):
     point: Any
     label: int

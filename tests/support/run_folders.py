@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lockstep.snapshots.files import STATE, list_snapshots, load_tensors
+from lockstep.snapshots.files import STATE, list_snapshots, load_state, load_tensors
 from lockstep.snapshots.state import SECTIONS, as_held
 from support.event_files import scalars
 
@@ -39,8 +39,9 @@ def best_snapshot(folder: Path) -> dict[str, Any]:
 
 def contents(path: Path) -> dict[str, Any]:
     """What a snapshot holds, with all tensors, those of its shards too, whole."""
-    saved: dict[str, Any] = load_tensors(path / STATE)
-    return saved | {section: as_held(saved[section], {}, path) for section in SECTIONS if saved[section] is not None}
+    saved = load_state(path)
+    whole = {section: as_held(section, saved[section] or {}, {}, path) for section in SECTIONS}
+    return saved | {section: named for section, named in whole.items() if saved[section] is not None}
 
 
 def position(folder: Path) -> tuple[int, int]:

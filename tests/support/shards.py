@@ -36,8 +36,3 @@ def write_tars(folder: Path, name: str, sizes: Sequence[int], first: int = 0) ->
                     tar.addfile(info, io.BytesIO(stored))
         first += count
     return paths
-
-
-def uneven(shards: int, mean: int = 8) -> list[int]:
-    """Samples of so many shards, some of which have one or none."""
-    return [0, 1, *np.random.default_rng(shards).integers(1, 2 * mean, shards - 2).tolist()]

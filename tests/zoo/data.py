@@ -3,7 +3,7 @@
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lockstep.data import DataSource, Splits, Tensors
 
@@ -25,7 +25,6 @@ IGNORED = 255
 class Truth:
     """What a kind of data set means. images (N, 1, 6, 6) in float64, as a net must see them. task: as typed.
 
-    order: of the samples in an epoch: "drawn", or "kept" for a stream.
     draws: whether a sample is another one each time that it is read.
     holds_out: whether a part of the training data is the validation set, in place of the test data.
     """
@@ -33,7 +32,6 @@ class Truth:
     images: Tensor
     targets: Tensor
     task: str = "classification"
-    order: str = "drawn"
     draws: bool = False
     holds_out: bool = False
     words: tuple[str, ...] = ()
@@ -80,17 +78,6 @@ class Items(Dataset[Any]):
         return self.make(index)
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, images: Tensor, targets: Tensor) -> None:
-        self.images, self.targets = images, targets
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __iter__(self) -> Iterator[Any]:
-        return zip(self.images, self.targets, strict=True)
-
-
 class InAFile(Dataset[Any]):
     """Seeks and reads in one file. early: it is opened in the constructor, else by the first sample."""
 
@@ -110,22 +97,6 @@ class InAFile(Dataset[Any]):
         self.file.seek(index * SIDE * SIDE)
         image = np.frombuffer(self.file.read(SIDE * SIDE), np.uint8).copy().reshape(1, SIDE, SIDE)
         return torch.from_numpy(image), int(self.targets[index])
-
-
-class ToldTheEpoch(Dataset[Any]):
-    """Its images are shifted by the epoch, as in a curriculum."""
-
-    def __init__(self, train: bool) -> None:
-        self.images, self.targets, self.epoch = values(train), labels(train), 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.images[index].roll(self.epoch, -1), int(self.targets[index])
 
 
 def scaled_batch(samples: list[Any]) -> tuple[Tensor, Tensor]:
@@ -248,7 +219,6 @@ whole(
         [TensorDataset(values(train)[part], labels(train)[part]) for part in (slice(0, 5), slice(5, None))]
     ),
 )
-whole("stream", lambda train: Stream(values(train), labels(train)), with_words(plain, order="kept"))
 # Types of images and of class numbers.
 kind("float64", lambda images, classes, i: (images[i].double(), classes[i]))
 kind("float16", lambda images, classes, i: (images[i].half(), classes[i]))
@@ -346,11 +316,6 @@ whole(
 
 kind("weighted", lambda images, classes, i: (images[i], weighted_of(images, classes)[i]))
 TRUTHS["weighted"] = with_targets("weighted", lambda train: weighted_of(values(train), labels(train)))
-whole(
-    "told_the_epoch",
-    lambda train: ToldTheEpoch(train),
-    with_words(plain, draws=True),
-)
 whole(
     "scaled_batches",
     lambda train: TensorDataset(values(train), labels(train)),

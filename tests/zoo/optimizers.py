@@ -1,4 +1,4 @@
-"""The optimizers of the zoo: wrappers, state of odd kinds, averages of their own."""
+"""The optimizers of the zoo: wrappers, and state of odd kinds."""
 
 import random
 from collections import deque
@@ -13,44 +13,6 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
-
-
-class ScheduleFree(Optimizer):
-    """SGD without a schedule (Defazio et al. 2024): `eval` puts the average into the weights, `train` takes it out."""
-
-    def __init__(self, params: Parameters, lr: float) -> None:
-        super().__init__(params, {"lr": lr, "beta": 0.9, "steps": 0, "is_training": False})
-
-    def eval(self) -> None:
-        self._move(False)
-
-    def train(self) -> None:
-        self._move(True)
-
-    @torch.no_grad()
-    def _move(self, is_training: bool) -> None:
-        for group in self.param_groups:
-            if group["is_training"] != is_training:
-                for parameter in group["params"]:
-                    if self.state[parameter]:
-                        weight = 1 - (group["beta"] if is_training else 1 / group["beta"])
-                        parameter.lerp_(self.state[parameter]["z"], weight)
-                group["is_training"] = is_training
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            assert group["is_training"]
-            group["steps"] += 1
-            share = 1 / group["steps"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if not self.state[parameter]:
-                    self.state[parameter]["z"] = parameter.clone()
-                z = self.state[parameter]["z"]
-                parameter.lerp_(z, share).add_(parameter.grad, alpha=group["lr"] * (group["beta"] * (1 - share) - 1))
-                z.sub_(parameter.grad, alpha=group["lr"])
 
 
 class Lookahead(Optimizer):

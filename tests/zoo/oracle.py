@@ -66,8 +66,7 @@ def trained(kind: str, numbers: Numbers, model: nn.Module) -> tuple[dict[str, Te
     one_cycle = OneCycleLR(optimizer, peaks, total_steps=total + 1, cycle_momentum=False) if numbers.one_cycle else None
     model.train()
     for epoch in range(EPOCHS):
-        drawn = torch.randperm(count, generator=generator(0, epoch))
-        for batch in (drawn if truth.order == "drawn" else torch.arange(count)).split(numbers.batch):
+        for batch in torch.randperm(count, generator=generator(0, epoch)).split(numbers.batch):
             if step == numbers.steps:
                 break
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):

@@ -4,20 +4,17 @@ No torch here, and pydantic inside functions: `--help` and ranks need neither.
 """
 
 import json
-import math
 import os
 import re
 import shlex
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, errors
 
@@ -84,17 +81,17 @@ def check_value(kind: Any, value: Any, key: str = "", target: object = None) -> 
         return made if isinstance(made, float) else value  # JSON knows fewer types
     said = [error["msg"].removeprefix("Input should be ") for error in wrong if error["type"] != "needs_python_object"]
     accepted = " or ".join(dict.fromkeys(said)).replace("Field required", "longer")
-    accepted = re.sub("be (List|Tuple) should ", "", f"should be {accepted}")
-    candidates = _candidates(value, re.findall("'([^']*)'", accepted), default_of(key, target))
+    options = re.findall("'([^']*)'", accepted)
+    near = get_close_matches(show(value).lower().strip("'[]"), options, 1, 0.4)
+    candidates = [*near, [value], default_of(key, target), None, {}, *options]
     meant = [word(key, one) for one in candidates if not _validate(one, kind)[1]]
-    raise ConfigError(f"{key}={show(value)} {accepted}; type {[*meant, f'{key}=<value>'][0]}")
+    raise ConfigError(f"{key}={show(value)} should be {accepted}; type {[*meant, f'{key}=<value>'][0]}")
 
 
 def _section(kind: Any, values: Any, section: str) -> Any:
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"{section} is a section with keys of its own; type the command without {word(section, values)}"
-        )
+        what = f"{section} is a section with keys of its own"
+        raise ConfigError(f"{what}; type the command without {word(section, values)}")
     types = get_type_hints(kind, include_extras=True)
     for name in [*values, *types]:
         key = join(section, name)
@@ -121,18 +118,6 @@ def _validate(value: Any, kind: Any) -> tuple[Any, list[Any]]:
         return _adapter(kind).validate_json(json.dumps(value, default=str), strict=True), []
     except ValidationError as error:
         return None, list(error.errors(include_url=False))
-
-
-def _candidates(value: Any, words: Sequence[str], default: object) -> Iterator[Any]:
-    """Values that may have been meant, the likeliest first. words: those that are accepted."""
-    text = show(value).lower().strip("'[]")
-    yield from get_close_matches(text, words, 1, 0.4)
-    if re.fullmatch(r"[\w.-]+", text):
-        read = yaml.safe_load(text)  # yes is true, and '3' a number
-        yield read
-        if isinstance(read, float) and math.isfinite(read):
-            yield round(read)
-    yield from ([value], default, None, {}, *words)
 
 
 def default_of(key: str, target: object = None) -> object:
@@ -166,6 +151,8 @@ def conf_values() -> dict[str, dict[str, Any]]:
 
 # ---- What Hydra and OmegaConf refuse
 
+THEIRS = (HydraException, errors.OmegaConfBaseException, yaml.YAMLError)
+
 
 def explain(error: BaseException, words: Sequence[str]) -> str | None:
     """The sentence for what Hydra or OmegaConf says of the user's input, with its text below where that says more.
@@ -173,15 +160,14 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
     None for other errors. words: the command's.
     """
     raised_in = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
-    is_theirs = isinstance(error, HydraException | errors.OmegaConfBaseException | yaml.YAMLError)
-    if not is_theirs and raised_in[-1:] not in (["hydra"], ["omegaconf"]):
+    if not isinstance(error, THEIRS) and raised_in[-1:] not in (["hydra"], ["omegaconf"]):
         return None
-    words = [one for one in words if not one.startswith("-")]
+    typed = [one for one in words if not one.startswith("-")]
+    said = str(error).strip()
+    below = "\n    " + said.replace("\n", "\n    ")
     causes = [error]
     while cause := causes[0].__cause__ or causes[0].__context__:
         causes.insert(0, cause)
-    said = str(error).strip()
-    below = "\n    " + said.replace("\n", "\n    ")
     for cause in causes:
         key: Any = getattr(cause, "full_key", None)
         if isinstance(cause, ConfigError):  # of a resolver
@@ -190,30 +176,36 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
             advice = "each key once, as `key: value`, with spaces for tabs, and every bracket and quote closed"
             return f"{' '.join(str(cause).split())}; type {advice}"
         if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
-            group, _, option = str(cause.missing_cfg_file).rpartition("/")
-            folder = f"--config-dir=<the folder that holds {cause.missing_cfg_file}.yaml>"
-            if not (options := sorted(cause.options or OPTIONS.get(group, []))):
-                return f"{cause.missing_cfg_file} is no config; type {folder}"
-            meant = [*get_close_matches(option.lower(), options, 1), default_of(group) or options[0]][0]
-            known = f"{group} has the options {', '.join(options)}"
-            return f"{group}={option} is no option, and {known}; type {group}={meant}, or {folder}"
+            return _no_option(str(cause.missing_cfg_file), sorted(cause.options or ()))
         if isinstance(cause, OverrideParseException):
-            return _unreadable(str(cause.override), words) + below
+            one, key = str(cause.override), key_of(str(cause.override))
+            advice = f"{key}=<value>" if key[:1].isalpha() else f"the command without {shlex.quote(one)}"
+            return f"{one} cannot be read; type {advice}{below}"
         if isinstance(cause, errors.MissingMandatoryValue | errors.InterpolationResolutionError) and key:
             return f"{key} has no value ({first_line(cause)}); type {with_default(key)}"
         if isinstance(cause, errors.ConfigAttributeError | errors.ConfigKeyError):
-            for typed in (one for one in words if f"{key_of(one)}.".startswith(f"{key}.")):
+            for one in (one for one in typed if f"{key_of(one)}.".startswith(f"{key}.")):
                 beside = flatten(OmegaConf.to_container(cause.parent_node, resolve=False), key.rpartition(".")[0])
-                return unknown_key(key_of(typed), typed.partition("=")[2], beside)
+                return unknown_key(key_of(one), one.partition("=")[2], beside)
     # Else the text may name a word, or it is about a preset, or the last word.
-    presets = [one for one in words if key_of(one) == "experiment"]
-    named = [*(one for one in words if key_of(one) in said), *presets, *words[-1:], "conf/local"][0]
-    advice = named[1:] if named.startswith("+") else f"the command without {named}"
-    if "--multirun" in said:
+    presets = [one for one in typed if key_of(one) == "experiment"]
+    named = [*(one for one in typed if key_of(one) in said), *presets, *typed[-1:], "conf/local"][0]
+    advice = named.lstrip("+") if named.startswith("+") else f"the command without {named}"
+    if re.search(r"=[^\[{(]*,", named):
         advice = f"-m {shlex.quote(named)} for a sweep"
-    elif named in (*presets, "conf/local"):
-        advice = "override before each option in its defaults list"
     return f"{named} cannot be composed; type {advice}{below}"
+
+
+def _no_option(name: str, options: list[str]) -> str:
+    """The sentence for a config that is not there, such as model/nlp. options: those beside it."""
+    group, _, option = name.rpartition("/")
+    options = options or OPTIONS.get(group, [])
+    folder = f"--config-dir=<the folder that holds {name}.yaml>"
+    if not options:
+        return f"{name} is no config; type {folder}"
+    meant = [*get_close_matches(option.lower(), options, 1), default_of(group) or options[0]][0]
+    known = f"{group} has the options {', '.join(options)}"
+    return f"{group}={option} is no option, and {known}; type {group}={meant}, or {folder}"
 
 
 def unknown_key(key: str, value: str, known: Mapping[str, Any]) -> str:
@@ -230,29 +222,14 @@ def unknown_key(key: str, value: str, known: Mapping[str, Any]) -> str:
     if options:
         return f"{key} is a key of {' and '.join(options)}; type {options[0]} {word(key, value)}"
     # By its last name: of the same section before another one, of another one the first.
-    written = [one for values in conf_values().values() for one in values]
-    keys = [one for one in (*known, *OPTIONS, *written) if not re.search(r"\._|^(hydra|experiment)", one)]
-    keys.sort(key=lambda one: one.partition(".")[0] != section)
-    ends = {one.rpartition(".")[2]: one for one in reversed(keys) if one != key}
+    keys = [*known, *OPTIONS, *(one for values in conf_values().values() for one in values)]
+    keys = [one for one in keys if not re.search(r"\._|^(hydra|experiment)", one) and one != key]
+    ends = {one.rpartition(".")[2]: one for one in sorted(reversed(keys), key=lambda one: one.startswith(section))}
     meant = [word(ends[close], value) for close in get_close_matches(name, ends, 1, 0.7)]
     own = [] if parent else [f"{word(f'+vars.{key}', value)} for a key of your own"]
     return f"{key} is no key of this config; type {', or '.join([*meant, *own]) or '--cfg job to see the keys'}"
 
 
 def key_of(typed: str) -> str:
-    return typed.partition("=")[0].lstrip("+~").partition("@")[0]
-
-
-def _unreadable(typed: str, words: list[str]) -> str:
-    """For a word that Hydra cannot parse: one near to it that it can."""
-    without_blanks = re.sub(" *= *", "=", " ".join(words)).split(" ")
-    meant = next((one for one in without_blanks if typed in one and one not in words), typed)
-    key, equals, value = meant.partition("=") if "=" in meant else meant.partition(":")
-    if not equals:
-        return f"{typed} has no value; type {with_default(typed)}, or the command without it"
-    inner, quoted = value.strip("[](){} ,'\""), '"' + value.replace('"', "") + '"'
-    for text in (value, f"[{inner}]" if "," in inner else inner, quoted):
-        with suppress(HydraException):
-            OverridesParser.create().parse_override(f"{key}={text}")
-            break
-    return f"{typed} cannot be read; type {word(key, text)}"
+    """The key of an override, a word of the command."""
+    return re.split("[=@:]", typed.lstrip("+~"))[0].strip()

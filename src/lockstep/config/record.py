@@ -1,10 +1,8 @@
 """What a run folder keeps of its config. Made once, before ranks start."""
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 from hydra.conf import HydraConf
@@ -12,12 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.check import flatten, key_of
 from lockstep.config.schema import RunConfig
-from lockstep.source_code import ROOT
 
 RECORD = ".hydra"
-# Where and how a run computes, and what it writes: the numbers do not depend on it.
-NOT_COMPUTED: tuple[str, ...] = ("resume", "mode", "launch", "logger", "hydra", "run_dir", "backend")
-NOT_COMPUTED += ("strategy", "gradient_sync", "sync_bn", "snapshot", "watch", "logging", "tags", "notes")
 
 
 @dataclass(frozen=True)
@@ -59,11 +53,7 @@ def record_config(cfg: DictConfig, config: RunConfig, hydra_cfg: HydraConf, argv
     for key, equals, target in (one.lstrip("+").partition("._target_=") for one in overrides):
         if equals and key in options:
             options[key] = target
-    script, *words = argv
-    flags = config_flags(words)
-    if not script.endswith("train.py"):  # another program than the shell has started this
-        script, words = str(Path(os.path.relpath(ROOT / "src" / "train.py"))), [*overrides, *flags]
-    command = shlex.join(["python", script, *words])
+    flags, command = config_flags(argv[1:]), shlex.join(["python", *argv])
     files = {"config.yaml": OmegaConf.to_yaml(cfg), "overrides.yaml": OmegaConf.to_yaml(overrides)}
     return ConfigRecord(flat, as_shown(flat, written), options, overrides, command, flags, files)
 

@@ -24,10 +24,10 @@ Seed = Annotated[int, Ge(0), Le(2**63 - 1)]
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
-ClassWeights = list[NotNegative] | Literal["balanced"] | None
+ClassWeights = list[NotNegative] | None
 Names = list[str | int]  # of layers: the name of one may be a whole number
 Ranks = Count | Literal["auto", "gpu", "cpu"]
-StartMethod = Literal["spawn", "fork", "forkserver"]
+StartMethod = Literal["fork", "spawn"]
 Shape = list[Count]
 Classes = Count
 
@@ -42,6 +42,11 @@ def is_of_images(shape: Sequence[int]) -> bool:
 
 
 ImageShape = Annotated[Shape, Predicate(is_of_images)]
+
+# Keys that say where a run computes, what it shows and what it keeps, and not what its numbers are.
+NO_NUMBER: tuple[str, ...] = ("run_dir", "data_dir", "resume", "mode", "launch", "backend", "logger", "logging")
+NO_NUMBER += ("snapshot", "hydra", "tags", "notes")
+SHARED_BY = ("strategy", "gradient_sync", "sync_bn", "watch")  # how ranks share the work: another start may change it
 
 # What the program passes beside the arguments of a node: how many by position, and which names.
 STEP = frozenset({"strategy", "task", "optimizer", "schedule", "scaler", "meter", "draws", "progress", "average"})
@@ -120,6 +125,7 @@ class Watch:
 class Backend:
     name: Literal["auto", "gloo", "nccl", "mpi"]
     timeout: Annotated[float, Ge(1)]
+    threads: Count | None
     socket_ifname: str | None
     debug: str | None
     p2p_disable: bool | None
@@ -145,7 +151,6 @@ class Loader:
     augment: Node | None
     collate_fn: Node | None
     sampling: Literal["balanced", "weights"] | None
-    on_error: Literal["fail", "skip"]
 
 
 @dataclass(frozen=True)

@@ -9,46 +9,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.config.schema import Count, Whole
-from lockstep.data.partition import generator, random_states_kept, seed_all
+from lockstep.data.partition import fold_in, random_states_kept, seed_all
 from lockstep.errors import ConfigError
-from lockstep.text import first_line
 
-BLOCK = 2**16  # places of an epoch whose random numbers are drawn at once
 FLIPS = 7  # folded into the seed of what alternating flips mirror first
 
 
 class Places(NamedTuple):
-    """Where the samples of a batch stand.
-
-    seed: of the run. start: samples of the epoch before the first global batch. samples: of the data set.
-    places: (n,) int64 on the device, of each sample in its epoch. numbers: (n,) of each sample in the data set.
-    """
+    """Where the samples of a batch stand: (n,) int64 on the device, of each sample its place in the epoch, and its
+    number in the data set. seed: of the run."""
 
     seed: int
     epoch: int
-    start: int
-    samples: int
     places: Tensor
     numbers: Tensor
 
 
-class Draws:
-    """Rows of random numbers by the place of a sample in its epoch, made for BLOCK places at once, on the device."""
-
-    def __init__(self, high: Sequence[int]) -> None:
-        self.high, self.known = tuple(high), dict[tuple[int, int], Tensor]()
-
-    def __call__(self, where: Places) -> Tensor:
-        """(n, len(high)) int64, each column from 0 to below its `high`."""
-        first, last = where.start // BLOCK, (where.start + 2 * BLOCK) // BLOCK
-        wanted = [(where.epoch, block) for block in range(first, last)]
-        self.known = {key: self.known[key] if key in self.known else self._block(where, key[1]) for key in wanted}
-        return torch.cat([self.known[key] for key in wanted]).index_select(0, where.places - first * BLOCK)
-
-    def _block(self, where: Places, block: int) -> Tensor:
-        draw = generator(where.seed, where.epoch, block)
-        columns = [torch.randint(high, (BLOCK,), generator=draw) for high in self.high]
-        return torch.stack(columns, 1).to(where.places.device)
+def drawn_at(places: Tensor, high: Sequence[int], seed: int) -> Tensor:
+    """(n, len(high)) int64: random numbers from 0 to below each `high`, which `seed` and the places (n,) alone decide:
+    splitmix64 (Steele et al. 2014), so there is no state to keep, and none of a GPU to wait for."""
+    columns = torch.arange(len(high), device=places.device)
+    values = (places[:, None] * len(high) + columns) * -7046029254386353131 + seed
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
+        values = (values ^ (values >> shift & 2 ** (64 - shift) - 1)) * factor
+    return torch.stack(
+        [column % most for column, most in zip((values >> 1 & 2**62 - 1).unbind(1), high, strict=True)], 1
+    )
 
 
 @dataclass(kw_only=True)
@@ -65,21 +51,15 @@ class ShiftFlip:
     flip: bool | Literal["alternating"] = False
     sizes: list[Count] | None = None
 
-    def __post_init__(self) -> None:
-        self.draws = Draws([2 * self.pad + 1, 2 * self.pad + 1, 2])
-        self.first: Tensor | None = None  # 1 for images that alternating flips mirror in even epochs
-
     def __call__(self, images: Tensor, where: Places) -> Tensor:
         """uint8 or float images on the device -> the same, moved."""
         if images.dim() != 4:
             what = f"loader.augment moves images, and a sample has the shape {list(images.shape[1:])}"
             raise ConfigError(f"{what}; type loader.augment=null")
-        dy, dx, mirrored = self.draws(where).unbind(1)
+        most = 2 * self.pad + 1
+        dy, dx, mirrored = drawn_at(where.places, [most, most, 2], fold_in(where.seed, where.epoch)).unbind(1)
         if self.flip == "alternating":
-            if self.first is None:
-                first = torch.randint(0, 2, (where.samples,), generator=generator(where.seed, FLIPS))
-                self.first = first.to(images.device)
-            mirrored = self.first.index_select(0, where.numbers) ^ (where.epoch % 2)
+            mirrored = drawn_at(where.numbers, [2], fold_in(where.seed, 0, FLIPS))[:, 0] ^ (where.epoch % 2)
         if self.pad:
             _, _, height, width = images.shape
             windows = F.pad(images, [self.pad] * 4).unfold(2, height, 1).unfold(3, width, 1)
@@ -106,18 +86,13 @@ class BatchWide:
     """
 
     def __init__(self, transform: Callable[[Any, Any], tuple[Any, Any]]) -> None:
-        self.transform = transform
-        self.before = _leaves(transform)
+        self.transform, self.before = transform, _leaves(transform)
 
     def __call__(self, inputs: Any, targets: Any, seed: int) -> tuple[Any, Any]:
         """inputs, targets: of the samples before the part, and of the part."""
         with random_states_kept():
             seed_all(seed)
-            try:
-                return self.transform(inputs, targets)
-            except (TypeError, ValueError) as error:
-                what = f"{type(self.transform).__name__} does not take these batches ({first_line(error)})"
-                raise ConfigError(f"loader.batch_transforms: {what}; type loader.batch_transforms=[]") from error
+            return self.transform(inputs, targets)
 
 
 def _leaves(transform: Any) -> int:

@@ -2,31 +2,20 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from hydra.utils import get_object
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, default_collate
 
-from lockstep.config.nodes import instantiate, instantiate_as, signature_of
+from lockstep.config.nodes import instantiate, instantiate_as
 from lockstep.config.schema import RunConfig
 from lockstep.data.augment import BatchWide, ShiftFlip
 from lockstep.data.loader import InputConverter, Loader
 from lockstep.data.partition import Order, Part, fold_in, seeded
-from lockstep.data.reader import Check, Request, SampleReader, Stream
-from lockstep.data.source import (
-    DataSource,
-    class_count,
-    class_names,
-    of_each_sample,
-    require_same_classes,
-    tensors_in,
-    unwrapped,
-)
+from lockstep.data.reader import Check, SampleReader, request_of
+from lockstep.data.source import DataSource, class_count, class_names, of_each_sample, require_same_classes, unwrapped
 from lockstep.data.split import hold_out
 from lockstep.errors import ConfigError
 from lockstep.failures.record import exception_record
@@ -35,6 +24,7 @@ from lockstep.text import first_line, show
 log = logging.getLogger(__name__)
 
 SOURCE, TRANSFORMS = 11, 12  # folded into the seeds of what data sets and transforms draw when they are made
+TOLD = ("dataset", "model", "task")  # sections in which null is a value of the data
 NAMES = {"train": "training data", "val": "validation data", "test": "test data"}
 
 
@@ -79,23 +69,23 @@ def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
     loader = config.loader
     with seeded(fold_in(config.seed, SOURCE)):
         train, test, val = source_of(config).splits()
-    if not needs_training_data and (train is None or (hasattr(train, "__len__") and not len(train))):
+    if not needs_training_data and not train:
         train = test
     if not config.holds_out and config.trainer.final is None:
         val = None
     if val is not None and config.trainer.final is not None:
-        what = (
-            f"trainer.final={config.trainer.final} trains on what is held out, and the validation data are other data"
-        )
+        what = f"trainer.final={config.trainer.final} trains on what is held out, and here those are other data"
         raise ConfigError(f"{what}; type trainer.final=null")
     for split, data in (("train", train), ("test", test), ("val", val)):
-        if data is None and split != "val":
-            raise ConfigError(f"there is no {NAMES[split]}; type dataset=<another one>")
-        if hasattr(data, "__len__") and not len(data):
+        if data is None and split == "val":
+            continue
+        if not hasattr(data, "__getitem__") or type(data).__getitem__ is Dataset.__getitem__:
+            what = f"the {NAMES[split]} gives no sample by its number, and an IterableDataset has no order to resume"
+            raise ConfigError(f"{what}; type dataset=pair of data sets with __getitem__, or dataset=tar_shards")
+        if not len(data):
             raise ConfigError(f"the {NAMES[split]} has no samples; type dataset=<another one>, or correct its folder")
         advice = "give both the same attribute `classes`, or type dataset=image_folder, which compares names"
-        named = class_names(train), class_names(data), "the training data", f"the {NAMES[split]}"
-        require_same_classes(*named, advice)
+        require_same_classes(class_names(train), class_names(data), "the training data", f"the {NAMES[split]}", advice)
     if val is not None or not config.holds_out or train is test:
         return Data(train, val, test)
     fold = None if loader.folds is None or loader.fold is None else (loader.fold, loader.folds)
@@ -111,20 +101,16 @@ def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
 
 
 def completed(config: RunConfig, data: Data) -> RunConfig:
-    """A copy of `config` in which each `shape` and `classes` that is null has the value of the training data, and
-    balanced class weights are numbers.
-
-    Raises ConfigError for other numbers of channels than `mean` and `std` have, and for a shape that is neither that of
-    data in memory nor what the transforms of training make of it: tests may be of the other one.
+    """A copy of `config` in which each `shape`, `classes` and `num_classes` that is null has the value of the training
+    data; `dataset.classes` may stay null. Raises ConfigError for a value that does not fit the data.
     """
-    inputs, targets = reader_of(config, data.train, "train", True).read(Request(0, 0, np.zeros(1, dtype=int)))
-    first = targets[0] if isinstance(targets, Tensor) else None
-    shape, node = list(inputs.shape[1:]) if isinstance(inputs, Tensor) else None, config.dataset
-    for name in ("mean", "std"):
-        check_channels(name, node.get(name), inputs)
-    whole, shapes = unwrapped(data.train)[0], [shape]
-    if hasattr(whole, "gather"):
-        shapes.append(list(whole.gather(torch.zeros(1, dtype=torch.int64))[0].shape[1:]))
+    inputs, targets = reader_of(config, data.train, "train", True).read(request_of([0]))
+    own = list(inputs.shape[1:]) if isinstance(inputs, Tensor) else None
+    is_fixed = hasattr(unwrapped(data.train)[0], "gather") and not config.loader.transforms
+    classes = config.dataset.get("classes")
+    if classes is None:
+        classes = class_count(data.train, targets[0] if isinstance(targets, Tensor) else None)
+    found = {"shape": config.dataset.get("shape") or own, "classes": classes, "num_classes": classes}
 
     def told(value: Any, key: str) -> Any:
         if isinstance(value, list):
@@ -132,52 +118,29 @@ def completed(config: RunConfig, data: Data) -> RunConfig:
         if not isinstance(value, dict):
             return value
         values = {name: told(item, f"{key}.{name}") for name, item in value.items()}
-        if values.get("shape", 0) is None:
-            values["shape"] = node.get("shape") or shape
-        elif len(shapes) > 1 and "shape" in values and values["shape"] not in shapes:
-            right = f"{key}.shape={show(shape)}"
-            what = f"{key}.shape={show(values['shape'])} but the samples have the shape {show(shape)}"
-            raise ConfigError(f"{what}; type {right}")
-        is_batch_wide = key.startswith("loader.") and "_target_" in values
-        if is_batch_wide and "num_classes" in signature_of(get_object(values["_target_"])).parameters:
-            values.setdefault("num_classes", None)
-        for name in {"classes", "num_classes"} & values.keys():
-            with suppress(ConfigError) if key == "dataset" else nullcontext():  # numbers have none, and need none
-                values[name] = values[name] or node.get("classes") or class_count(data.train, first)
+        for name in found.keys() & values.keys():
+            if values[name] is None:
+                values[name] = found[name]
+            if values[name] is None and name != "shape" and key != "dataset":
+                what = f"{key}.{name} is not known: the training data has neither `classes` nor `targets`"
+                raise ConfigError(f"{what}; type dataset.classes=<how many>")
+        if is_fixed and values.get("shape", own) != own:
+            raise _misfit(f"{key}.shape", values["shape"], f"the samples have the shape {show(own)}", show(own))
         return values
 
+    for name in ("mean", "std"):
+        values = config.dataset.get(name) or [1.0]
+        if own and len(values) not in (1, own[0]) and (inputs.is_floating_point() or inputs.dtype == torch.uint8):
+            raise _misfit(f"dataset.{name}", values, f"the samples have the shape {show(own)}", "null")
+    weights = config.task.get("class_weights")
+    if weights is not None and classes not in (None, len(weights)):
+        raise _misfit("task.class_weights", weights, f"there are {classes} classes", f"null, or {classes} numbers")
     loader = replace(config.loader, batch_transforms=told(config.loader.batch_transforms, "loader.batch_transforms"))
-    sections = {name: told(getattr(config, name), name) for name in ("dataset", "model", "task")}
-    return with_class_weights(replace(config, loader=loader, **sections), data)
+    return replace(config, loader=loader, **{name: told(getattr(config, name), name) for name in TOLD})
 
 
-def check_channels(name: str, values: Sequence[float] | None, inputs: Any) -> None:
-    """Raise ConfigError for another number of values than inputs (N, C, ...) have channels; one is for all of them."""
-    for tensor in tensors_in(inputs):
-        is_normalised = tensor.dim() > 1 and (tensor.is_floating_point() or tensor.dtype == torch.uint8)
-        if values is None or not is_normalised or len(values) in (1, tensor.shape[1]):
-            continue
-        right = [0.5] * (tensor.shape[1] if tensor.dim() == 4 else 1)
-        what = f"dataset.{name} has {len(values)} numbers, and the samples have the shape {list(tensor.shape[1:])}"
-        raise ConfigError(f"{what}; type dataset.{name}={show(right)}, or dataset.{name}=null")
-
-
-# until issue 42
-def with_class_weights(config: RunConfig, data: Data) -> RunConfig:
-    """balanced: N / (classes * n) for each class with n of the N training samples."""
-    weights, classes = config.task.get("class_weights"), config.task.get("classes") or config.dataset.get("classes")
-    if isinstance(weights, list) and classes not in (None, len(weights)):
-        what = f"task.class_weights={show(weights)} has {len(weights)} weights, and there are {classes} classes"
-        raise ConfigError(f"{what}; type task.class_weights=balanced, or a list of {classes} numbers")
-    if weights != "balanced":
-        return config
-    targets = class_numbers(data.train)
-    if targets is None or data.train is data.test:
-        what = "task.class_weights=balanced counts the classes of the training data, and it has none here"
-        raise ConfigError(f"{what}; type task.class_weights=<a list of {classes} numbers>")
-    counts = targets[targets >= 0].bincount(minlength=int(classes or 0)).double()
-    balanced = (counts.sum() / (len(counts) * counts.clamp(min=1))).tolist()
-    return replace(config, task=config.task | {"class_weights": balanced})
+def _misfit(key: str, value: Any, but: str, right: str) -> ConfigError:
+    return ConfigError(f"{key}={show(value)} but {but}; type {key}={right}")
 
 
 def class_numbers(dataset: Any) -> Tensor | None:
@@ -200,7 +163,7 @@ def reader_of(
         collate = instantiate(loader.collate_fn) or default_collate
     if transforms:
         transforms = [with_mask, *transforms]
-    reader = SampleReader(dataset, NAMES[split], config.seed, transforms, collate, loader.on_error == "skip", check)
+    reader = SampleReader(dataset, NAMES[split], config.seed, transforms, collate, check)
     targets = of_each_sample(dataset, "targets") if hasattr(unwrapped(dataset)[0], "gather") else None
     if targets is not None:
         reader.check_targets(torch.as_tensor(targets), range(len(targets)))
@@ -229,8 +192,7 @@ def loader_of(
     batch_size: int,
 ) -> Loader:
     """What reads a split for a rank. parts, share: as of `Loader`."""
-    section, is_stream, transforms, augment = config.loader, isinstance(reader.dataset, Stream), list[BatchWide](), None
-    draws = weights = shards = None
+    section, transforms, augment, draws, weights, shards = config.loader, list[BatchWide](), None, None, None, None
     if is_trained:
         if section.sampling is not None:
             weights = sampling_weights(reader.dataset, section.sampling)
@@ -240,12 +202,8 @@ def loader_of(
         if section.augment is not None:
             augment = instantiate_as(ShiftFlip, section.augment, "loader.augment", epochs=config.trainer.epochs)
         transforms = [BatchWide(one) for one in instantiate(section.batch_transforms)]
-        if transforms and is_stream:
-            what = "loader.batch_transforms mix in other samples, and a stream gives each once"
-            raise ConfigError(f"{what}; type loader.batch_transforms=[]")
-    order = Order(len(reader), config.seed, draws, weights, shards, shuffle=not is_stream)
-    workers, seed = section.num_workers, config.seed
-    return Loader(reader, order, converter, device, seed, batch_size, parts, share, augment, transforms, workers)
+    order, workers = Order(len(reader), config.seed, draws, weights, shards), section.num_workers
+    return Loader(reader, order, converter, device, config.seed, batch_size, parts, share, augment, transforms, workers)
 
 
 def sampling_weights(dataset: Any, sampling: str) -> Tensor:

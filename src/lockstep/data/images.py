@@ -3,7 +3,6 @@ size into another. Ranks map both into memory, and walk through no folder."""
 
 import io
 import os
-import shutil
 import signal
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -118,7 +117,7 @@ class ImageSource(DataSource):
         from tqdm import tqdm
 
         size, limit = self.size, {"auto": LARGEST, True: float("inf"), False: 0}[self.cache]
-        if size is None or (room := len(names) * 3 * size**2) > limit:
+        if size is None or len(names) * 3 * size**2 > limit:
             return None
         paths = [os.path.join(self.root, os.fsdecode(name)) for name in names]
         # Two files that are renamed to each other's name differ in st_ctime alone.
@@ -126,15 +125,12 @@ class ImageSource(DataSource):
         about = (__version__, size, len(names), names.tobytes(), states.tobytes())
         path = Path(self.cache_dir, f"{short_hash(*about)}.npy")
         if not path.exists():
-            if shutil.disk_usage(path.parent).free < room:
-                raise OSError(f"{path.parent} has too little room")
             temporary = path.with_name("unfinished.npy")  # the next process writes over what a killed one left
-            pixels = np.lib.format.open_memmap(temporary, "w+", np.uint8, (len(names), 3, size, size))
+            np.lib.format.open_memmap(temporary, "w+", np.uint8, (len(names), 3, size, size))
             parts = range(0, len(paths), 64)
             with ProcessPoolExecutor(cpu_count(), get_context("fork"), end_with_parent, (signal.SIGKILL,)) as pool:
                 done = pool.map(partial(_decode, temporary, size), parts, (paths[at : at + 64] for at in parts))
                 list(tqdm(done, f"decoding {self.root} once", len(parts), disable=None))
-            pixels.flush()
             os.replace(temporary, path)
         return path.name
 
@@ -147,6 +143,7 @@ def _decode(file: Path, size: int, start: int, paths: list[str]) -> None:
     pixels = np.load(file, mmap_mode="r+")
     for row, path in enumerate(paths, start):
         pixels[row] = read_file(path, size).numpy()
+    pixels.flush()
 
 
 @dataclass(kw_only=True)
@@ -207,10 +204,9 @@ class CsvImages(ImageSource):
             if not holds.all():
                 raise ValueError(f"row {holds.argmin() + 1} of {self.csv_file} {what}")
 
-        group, weight, texts = self.group_column, self.weight_column, [self.file_column, self.split_column]
-        used = {*texts, *self.label_columns, *filter(None, (group, weight))}
-        options = {"usecols": used, "dtype": dict.fromkeys(texts, str), "low_memory": False}
-        frame = pd.read_csv(self.csv_file, keep_default_na=False, na_values=[""], **options)
+        texts, others = [self.file_column, self.split_column], [self.group_column, self.weight_column]
+        options = {"usecols": {*texts, *self.label_columns, *filter(None, others)}, "dtype": dict.fromkeys(texts, str)}
+        frame = pd.read_csv(self.csv_file, keep_default_na=False, na_values=[""], low_memory=False, **options)
         files, split, labels = frame[self.file_column], frame[self.split_column], frame[self.label_columns].squeeze(1)
         require(frame.notna().all(axis=1), "has no value in a column")
         require(split.isin(Splits._fields), "says neither train, val nor test")
@@ -224,13 +220,13 @@ class CsvImages(ImageSource):
             names = np.unique(labels[split == "train"])
             require(labels.isin(names), "has a class that no training image has")
             classes, values["targets"] = [str(name) for name in names], np.searchsorted(names, labels)
-        if group is not None:
-            values["groups"] = pd.factorize(frame[group])[0]
-        if weight is not None:
-            values["weights"] = frame[weight].to_numpy(np.float64)
+        if self.group_column is not None:
+            values["groups"] = pd.factorize(frame[self.group_column])[0]
+        if self.weight_column is not None:
+            values["weights"] = frame[self.weight_column].to_numpy(np.float64)
         found = {}
         for name in ["train", "test", "val"] if (split == "val").any() else ["train", "test"]:
             rows = np.flatnonzero(split == name)
-            others = {key: torch.from_numpy(value[rows]) for key, value in values.items()}
-            found[name] = self.columns(f"{self.csv_file}, {name},", files[rows].tolist(), classes=classes, **others)
+            own = {key: torch.from_numpy(value[rows]) for key, value in values.items()}
+            found[name] = self.columns(f"{self.csv_file}, {name},", files[rows].tolist(), classes=classes, **own)
         return found

@@ -58,7 +58,6 @@ class Order:
         rounded up or down, whose mean over many epochs is that number.
     shards: (N,) of the file that a sample is in, ascending. Files are shuffled, and then samples within windows of at
         least `window` samples: a rank reads from few files at a time.
-    shuffle: False for a stream, whose samples come as they come.
     """
 
     def __init__(
@@ -69,15 +68,11 @@ class Order:
         weights: Tensor | None = None,
         shards: Tensor | None = None,
         window: int = 2**20,
-        shuffle: bool = True,
     ) -> None:
-        self.samples, self.seed, self.draws, self.weights = samples, seed, draws, weights
-        self.window, self.shuffle = window, shuffle
-        self.repeats = draws is not None or weights is not None  # a sample may come twice in an epoch
-        self.starts = None
-        if shards is not None:  # where each file begins, and the end of the last one
-            edges = (shards.diff() != 0).nonzero().flatten() + 1
-            self.starts = torch.cat([torch.zeros(1, dtype=torch.int64), edges, torch.tensor([samples])])
+        self.samples, self.seed, self.draws, self.weights, self.window = samples, seed, draws, weights, window
+        self.sizes: list[int] | None = None  # of the files
+        if shards is not None:
+            self.sizes = shards.unique_consecutive(return_counts=True)[1].tolist()
 
     def __len__(self) -> int:
         """Samples of an epoch."""
@@ -90,24 +85,15 @@ class Order:
             return drawn(self.weights, draw)
         if self.draws is not None:
             return torch.randint(self.samples, (self.draws,), generator=draw)
-        if not self.shuffle:
-            return torch.arange(self.samples)
-        if self.starts is None:
+        if self.sizes is None:
             return torch.randperm(self.samples, generator=draw, dtype=torch.int32)  # half the memory
-        return self._of_windows(draw)
-
-    def _of_windows(self, draw: torch.Generator) -> Tensor:
-        assert self.starts is not None
-        found, open_files, waiting = [], list[Tensor](), 0
-        for file in torch.randperm(len(self.starts) - 1, generator=draw).tolist():
-            open_files.append(torch.arange(int(self.starts[file]), int(self.starts[file + 1])))
-            waiting += len(open_files[-1])
+        files, windows, waiting = torch.arange(self.samples).split(self.sizes), [list[Tensor]()], 0
+        for file in torch.randperm(len(files), generator=draw).tolist():
             if waiting >= self.window:
-                found.append(_shuffled(torch.cat(open_files), draw))
-                open_files, waiting = [], 0
-        if open_files:
-            found.append(_shuffled(torch.cat(open_files), draw))
-        return torch.cat(found)
+                windows, waiting = [*windows, []], 0
+            windows[-1].append(files[file])
+            waiting += len(files[file])
+        return torch.cat([_shuffled(torch.cat(window), draw) for window in windows])
 
 
 def _shuffled(values: Tensor, draw: torch.Generator) -> Tensor:
@@ -128,11 +114,10 @@ def generator(*numbers: int) -> torch.Generator:
 
 
 def drawn(weights: Tensor, draw: torch.Generator) -> Tensor:
-    """N indices, drawn with replacement and in random order, by systematic resampling over a random order: N evenly
-    spaced points on the running sum of the weights. Equal weights give each index once.
+    """N indices with replacement and in random order, by systematic resampling over a random order: N evenly spaced
+    points on the running sum of the weights (N,) float64. Equal weights give each index once.
 
     It has no limit like the 2**24 categories of torch.multinomial: 10**7 samples take a few seconds.
-    weights: (N,) float64, not negative, some above 0.
     """
     count = len(weights)
     order = torch.randperm(count, generator=draw)

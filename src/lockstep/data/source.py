@@ -31,7 +31,7 @@ class Splits(NamedTuple):
 class DataSource:
     """The contract of a data set. Its fields are the keys of its node, and their types are checked.
 
-    shape: of the inputs of a sample; null: that of the first one. classes: how many; null: the data tells.
+    shape: of a sample's inputs; null: that of the first one. classes: how many; null: the data tells.
     mean, std: of each channel, of pixels from 0 to 1: inputs are normalised by them.
     """
 
@@ -57,10 +57,7 @@ class DataSource:
 
 @dataclass(kw_only=True)
 class Pair(DataSource):
-    """Two data sets of the user's. Each is a map-style `torch.utils.data.Dataset`, or an `IterableDataset`.
-
-    train, test, validation: their objects. validation: null where a part of `train` is held out.
-    """
+    """Two map-style data sets of the user's. validation: null where a part of `train` is held out."""
 
     train: Any
     test: Any
@@ -70,23 +67,15 @@ class Pair(DataSource):
         return Splits(self.train, self.test, self.validation)
 
 
+@dataclass(eq=False)
 class Tensors(Dataset[Any]):
-    """Samples in memory.
+    """Samples in memory: inputs and targets (N, ...). The others are as of `DataSource.splits`."""
 
-    inputs: (N, ...). targets: (N, ...). classes: the names of the classes, if they have any.
-    groups: (N,) of anything: samples of one group stay together in a validation set. weights: (N,) for sampling.
-    """
-
-    def __init__(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        classes: Sequence[str] | None = None,
-        groups: Sequence[Any] | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        self.inputs, self.targets = inputs, targets
-        self.classes, self.groups, self.weights = classes, groups, weights
+    inputs: Tensor
+    targets: Tensor
+    classes: Sequence[str] | None = None
+    groups: Sequence[Any] | None = None
+    weights: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -101,9 +90,8 @@ class Tensors(Dataset[Any]):
 
     def to(self, device: torch.device) -> "Tensors":
         """The same samples on `device`, where they fit beside the training; else themselves."""
-        if not fits(device, self.inputs, self.targets):
-            return self
-        return Tensors(self.inputs.to(device), self.targets.to(device))
+        is_copied = fits(device, self.inputs, self.targets)
+        return Tensors(self.inputs.to(device), self.targets.to(device)) if is_copied else self
 
 
 def fits(device: torch.device, *tensors: Tensor) -> bool:
@@ -124,14 +112,11 @@ def unwrapped(dataset: Any) -> tuple[Any, np.ndarray[Any, Any] | None]:
 
 
 def of_each_sample(dataset: Any, name: str) -> Any:
-    """The attribute `name` of a data set with a value for each sample, as an array (N, ...); None without it.
-
-    Raises ConfigError if it has another number of values.
-    """
+    """The attribute `name` of a data set, as an array (N, ...); None without it. Raises ConfigError if it has not a
+    value for each sample."""
     whole, indices = unwrapped(dataset)
-    values = getattr(whole, name, None)
-    if name == "targets" and isinstance(whole, TensorDataset):
-        values = whole.tensors[-1]
+    is_target = name == "targets" and isinstance(whole, TensorDataset)
+    values = whole.tensors[-1] if is_target else getattr(whole, name, None)
     if values is None:
         return None
     values = values.numpy(force=True) if isinstance(values, Tensor) else np.asarray(values)
@@ -142,34 +127,29 @@ def of_each_sample(dataset: Any, name: str) -> Any:
 
 
 def class_names(dataset: Any) -> list[str]:
-    """The names of the classes, in the order of their numbers; empty without names. Numbers are none."""
+    """Of the classes, in the order of their numbers; empty without names. Numbers are none."""
     names = getattr(unwrapped(dataset)[0], "classes", None)
     return list(names) if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names) else []
 
 
-def class_count(dataset: Any, first_target: Any) -> int:
-    """How many classes there are: the names, else one more than the largest target, else the numbers of a target."""
+def class_count(dataset: Any, first_target: Any) -> int | None:
+    """How many classes there are: the names, else one more than the largest target, else the numbers of a target. None
+    where nothing tells."""
     names, targets = class_names(dataset), of_each_sample(dataset, "targets")
     if names:
         return len(names)
     if targets is not None and targets.ndim == 1 and targets.dtype.kind in "iu":
         return int(targets.max()) + 1
-    if torch.is_tensor(first_target) and first_target.dim() == 1:
-        return len(first_target)
-    raise ConfigError(
-        f"the number of classes is not known: {type(unwrapped(dataset)[0]).__name__} has neither `classes` nor "
-        f"`targets`; type dataset.classes=<how many>"
-    )
+    return len(first_target) if torch.is_tensor(first_target) and first_target.dim() == 1 else None
 
 
 def require_same_classes(names: Sequence[str], others: Sequence[str], what: str, other: str, advice: str) -> None:
     """Raise ConfigError if a class number of the second data has another name in the first, or none: nothing else would
     show it. names, others: of the classes in `what` and in `other`, empty if they have none. advice: what to type."""
-    if names and list(others) != list(names[: len(others)]):
-        pairs = zip(names, others, strict=False)
-        number = next((number for number, (one, two) in enumerate(pairs) if one != two), len(names))
-        first = f"is {names[number]} in {what}" if number < len(names) else f"is none of {what}, which has {number},"
-        raise ConfigError(f"class {number} {first} and {others[number]} in {other}; {advice}")
+    for number, name in enumerate(others if names else ()):
+        if names[number : number + 1] != [name]:
+            first = names[number] if number < len(names) else "no class"
+            raise ConfigError(f"class {number} is {first} in {what} and {name} in {other}; {advice}")
 
 
 # Inputs and targets of a batch are one tensor each, or tuples or dicts of them, whose first dimension counts samples.

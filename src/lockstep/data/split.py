@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Subset
 
 from lockstep.data.partition import fold_in, generator
 from lockstep.data.source import of_each_sample
@@ -27,9 +27,6 @@ def hold_out(
     with a method `hold_out(size, fold, seed)`, such as a text, is asked. Raises ConfigError where no part can be taken.
     """
     typed = f"loader.validation={size:g}" if fold is None else f"loader.folds={fold[1]}"
-    if isinstance(dataset, IterableDataset):
-        what = f"{typed} takes samples by their number, and {type(dataset).__name__} is an IterableDataset"
-        raise ConfigError(f"{what}; type loader.validation=null, or give the data set a validation split")
     samples = len(dataset)
     count = 0 if size is None else max(1, round(size * samples)) if size < 1 else int(size)
     if count >= samples or (fold is not None and fold[1] > samples):

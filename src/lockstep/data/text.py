@@ -4,7 +4,6 @@
 """
 
 import json
-import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +27,6 @@ from lockstep.errors import ConfigError
 from lockstep.files import one_at_a_time, short_hash, write_whole
 from lockstep.text import first_line
 
-log = logging.getLogger(__name__)
-
 TRAIN_SHARE = 0.9  # of a text, from its beginning; the rest is for tests
 IGNORED = -100
 PIECE = 2**18  # characters of a file that are tokenised together, and the rest of a line
@@ -42,21 +39,23 @@ class Tokenizer:
     sorted. `names` are those of the tokens. Raises ConfigError if the tokenizer cannot be read."""
 
     def __init__(self, name: str, characters: Sequence[str] = ()) -> None:
-        self.is_bytes, self.coder = name == "bytes", None
+        self.is_bytes = name == "bytes"
+        self.coder: Any = None
         self.names = [*map(str, range(256))] if self.is_bytes else [*characters]
         if name not in ("characters", "bytes"):
             try:
                 from tokenizers import Tokenizer as HuggingFace
 
-                read: Any = HuggingFace.from_file if name.endswith(".json") else HuggingFace.from_pretrained
-                self.coder = coder = read(name)
+                read = HuggingFace.from_file if name.endswith(".json") else HuggingFace.from_pretrained
+                self.coder = read(name)
             except Exception as error:  # a plain one
                 what = f"dataset.tokenizer={name} cannot be read ({first_line(error)})"
                 advice = "pip install tokenizers, dataset.tokenizer=<a tokenizer.json>, or dataset.tokenizer=bytes"
                 raise ConfigError(f"{what}; type {advice}") from error
-            coder.no_truncation()  # what a file says of these is for batches
-            coder.no_padding()
-            self.names = [coder.id_to_token(n) or str(n) for n in range(1 + max(coder.get_vocab().values()))]
+            self.coder.no_truncation()  # what a file says of these is for batches
+            self.coder.no_padding()
+            size = 1 + max(self.coder.get_vocab().values())
+            self.names = [self.coder.id_to_token(number) or str(number) for number in range(size)]
 
     def encode(self, texts: list[str]) -> list[Any]:
         """The tokens of each text. Raises ConfigError for a character that is not known."""
@@ -136,11 +135,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def hold_out(self, size: float | None, fold: tuple[int, int] | None, seed: int) -> tuple["Windows", "Windows"]:
         """As `split.hold_out`, which calls this. The part is one stretch of the text: drawn, or the fold."""
-        length = len(self.tokens)
-        if fold is not None:
-            start, stop = cut(length, fold[1], fold[0])
-        else:
-            assert size is not None
+        length, (start, stop) = len(self.tokens), (0, 0) if fold is None else cut(len(self.tokens), fold[1], fold[0])
+        if size is not None:
             count = round(size * length) if size < 1 else int(size) * self.block + 1
             start = int(torch.randint(max(1, length - count + 1), (), generator=generator(seed)))
             stop = start + count
@@ -201,12 +197,11 @@ class Text(DataSource):
         if count <= self.block or tested < 2:
             what = f"dataset.block={self.block} is too long for {count} tokens to train on and {tested} to test"
             raise ConfigError(f"{what}; type dataset.block={max(1, count // 10)}, or dataset.path=<a longer text>")
-        classes = about["classes"]
-        if self.classes is not None and self.classes < len(classes):
-            what = f"dataset.classes={self.classes}, and dataset.tokenizer={self.tokenizer} has {len(classes)} tokens"
+        if self.classes is not None and self.classes < len(about["classes"]):
+            what = f"dataset.classes={self.classes}, and the text has {len(about['classes'])} kinds of tokens"
             raise ConfigError(f"{what}; type dataset.classes=null")
-        about = (self.block, self.stride, self.samples, self.tokenizer, classes)
-        train, test = (Windows(part, *about, pieces=[(0, len(part))]) for part in parts)
+        common = (self.block, self.stride, self.samples, self.tokenizer, about["classes"])
+        train, test = (Windows(part, *common, pieces=[(0, len(part))]) for part in parts)
         return Splits(train, test.evaluated)
 
     def _folder(self) -> Path:
@@ -235,30 +230,26 @@ class Text(DataSource):
         write_whole(about, json.dumps({"state": state, "classes": tokenizer.names, "type": kind, "files": names}))
 
     def _texts(self, files: Iterable[Any]) -> Iterator[str]:
+        """Of each line or row one, with the separator; pieces of plain files. null is no text."""
         for file in files:
-            number, nulls = 0, list[int]()
             try:
                 with file as stream:
-                    for number, text in enumerate(self._read(stream, file.path), 1):
-                        nulls += [number] if text is None else []
-                        yield text or ""
+                    yield from self._read(stream, {*Path(file.path.lower()).suffixes})
             except (LookupError, TypeError, ValueError) as error:
-                raise ValueError(f"{file.path}, line {number + 1}: {type(error).__name__}: {error}") from error
-            if nulls:
-                log.warning("%s: %d texts are null and left out, the first in line %d", file.path, len(nulls), nulls[0])
+                raise ValueError(f"{file.path}: {type(error).__name__}: {first_line(error)}") from error
 
-    def _read(self, stream: Any, name: str) -> Iterator[str | None]:
-        """The texts of a file, one of each line or row, None where it is null; or pieces of a plain one."""
-        endings, end = {*Path(name.lower()).suffixes}, self.separator or ""
+    def _read(self, stream: Any, endings: set[str]) -> Iterator[str]:
+        end = self.separator or ""
         if ".parquet" in endings:
             from pyarrow.parquet import ParquetFile
 
             batches = ParquetFile(stream).iter_batches(columns=[self.field])
             texts: Iterable[str | None] = (text for batch in batches for text in batch[self.field].to_pylist())
         elif endings & {".json", ".jsonl", ".ndjson"}:
-            texts = (json.loads(line)[self.field] if line.strip() else "" for line in stream)
+            texts = (json.loads(line)[self.field] for line in stream if line.strip())
         else:
             plain = TextIOWrapper(stream, "utf-8", "surrogateescape" if self.tokenizer == "bytes" else None, newline="")
             yield from (piece + plain.readline(PIECE) for piece in iter(partial(plain.read, PIECE), ""))
-            texts, end = [end], ""
-        yield from (text and text + end for text in texts)
+            yield end
+            return
+        yield from (text + end for text in texts if text)

@@ -86,15 +86,13 @@ def read_image(stored: bytes, size: int | None) -> Tensor:
     """
     from PIL import Image, ImageOps
 
-    found: Any = None
     is_small_jpeg = stored[:2] == b"\xff\xd8" and (size is None or len(stored) < LARGE_JPEG)
     pixels = decoded_jpeg(stored) if is_small_jpeg else None
     if pixels is not None and len(pixels) in (1, 3):  # 4 are inks
         if size is None or pixels.shape[1:] == (size, size):
             return pixels.expand(3, -1, -1)
-        if len(pixels) == 3 and min(pixels.shape[1:]) < 4 * size:
-            found = Image.fromarray(pixels.permute(1, 2, 0).numpy())
-    if found is None:
+        found: Any = Image.fromarray(pixels.expand(3, -1, -1).permute(1, 2, 0).numpy())
+    else:
         with Image.open(io.BytesIO(stored)) as image:
             if size is not None:
                 image.draft(None, (2 * size, 2 * size))  # a JPEG of four times the size is decoded at a half of its own

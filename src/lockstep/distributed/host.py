@@ -7,6 +7,7 @@ import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,11 +25,21 @@ WATCH_SECONDS = 60  # then it has gone on with fresh ranks
 LOST_RESENDS = 6  # of the same bytes, each after twice the time of the one before: 12 s and more
 
 
-def cpu_count() -> int:
-    """The number of cores that this process may use."""
+def usable_cores() -> list[int]:
+    """The numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # Linux; macOS has no affinity
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def cpu_count() -> int:
+    return len(usable_cores())
+
+
+def name_of_machine() -> str:
+    """The same for processes that see each other's. Containers of one machine do not."""
+    spaces = [os.readlink(path) for path in ("/proc/self/ns/pid", "/proc/self/ns/net") if os.path.exists(path)]
+    return " ".join([socket.gethostname(), *spaces])
 
 
 def has_native_bf16() -> bool:

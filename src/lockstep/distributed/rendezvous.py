@@ -1,35 +1,30 @@
-"""How ranks find each other: where they listen, the store that they share, when their run started, and the rendezvous.
+"""How ranks find each other: the store that they share, the rendezvous, and when their run started.
 
-The store is torch's key-value store. One process hosts it: rank 0, or the program that starts the ranks. torchrun keeps
-one store over all restarts, and a sweep keeps one over all its jobs, so each process group gets a part of the store
-that no earlier one has used. A plain init_process_group would read the addresses of ranks that have exited.
-
-No torch at the top: `--cfg job` asks when the run started, and a world of one needs no store for it.
+The store is torch's: a file where our launcher has started all ranks on one machine, else a TCPStore, which rank 0 or
+the program that started the ranks hosts. torchrun keeps one store over all its restarts, so each process group gets a
+part of the store that no earlier one has used: a plain init_process_group would read the addresses of ranks that have
+exited. No torch at the top: `--cfg job` asks when the run started, and a world of one needs no store for it.
 """
 
 import errno
-import ipaddress
 import os
 import socket
 import sys
 import time
 import uuid
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from lockstep.distributed.environment import RankInfo
+from lockstep.distributed.environment import LOOPBACK, RankInfo, is_loopback
 from lockstep.errors import ConfigError, RankMissing
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-LOOPBACK = "127.0.0.1"
 BACKLOG = 4096  # ranks that connect at the same time; Linux takes the smaller of this and net.core.somaxconn
 STORE_TIMEOUT = timedelta(seconds=300)
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.002, 1.0  # seconds between two requests
@@ -49,9 +44,9 @@ class Patience:
     own waits block in C: a signal has no effect there, and a name that does not exist is tried for five minutes.
     """
 
-    def __init__(self, timeout: float, size: int = 1) -> None:
+    def __init__(self, timeout: timedelta, size: int = 1) -> None:
         self.start = time.monotonic()
-        self.deadline = self.start + timeout
+        self.deadline = self.start + timeout.total_seconds()
         self.shortest = max(SHORTEST_PAUSE, size / REQUESTS_PER_SECOND)
 
     @property
@@ -59,202 +54,111 @@ class Patience:
         """In seconds."""
         return time.monotonic() - self.start
 
-    def pause(self, problem: Exception) -> None:
-        """Sleep once. Raises `problem` if the time is over."""
+    def pause(self, complaint: str) -> None:
+        """Sleep once. Raises RankMissing with `complaint` if the time is over."""
         left = self.deadline - time.monotonic()
         if left < 0:
-            raise problem from None
+            advice = "type the same command, with the same world size, on every node"
+            raise RankMissing(f"{complaint} within backend.timeout; {advice}") from None
         time.sleep(min(max(self.shortest, self.waited * PAUSE_SHARE), LONGEST_PAUSE, left + 0.001))
 
     def value_of(self, store: "Store", key: str, complaint: str) -> str:
-        """The value of `key` once another rank has set it. Raises RankMissing with `complaint`."""
+        """The value of `key` once another rank has set it."""
         while not store.check([key]):
-            self.pause(_rank_missing(complaint))
+            self.pause(complaint)
         return store.get(key).decode()
-
-
-def _rank_missing(complaint: str) -> RankMissing:
-    return RankMissing(
-        f"{complaint} within backend.timeout; type the same command, with the same world size, on every node"
-    )
-
-
-# Where this machine listens: at the loopback address if all ranks are here, else where the other machines reach it.
-
-
-def on_one_machine(info: RankInfo) -> bool:
-    """Whether all ranks are known to be on this machine, so that nothing needs to listen beyond it.
-
-    Where the starter need not say how many ranks a machine has, only a loopback address shows it.
-    """
-    known = info.started_by not in ("environment", "mpirun") or is_loopback(info.master_addr)
-    return known and info.local_world_size >= info.world_size
-
-
-def store_address(info: RankInfo) -> str:
-    """Where ranks find their store: on one machine at the loopback address, whatever name the machine has.
-
-    A store that the starter hosts stays where the starter says.
-    """
-    if not info.agent_store and (on_one_machine(info) or is_loopback(info.master_addr)):
-        return LOOPBACK
-    return info.master_addr
-
-
-def is_loopback(address: str) -> bool:
-    """Whether `address` is localhost or a number such as 127.0.0.1. A name may mean another address elsewhere."""
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
-def loopback_interface() -> str | None:
-    """The name of the loopback interface: lo on Linux, lo0 on macOS. None if there is none."""
-    present = [name for _, name in socket.if_nameindex()]
-    return next((name for name in ("lo", "lo0") if name in present), None)
-
-
-def listening_socket(address: str, port: int) -> socket.socket:
-    """A TCP socket that listens at `address` alone; at every interface if other machines may reach it elsewhere.
-
-    They may if `address` is a name with several addresses, or one that is a loopback address only on this machine, or
-    if no interface here has the address, as behind a forwarded port. Port 0 takes a free one. Raises OSError, with
-    EADDRINUSE for a port that another program uses.
-    """
-    family, host = _own_address(address)
-    if host is not None:
-        try:
-            return socket.create_server((host, port), family=family, backlog=BACKLOG)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
-    return socket.create_server(("", port), backlog=BACKLOG)
-
-
-def _own_address(address: str) -> tuple[int, str | None]:
-    """(address family, the one number behind `address`). The number is None if all ranks may not share it."""
-    if address == "localhost":
-        return socket.AF_INET, LOOPBACK
-    try:
-        infos = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-    except OSError:  # an unknown name: connecting to it fails with an error that says so
-        return socket.AF_INET, None
-    family, number = min((int(family), str(place[0])) for family, _, _, _, place in infos)
-    is_shared = len(infos) == 1 and (is_loopback(address) or not is_loopback(number))
-    return family, number if is_shared else None
 
 
 # The store.
 
 _stores: dict[RankInfo, "Store"] = {}
-_held_ports: dict[RankInfo, socket.socket] = {}  # of stores that are not opened yet
 
 
 def shared_store(info: RankInfo, timeout: timedelta = STORE_TIMEOUT) -> "Store":
     """The store of the ranks that `info` describes, one for the life of this process. A world of one needs no port.
 
-    timeout: for rank 0 to listen. Raises ConfigError if rank 0 must listen at a port that another program uses, or at a
-    host that is not known, and RankMissing.
+    timeout: for rank 0 to listen. Raises ConfigError if rank 0 must listen at a port that another program uses, and
+    RankMissing.
     """
     if info not in _stores:
         _stores[info] = _open_store(info, timeout)
     return _stores[info]
 
 
-def close_store(info: RankInfo) -> None:
-    """Close this process's store, with its port and its thread if this process hosts it."""
-    _stores.pop(info, None)
-    if info in _held_ports:
-        _held_ports.pop(info).close()
-
-
-def hold_port(info: RankInfo) -> RankInfo:
-    """`info` with a free port, at which this process listens from now on: no other program can get it meanwhile.
-
-    `shared_store` opens the store there, and `close_store` frees the port. Forked children do not keep it.
-    """
-    listener = listening_socket(store_address(info), 0)
-    os.register_at_fork(after_in_child=listener.close)  # a port that a rank kept would still take connections
-    held = replace(info, master_port=listener.getsockname()[1])
-    _held_ports[held] = listener
-    return held
-
-
 def _open_store(info: RankInfo, timeout: timedelta) -> "Store":
     import torch.distributed as dist
 
+    if info.store_file:
+        return dist.FileStore(info.store_file, info.world_size)
     if not info.master_port:
         return dist.HashStore()
-    address = store_address(info)
     if info.agent_store or not info.is_rank_zero:
-        _wait_until_listening(address, info.master_port, timeout.total_seconds())
-        return dist.TCPStore(address, info.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
-    _wait_until_known(address, timeout.total_seconds())
+        _wait_until_listening(info, timeout)
+        return client_of_store(info, timeout)
+    # All ranks here: at the loopback address, whatever name the machine has. torch alone listens at every interface.
+    address = LOOPBACK if info.on_one_machine or is_loopback(info.master_addr) else ""
+    both = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
     try:
-        # Without a socket of ours torch listens on every interface, whatever the address.
-        listener = _held_ports.pop(info, None) or listening_socket(address, info.master_port)
+        listener = socket.create_server(
+            (address, info.master_port), family=family, dualstack_ipv6=both, backlog=BACKLOG
+        )
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
         raise ConfigError(
-            f"port {info.master_port} on {address} is taken by another program; type "
-            f"MASTER_PORT={info.master_port + 1} before the command, or launch.master_port={info.master_port + 1}"
+            f"port {info.master_port} is taken by another program; type MASTER_PORT={info.master_port + 1} before the "
+            f"command, or launch.master_port={info.master_port + 1}"
         ) from None
+    file, port = listener.detach(), info.master_port
     return dist.TCPStore(
-        address,
-        listener.getsockname()[1],
+        address or info.master_addr,
+        port,
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        master_listen_fd=file,
     )
 
 
-def _wait_until_known(address: str, timeout: float) -> None:
-    """Wait until the name of a host is known, NAME_SECONDS or `timeout` seconds at most. Raises ConfigError."""
-    patience = Patience(min(NAME_SECONDS, timeout))
-    while True:
-        try:
-            socket.getaddrinfo(address, None)
-            return
-        except socket.gaierror as error:
-            patience.pause(
-                ConfigError(
-                    f"the host {address} of rank 0 is not known on this machine ({error.strerror}); "
-                    f"type MASTER_ADDR=<its name or address> before the command, or launch.master_addr="
-                )
-            )
+def client_of_store(info: RankInfo, timeout: timedelta) -> "Store":
+    """A connection of its own to a store that listens."""
+    import torch.distributed as dist
+
+    address = store_address(info)
+    return dist.TCPStore(address, info.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
-def _wait_until_listening(address: str, port: int, timeout: float) -> None:
-    """Wait until a program accepts connections at `port` of the host `address`, `timeout` seconds at most.
+def store_address(info: RankInfo) -> str:
+    """Where ranks find their store. One that the starter hosts stays where the starter says."""
+    if not info.agent_store and (info.on_one_machine or is_loopback(info.master_addr)):
+        return LOOPBACK
+    return info.master_addr
+
+
+def _wait_until_listening(info: RankInfo, timeout: timedelta) -> None:
+    """Wait until a program accepts connections where the store is, `timeout` at most.
 
     Raises ConfigError if the name of the host is not known, and RankMissing.
     """
-    _wait_until_known(address, timeout)
-    patience, has_noticed = Patience(timeout), False
+    patience, has_noticed, place = Patience(timeout), False, (store_address(info), info.master_port)
     while True:
         try:
-            socket.create_connection((address, port), timeout=TRY_SECONDS).close()
+            socket.create_connection(place, timeout=TRY_SECONDS).close()
             return
         except OSError as error:
-            problem = error.strerror or str(error)
-        if not has_noticed and patience.waited > NOTICE_SECONDS:
+            problem = f"{place[0]}:{place[1]} ({error.strerror or error})"
+            is_known = not isinstance(error, socket.gaierror)
+            if not is_known and patience.waited > NAME_SECONDS:
+                raise ConfigError(
+                    f"the host {place[0]} of rank 0 is not known on this machine ({error.strerror}); "
+                    f"type MASTER_ADDR=<its name or address> before the command, or launch.master_addr="
+                ) from None
+        if is_known and not has_noticed and patience.waited > NOTICE_SECONDS:
             has_noticed = True
             with suppress(OSError):
-                words = f"lockstep: waits for rank 0 to listen at {address}:{port} ({problem})"
-                print(words, file=sys.stderr, flush=True)
-        patience.pause(
-            RankMissing(
-                f"rank 0 does not listen at {address}:{port} within backend.timeout ({problem}); type the same command "
-                f"on every node, and MASTER_ADDR=<the host of rank 0> before it"
-            )
-        )
+                print(f"lockstep: waits for rank 0 to listen at {problem}", file=sys.stderr, flush=True)
+        patience.pause(f"rank 0 does not listen at {problem}")
 
 
 # The rendezvous.
@@ -268,6 +172,8 @@ def form_group(info: RankInfo, timeout: timedelta) -> "Store":
     from torch.distributed import PrefixStore
 
     store = shared_store(info, timeout)
+    if info.store_file:  # each start of the ranks has its own
+        return store
     nonce = agree_on_nonce(store, info.rank, info.world_size, timeout)
     return PrefixStore(f"rendezvous/{nonce}", store)
 
@@ -278,7 +184,7 @@ def agree_on_nonce(store: "Store", rank: int, size: int, timeout: timedelta) -> 
     A rank whose name is not confirmed has read the nonce of an earlier attempt, and waits for the next one. A count of
     restarts cannot replace the nonce: with two torchrun agents the counts differ.
     """
-    patience = Patience(timeout.total_seconds(), size)
+    patience = Patience(timeout, size)
     if rank == 0:
         nonce, names = uuid.uuid4().hex, {}
         store.set("meet/nonce", nonce)
@@ -297,7 +203,7 @@ def agree_on_nonce(store: "Store", rank: int, size: int, timeout: timedelta) -> 
         confirmed = f"meet/{nonce}/go/{rank}"
         if store.check([confirmed]) and store.get(confirmed).decode() == name:
             return nonce
-        patience.pause(_rank_missing(f"rank {rank} found no rendezvous to join"))
+        patience.pause(f"rank {rank} found no rendezvous to join")
 
 
 # When the run started.
@@ -312,22 +218,34 @@ def run_started_at(info: RankInfo, claim: bool = True, timeout: timedelta = STOR
     timeout: for rank 0 to come. Raises RankMissing.
     """
     if not info.master_port and info.started_by == "srun" and claim:
-        return _first_start(os.environ)  # Slurm may have requeued it
+        return _first_start()  # Slurm may have requeued it
     if not info.master_port:
         return _claim_second(datetime.now()) if claim else datetime.now()
     store = shared_store(info, timeout)
     if info.is_rank_zero:
-        started = _first_start(os.environ) if claim else datetime.now()
-        store.compare_set("lockstep/started", "", started.isoformat())
-    patience = Patience(timeout.total_seconds(), info.world_size)
+        store.compare_set("lockstep/started", "", (_first_start() if claim else datetime.now()).isoformat())
+    patience = Patience(timeout, info.world_size)
     return datetime.fromisoformat(patience.value_of(store, "lockstep/started", "rank 0 did not start the run"))
 
 
 def forget_start(info: RankInfo) -> None:
     """Remove the note of when this job started: the job is finished, and another one may get its name."""
-    note, _ = _start_note(os.environ)
+    note, _ = _start_note()
     if info.is_rank_zero and note is not None:
         note.unlink(missing_ok=True)
+
+
+def _first_start() -> datetime:
+    """Now; or, in a restarted job, the moment at which it started first, which is noted in a file."""
+    note, may_be_restart = _start_note()
+    noted = note.read_text() if note is not None and may_be_restart and note.exists() else ""
+    if noted:  # a machine that fails can leave an empty file
+        return datetime.fromisoformat(noted)
+    now = _claim_second(datetime.now())
+    if note is not None:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(now.isoformat())
+    return now
 
 
 def _claim_second(moment: datetime) -> datetime:
@@ -348,26 +266,13 @@ def _claim_second(moment: datetime) -> datetime:
         return moment
 
 
-def _first_start(env: Mapping[str, str]) -> datetime:
-    """Now; or, in a restarted job, the moment at which it started first, which is noted in a file."""
-    note, may_be_restart = _start_note(env)
-    noted = note.read_text() if note is not None and may_be_restart and note.exists() else ""
-    if noted:  # a machine that fails can leave an empty file
-        return datetime.fromisoformat(noted)
-    now = _claim_second(datetime.now())
-    if note is None:
-        return now
-    note.parent.mkdir(parents=True, exist_ok=True)
-    note.write_text(now.isoformat())
-    return now
-
-
-def _start_note(env: Mapping[str, str]) -> tuple[Path | None, bool]:
+def _start_note() -> tuple[Path | None, bool]:
     """(file, whether this may be a restart) for jobs whose restarts share their name and nothing else.
 
     These are elastic worlds without the agent's store, which open a new store after each restart, and jobs that Slurm
     requeues. (None, False) for all others.
     """
+    env = os.environ
     run_id = env.get("TORCHELASTIC_RUN_ID", "none")  # "none": torchrun was given no --rdzv-id
     if run_id != "none" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return NOTES / f"torchrun-{quote(run_id, safe='')}", True

@@ -15,7 +15,8 @@ from typing import IO, TYPE_CHECKING
 import yaml  # type: ignore[import-untyped]
 
 from lockstep.config.check import flatten, word
-from lockstep.config.record import NOT_COMPUTED, RECORD, ConfigRecord, sets
+from lockstep.config.record import RECORD, ConfigRecord, sets
+from lockstep.config.schema import NO_NUMBER, SHARED_BY
 from lockstep.errors import CannotStartNow, ConfigError, path_word
 from lockstep.text import differing, show
 
@@ -65,7 +66,7 @@ def require_same_run(record: ConfigRecord, run_dir: str, elsewhere: str | None =
         return
     then, now = (flatten(yaml.safe_load(text) or {}) for text in (path.read_text(), record.files["config.yaml"]))
     for key, (before, value) in differing(then, now).items():
-        if not sets(key, (*NOT_COMPUTED, *LIMITS, "data_dir")) and not key.endswith("run_dir"):
+        if not sets(key, (*NO_NUMBER, *SHARED_BY, *LIMITS)) and not key.endswith("run_dir"):
             elsewhere = elsewhere or f"hydra.run.dir=<a new folder>, with resume={folder} to begin with its snapshot"
             raise ConfigError(
                 f"{folder} holds a run with {key}={show(before)}, and here it is {show(value)}; type "
@@ -124,6 +125,11 @@ class HeldFolder:
             held = f"another {self.what} holds {self.folder} ({holder})"
             problem = f"{held}; wait for its end, or type {self.key}=<another folder>"
         except OSError as error:
+            if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # Lustre without flock, some NFS
+                log.warning(
+                    "%s cannot be locked (%s): nothing keeps another run out of it", self.folder, error.strerror
+                )
+                return None
             problem = unwritable(self.folder, error, self.key)
         self.release()
         return problem

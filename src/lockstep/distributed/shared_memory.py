@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.failures import reporter
-from lockstep.failures.channel import SUM_VALUES
+from lockstep.failures.record import heartbeat
 
 PIECE = 2**20  # values summed at once: enough that waiting costs little, few enough to stay in a cache
 LONGEST_WAIT = 2**31 - 1  # milliseconds, of poll
@@ -47,7 +46,7 @@ class SharedMemorySum:
     """
 
     def __init__(self, world: World, length: int, dtype: torch.dtype) -> None:
-        self.world, self.page = world, reporter.page()
+        self.world = world
         length = min(length, PIECE)
         possible = sys.platform == "linux" and world.device.type == "cpu" and world.local_size >= world.size
         size = (world.size + 1) * length * dtype.itemsize
@@ -84,7 +83,7 @@ class SharedMemorySum:
         Raises TimeoutError for a rank that does not come, and ConnectionError for one that has exited.
         """
         rank, size = self.world.rank, self.world.size
-        self.page.set(SUM_VALUES, len(vector))
+        heartbeat.sums(len(vector))
         for piece in torch.split(vector, self.slots.shape[1]):
             slots, total = self.slots[:size, : len(piece)], self.slots[size, : len(piece)]
             slots[rank].copy_(piece)
@@ -92,7 +91,7 @@ class SharedMemorySum:
             total.tensor_split(size)[rank].copy_(tree_sum(list(slots.tensor_split(size, dim=1)[rank])))
             self._wait_for_all()
             piece.copy_(total)
-        self.page.set(SUM_VALUES, 0)
+        heartbeat.sums(0)
 
     def _wait_for_all(self) -> None:
         """Wait until every rank is here. A byte in a pipe also orders memory: its reader sees all earlier writes."""

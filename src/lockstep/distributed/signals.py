@@ -1,10 +1,13 @@
-"""How a run is asked to stop: signals, in a rank and in the process that starts ranks, and the vote of the ranks.
+"""How a run is asked to stop: by signals, in a rank and in the process that starts ranks.
 
 Before the training there is nothing to save, so the first signal ends the process at once. During the training the
 ranks agree on it at a step, save, and exit together. A second one ends the process at once. No torch at the top.
 """
 
+import logging
 import os
+import select
+import shutil
 import signal
 import sys
 import threading
@@ -13,24 +16,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import NoReturn, Self
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import remove_temporary_folder
 from lockstep.distributed.run_folder import go_on_words
-from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
-from lockstep.failures import reporter
-from lockstep.failures.record import is_communication_error
-from lockstep.failures.report import newest_snapshot
+from lockstep.errors import EXIT_INTERRUPTED, EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
+from lockstep.failures.record import heartbeat, is_echo
+from lockstep.failures.report import has_failed_rank, leave, newest_snapshot
 
-if TYPE_CHECKING:
-    pass
+log = logging.getLogger(__name__)
 
 # SIGHUP: the terminal was closed. SIGUSR1: Slurm's warning before the time limit. Windows, where only --help works,
 # has neither.
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 STOP_SIGNALS = tuple(number for number in signal.Signals if number.name in NAMES)
-SILENT = 2.0  # seconds after the first signal: a step that takes longer may hang
 REPEAT_AFTER = 2.0  # seconds: one Ctrl-C can arrive twice, from the terminal and from the launcher
 
 
@@ -40,15 +40,18 @@ class _Process:
     requested_at: when the first signal came, by the monotonic clock. requested_by: its number.
     saves_first: whether the ranks save after the first signal, before they end.
     prints: whether this process prints the last line of a run that ends at once. One process of a run does.
+    launcher: the process that has started this rank, if it is ours.
+    look: called each second in the thread that hears signals.
+    writer: the signal's number is written here, also while Python runs no code.
     """
 
-    def __init__(self) -> None:
-        self.requested_at: float | None = None
-        self.requested_by = 0
-        self.saves_first = False
-        self.prints = True
-        self.run_dir: str | Path | None = None
-        self.writer: int | None = None  # the signal's number is written here, also while Python runs no code
+    requested_at: float | None = None
+    requested_by = 0
+    saves_first, prints = False, True
+    launcher: int | None = None
+    run_dir: str | Path | None = None
+    look: Callable[[float], object] | None = None
+    writer: int | None = None
 
 
 _process = _Process()
@@ -78,8 +81,11 @@ def listen(run_dir: str | Path | None = None) -> None:
     handle_signals(lambda number, frame: None)  # the thread acts
     signal.set_wakeup_fd(_process.writer, warn_on_full_buffer=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    if _process.requested_at is not None and _ends_at_once(_process.requested_by):
-        _end(_process.requested_by)  # it came between two jobs of a sweep
+
+
+def each_second(look: Callable[[float], object] | None) -> None:
+    """Call `look(time.monotonic())` once a second, in the thread that hears the signals of this rank."""
+    _process.look = look
 
 
 def set_run_folder(run_dir: str | Path) -> None:
@@ -89,14 +95,19 @@ def set_run_folder(run_dir: str | Path) -> None:
 
 def leave_last_line_to_launcher() -> None:
     """The process that started this rank prints how it ended, so this one does not."""
-    _process.prints = False
+    _process.prints, _process.launcher = False, os.getppid()
+
+
+def remove_folder_of_launcher() -> None:
+    """Remove the temporary folder of a launcher that was killed: only its ranks are left to do that."""
+    if _process.launcher not in (None, os.getppid()) and heartbeat.folder is not None:
+        shutil.rmtree(heartbeat.folder.parent, ignore_errors=True)
 
 
 def stop_listening() -> None:
     """Ignore these signals: this rank is about to exit. srun sends SIGTERM to all ranks when the first one exits, and
     that must not change an exit code."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    handle_signals(signal.SIG_IGN)
 
 
 def stop_requested() -> bool:
@@ -124,7 +135,9 @@ def stop_after_saving() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if stop_requested() and read_rank_info().world_size > 1 and is_communication_error(error):
+        # A launcher asks the others to stop when a rank has failed.
+        is_stop = stop_requested() and read_rank_info().world_size > 1 and is_echo(error)
+        if is_stop and not has_failed_rank(heartbeat.folder):
             raise unanswered_stop() from error
         raise
 
@@ -146,12 +159,15 @@ def with_newest_snapshot(reason: str) -> str:
 
 def ended_at_once(number: int, in_training: bool) -> StoppedEarly:
     """The error for a process that signal `number` ends at once. in_training: it is a second one, in training."""
-    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED_WITHOUT_SNAPSHOT
     if not in_training and newest_snapshot(Path(_process.run_dir or ".")) is None:
-        return StoppedEarly(f"ended by {name}; there is nothing to save", 128 + number)
-    code = 128 + number if number == signal.SIGINT else EXIT_STOPPED_WITHOUT_SNAPSHOT
-    what = f"ended at once by a second {name}" if in_training else f"ended by {name} before its first step"
-    return StoppedEarly(with_newest_snapshot(what), code)
+        return StoppedEarly(f"ended by {_name(number)}; there is nothing to save", code)
+    how = f"at once by a second {_name(number)}" if in_training else f"by {_name(number)} before its first step"
+    return StoppedEarly(with_newest_snapshot(f"ended {how}"), code)
+
+
+def _name(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def is_repeated(first: float, number: int) -> bool:
@@ -159,7 +175,7 @@ def is_repeated(first: float, number: int) -> bool:
     return number != signal.SIGUSR1 and time.monotonic() - first > REPEAT_AFTER
 
 
-def handle_signals(handler: Callable[[int, FrameType | None], object]) -> None:
+def handle_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
     """Handle the signals that ask for a stop. SIGHUP stays ignored if it is, as under nohup."""
     for number in STOP_SIGNALS:
         if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:
@@ -167,45 +183,48 @@ def handle_signals(handler: Callable[[int, FrameType | None], object]) -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None = None) -> None:
-    """Signal `number` has arrived."""
-    if _ends_at_once(number):
+    """Signal `number` has arrived. SIGUSR1 ends nothing before the training: Slurm sends it long before the end."""
+    if not _process.saves_first and number != signal.SIGUSR1:
         _end(number)
     if _process.requested_at is None:
         _process.requested_at, _process.requested_by = time.monotonic(), number
         if _process.saves_first and read_rank_info().is_rank_zero:
-            waits = threading.Timer(SILENT, _say_what_is_awaited, [number])
-            waits.daemon = True
-            waits.start()
+            _print(f"{_name(number)}: stopping after this step; a second one ends at once")
     elif is_repeated(_process.requested_at, number):
         _end(number)
 
 
-def _say_what_is_awaited(number: int) -> None:
-    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+def _print(line: str) -> None:
     with suppress(OSError, ValueError):  # the terminal is closed
-        print(f"{name}: stopping after this step; a second one ends at once", file=sys.stderr, flush=True)
-
-
-def _ends_at_once(number: int) -> bool:
-    """Whether a first signal `number` ends this process. SIGUSR1 never does: Slurm sends it long before the end."""
-    return not _process.saves_first and number != signal.SIGUSR1
+        print(line, file=sys.stderr, flush=True)
 
 
 def _read_signals(reader: int) -> None:
     while True:
-        for number in os.read(reader, 16):
+        ready, _, _ = select.select([reader], [], [], 1.0)
+        for number in os.read(reader, 16) if ready else b"":
             if number in STOP_SIGNALS:
                 _on_signal(number)
+        if _process.look is not None and not ready:
+            try:
+                _process.look(time.monotonic())
+            except Exception:  # a run does not fail by what looks after it
+                if _process.look is not None:  # else the rank has ended meanwhile, and its files are gone
+                    log.warning("hangs are not looked for any more", exc_info=True)
+                _process.look = None
 
 
 def _end(number: int) -> NoReturn:
-    reporter.ends_well()
+    heartbeat.enter("end")
     stopped = ended_at_once(number, _process.saves_first)
     if _process.prints:
-        with suppress(OSError, ValueError):  # the terminal is closed
-            print(f"lockstep: {stopped}", file=sys.stderr, flush=True)
-    remove_temporary_folder()
-    os._exit(stopped.code)
+        _print(f"lockstep: {stopped}")
+    remove_folder_of_launcher()
+    if _process.launcher is None:
+        remove_temporary_folder()
+        leave(heartbeat.folder)
+    # A launcher has to tell a rank that ended at once from one that could not save.
+    os._exit(stopped.code if _process.prints or _process.saves_first else 128 + number)
 
 
 def _forget_in_child() -> None:

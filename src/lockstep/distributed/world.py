@@ -1,16 +1,17 @@
 """The world of ranks: join it, communicate in it, compare what ranks must have alike, leave it.
 
-A world of one is a world, too. Values go between ranks as JSON and tensors, never as pickles: nothing that a rank
-receives can run code.
+A world of one is a world, too. Values go between ranks as JSON and tensors: nothing that a rank receives can run code.
 """
 
 import hashlib
+import io
 import json
 import logging
+import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,9 +22,10 @@ from torch import Tensor
 from lockstep.compat import hidden_from_profiler
 from lockstep.distributed import backend as backends
 from lockstep.distributed.environment import export_rank_info, read_rank_info
-from lockstep.distributed.rendezvous import form_group, on_one_machine
+from lockstep.distributed.host import keep_freed_memory, name_of_machine, usable_cores
+from lockstep.distributed.rendezvous import form_group
 from lockstep.errors import CannotStartNow, ConfigError
-from lockstep.failures import reporter
+from lockstep.failures.record import heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -34,19 +36,28 @@ PREPARE_TIMEOUT = timedelta(days=2)  # for a download or a conversion of data, w
 class World:
     """This rank's place among the ranks that train together, and the collectives they use.
 
-    local_rank, local_size: among the ranks of this machine. timeout: seconds that a collective waits for a rank.
-    store: the keys and values that all ranks of this world share.
-    control: the group of tensors of the CPU. It is gloo's, beside the backend's own, and never makes a GPU wait.
+    device: of its tensors. store: the keys and values that all ranks of this world share. timeout: seconds that a
+    collective waits for a rank. control: the group of tensors of the CPU. It is gloo's, beside the backend's own, and
+    never makes a GPU wait. here: {rank: its process} of this machine. machines: the lowest rank of each machine.
     """
 
     rank: int
     size: int
-    local_rank: int
-    local_size: int
     device: torch.device
     store: dist.Store
     timeout: float
     control: dist.ProcessGroup
+    here: dict[int, int] = field(default_factory=dict)
+    machines: Sequence[int] = ()
+
+    @property
+    def local_rank(self) -> int:
+        """Among the ranks of this machine, whatever the starter says."""
+        return list(self.here).index(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        return len(self.here)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -101,6 +112,20 @@ class World:
         dist.all_gather(texts, padded, group=self.control)
         return [json.loads(each.numpy().tobytes()) for each in texts]
 
+    def gather_tensors(self, tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Every rank's `tensors` of the CPU on rank 0, in the order of ranks. Empty elsewhere."""
+        file = io.BytesIO()
+        torch.save(tensors, file)
+        lengths, received = self.all_gather_json(len(file.getbuffer())), [tensors]
+        if not self.is_rank_zero:
+            dist.send(torch.frombuffer(file.getbuffer(), dtype=torch.uint8), dst=0, group=self.control)
+            return []
+        for rank, length in list(enumerate(lengths))[1:]:
+            content = torch.empty(length, dtype=torch.uint8)
+            dist.recv(content, src=rank, group=self.control)
+            received.append(torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True))  # it runs no code
+        return received
+
     def broadcast_json(self, value: Any) -> Any:
         """The `value` of rank 0, which JSON can store, on every rank. Tuples become lists."""
         text = json.dumps(value).encode() if self.is_rank_zero else b""
@@ -148,36 +173,53 @@ class _Sum(torch.autograd.Function):
 
 @contextmanager
 def join_world(
-    name: str = "auto", timeout: float = 300, socket_ifname: str | None = None, bind_device: bool = True, **nccl: Any
+    name: str = "auto",
+    timeout: float = 300,
+    threads: int | None = None,
+    socket_ifname: str | None = None,
+    bind_device: bool = True,
+    **nccl: Any,
 ) -> Iterator[World]:
     """Form a process group with the other ranks, and destroy it however the block ends.
 
-    name: auto, gloo, nccl or mpi. timeout: seconds that a collective waits for a rank. socket_ifname, nccl: see
-    `backend_environment`. bind_device: False if this rank computes on several GPUs. Raises ConfigError as
-    `choose_backend` does.
+    name: auto, gloo, nccl or mpi. timeout: seconds that a collective waits for a rank. threads: see
+    `number_of_threads`. socket_ifname, nccl: see `backend_environment`. bind_device: False if this rank computes on
+    several GPUs. Raises ConfigError as `choose_backend` does.
     """
-    reporter.enter("meeting")
     info, wait = read_rank_info(), timedelta(seconds=timeout)
-    backend = backends.choose_backend(name, info.local_world_size)
-    backends.warn_of_unused_gpus(name, backend, info.local_world_size)
+    if heartbeat.folder is None:
+        heartbeat.begin(info.rank, info.world_size)
+    heartbeat.enter("meeting")
+    backend = backends.choose_backend(name, info)
     if info.world_size > 1:
         export_rank_info(info)
-    interface = socket_ifname or backends.usual_interface(on_one_machine(info))
-    with backends.backend_environment(interface, **nccl):
+    keep_freed_memory()
+    with backends.backend_environment(socket_ifname or backends.usual_interface(info.on_one_machine), **nccl):
         try:
             store = form_group(info, wait)
             if name == "auto":
-                backend = backends.agreed_backend(backend, store, info.world_size)
-            device = backends.set_up_device(backend, info, name)
+                backend = backends.agree_on_backend(backend, store, info)
+            device = backends.choose_device(backend, info, name)
             # NCCL that is bound to a device starts at once. A rank by itself may never call it.
             bound = device if backend == "nccl" and bind_device and info.world_size > 1 else None
             dist.init_process_group(
                 backend, store=store, rank=info.rank, world_size=info.world_size, timeout=wait, device_id=bound
             )
             control: Any = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=wait)
-            ranks = info.rank, info.world_size, info.local_rank, info.local_world_size
-            log.info("rank %d of %d: %s on %s, started by %s", *ranks[:2], backend, device, info.started_by)
-            yield World(*ranks, device, store, timeout, control)
+            world, machine = World(info.rank, info.world_size, device, store, timeout, control), name_of_machine()
+            cores = format(sum(1 << core for core in usable_cores()), "x")
+            everyone = world.all_gather_json([machine, os.getpid(), cores])
+            firsts = {of: rank for rank, (of, *_) in reversed([*enumerate(everyone)])}
+            here = {rank: pid for rank, (of, pid, _) in enumerate(everyone) if of == machine}
+            world = replace(world, here=here, machines=sorted(firsts.values()))
+            sharing = [[of, used] for of, _, used in everyone].count([machine, cores])
+            threads = backends.number_of_threads(threads, sharing, info.started_by)
+            torch.set_num_threads(threads)
+            log.info(
+                "rank %d of %d: %s on %s, %d thread%s, started by %s",
+                *(info.rank, info.world_size, backend, device, threads, "s" * (threads > 1), info.started_by),
+            )
+            yield world
         finally:
             if dist.is_initialized():  # a rank that still waits for this one gets an error at once
                 dist.destroy_process_group()

@@ -4,162 +4,231 @@ import json
 import os
 import re
 import shlex
+import shutil
+import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import KIND_CODES, RAISED_BY_ALL, path_value
-from lockstep.failures.causes import explain_exception, explain_exit, first_to_fail, is_consequence
-from lockstep.failures.monitored_rank import MonitoredRank
+from lockstep.failures.explain import explain_exception, explain_exit
+from lockstep.failures.processes import exit_code_of_zombie, oom_kills, process_state
+from lockstep.failures.record import last_lines, phase_of, read_place
 from lockstep.files import write_whole
 
-SCHEMA = 3  # of failure.json
-OTHER_MACHINE_SECONDS = 2.0  # for the report of the machine on which a rank failed first
-FILES = ("failure.json", "failure.txt", "hang.txt")  # in the run folder
-
+FILE = "failure.json"  # in the run folder
+VERDICT, PRINTED = "verdict.json", "printed"  # in the folder of ranks: of a hang; a rank prints the report
+SCHEMA = 4
+ECHO_SECONDS, END_SECONDS = 2.0, 0.5  # for the report of the rank that failed first, and for what follows from it
 LINES, COLUMNS = 40, 160  # of the screen
-HANG_ROWS = 18  # of the table, with its header and the number of ranks that are left out
-LOG_LINES, CONSEQUENCES, SAMPLES, STACK_LINES = 8, 6, 12, 8
-
-
-@dataclass
-class MonitorOptions:
-    """What the monitor has to know of how its ranks were started. Values of JSON, which it reads from its stdin.
-
-    agent: torchrun's pid, if it ends when these ranks have ended.
-    command: the typed words.
-    temporary_folder: what the monitor removes if the launcher is killed.
-    """
-
-    agent: int | None = None
-    command: list[str] = field(default_factory=list)
-    temporary_folder: str | None = None
-
+LOG_LINES, CONSEQUENCES, SAMPLES, STACK_LINES, HANG_ROWS = 8, 6, 12, 8, 18
+MPI_LAUNCHERS = ("mpirun", "mpiexec", "orterun")
+CRASH = "Fatal Python error: "  # faulthandler's words before the stack of a crash
+CRASHES = {"Segmentation fault": -11, "Aborted": -6, "Bus error": -7, "Illegal instruction": -4}
 
 Report = dict[str, Any]
 """What failure.json holds, see `docs/failures.md` for each key."""
 
 
-def write_report(
-    ranks: Sequence[MonitoredRank], run_dir: str | None, options: MonitorOptions, before: Report | None
-) -> Report | None:
-    """The report of ranks that have reported how they end, or have ended, also as files in the run folder.
+@dataclass(frozen=True)
+class End:
+    """How a rank's process has ended, as who saw it knows. code: None if it is not known. time: since 1970.
 
-    Where it may only tell that a rank of another machine is lost, it is the report of that machine, if that comes soon.
-    before: the report of an earlier start. Returns None if no rank has failed.
+    is_ours: the launcher ended it, after another one had failed.
     """
-    first = first_to_fail(ranks)
-    if first is None:
+
+    code: int | None
+    time: float
+    is_ours: bool = False
+
+
+def failures_in(folder: Path, ends: Mapping[int, End]) -> list[dict[str, Any]]:
+    """The record of each rank of this machine that has failed: its own, or of an end without a word."""
+    found: list[dict[str, Any]] = []
+    with suppress(OSError, ValueError):
+        found.append(json.loads((folder / VERDICT).read_text()))
+    hanging = [one["rank"] for one in found]
+    for file in sorted(folder.glob("rank*.who")):
+        with suppress(OSError, ValueError):
+            who = json.loads(file.read_text())
+            if who["rank"] in hanging:
+                continue
+            if (own := file.with_suffix(".json")).exists():
+                found.append(json.loads(own.read_text()))
+            elif who["rank"] in ends and (place := read_place(folder, who["rank"])).name != "end":
+                position = {"epoch": place.epoch, "step": place.step, "phase": place.name}
+                of_end = _of_end(who, ends[who["rank"]], place.name, file.with_suffix(".stacks"))
+                found.append(who | position | of_end | {"log_lines": last_lines(who["log"])})
+    return found
+
+
+def _of_end(who: Mapping[str, Any], end: End, phase: str, stacks: Path) -> dict[str, Any]:
+    text = stacks.read_text(errors="replace").rpartition(CRASH)[2]
+    crash, _, frames = text.partition("\n") if text.partition("\n")[0] in CRASHES else ("", "", "")
+    code = end.code if end.code is not None or not crash else CRASHES[crash]
+    name, meaning, advice = explain_exit(code, phase, oom_kills(who["oom"][0]) > who["oom"][1])
+    thread = re.search(r"Current thread .*\n((?:  File .*\n?)+)", frames) or re.search(r"((?:  File .*\n?)+)", frames)
+    stack = [CRASH + crash, *map(str.strip, thread[1].splitlines() if thread else [])] if crash else []
+    kind = "left" if code is not None and code >= 0 else "killed"
+    described = {"kind": kind, "signal": name, "exit_code": code, "stack": stack, "meaning": meaning, "advice": advice}
+    return described | {"time": end.time, "is_echo": end.is_ours}
+
+
+def has_failed_rank(folder: Path | None) -> bool:
+    """Whether a rank of this machine has failed by itself, or has gone without a word."""
+    found = [] if folder is None else failures_in(folder, _gone(folder))
+    return any(not one["is_echo"] for one in found)
+
+
+def _gone(folder: Path) -> dict[int, End]:
+    """How the ranks of this machine whose processes are gone have ended."""
+    siblings = [json.loads(file.read_text()) for file in folder.glob("rank*.who")]
+    gone = {one["rank"]: one["pid"] for one in siblings if process_state(one["pid"]) in ("", "Z", "X")}
+    return {rank: End(exit_code_of_zombie(pid), time.time()) for rank, pid in gone.items()}
+
+
+def make_report(failures: Sequence[dict[str, Any]], command: list[str]) -> Report | None:
+    """Of the ranks that have failed, None if none has.
+
+    The first one is the cause of a hang, or the earliest that is no echo: a rank that is lost makes others fail, and
+    these may say so before its end is seen.
+    """
+    if not failures:
         return None
-    report: Report = {
+    first = min(failures, key=lambda one: (one["kind"] != "hang", one["is_echo"], one["time"]))
+    if first["kind"] not in ("hang", "killed", "left"):
+        first["meaning"], first["advice"] = explain_exception(first)
+    others = sorted((one for one in failures if one is not first), key=lambda one: float(one["time"]))
+    folder = None if first["run_dir"] is None else Path(first["run_dir"])
+    newest, saved_step = first["resumed"] or (None, 0)
+    if folder is not None and (own := newest_snapshot(folder)) is not None:
+        newest, saved_step = str(own), int(own.name.removeprefix("step_"))
+    report = {
         "schema": SCHEMA,
-        "first": _first(first),
-        "consequences": [_consequence(rank, first) for rank in ranks if rank is not first and rank.has_failed],
-        "world_size": first.hello["world_size"],
-        "run": resume_hint(None if run_dir is None else Path(run_dir), first, options.command),
+        "first": first,
+        "consequences": [_consequence(one, first) for one in others],
+        "world_size": first["world_size"],
+        "exit_code": KIND_CODES[first["kind"]],
+        "will_fail_again": first["before"] is not None and first["before"] == identity(first),
     }
-    report["will_fail_again"] = will_fail_again(before, report)
-    report["exit_code"] = KIND_CODES[report["first"]["kind"]]
-    if run_dir is None or report["first"]["kind"] == "config":
-        return report
-    if is_consequence(report["first"]) and len(ranks) < first.hello["world_size"]:
-        deadline = time.monotonic() + OTHER_MACHINE_SECONDS
-        earlier = None if before is None else before["run"]["time"]
-        while (others := read_report(Path(run_dir))) is None or others["run"]["time"] == earlier:
-            if time.monotonic() > deadline:
-                others = None
-                break
-            time.sleep(0.02)
-        if others is not None:
-            others["run"]["resume"] = report["run"]["resume"]  # this machine's own command
-            return others
-    with suppress(OSError):  # a folder that cannot be written to costs the files only
-        for name, text in (("failure.json", json.dumps(report, indent=1)), ("failure.txt", screen(report))):
-            # A path may hold any bytes.
-            write_whole(Path(run_dir, name), f"{text}\n".encode(errors="backslashreplace"), sync=False)
-    return report
+    run = {"folder": first["run_dir"], "newest_snapshot": newest, "time": time.time()}
+    report["run"] = run | {"steps_lost": max(0, first["step"] - saved_step), "resume": ""}
+    return _with_resume(report, command)
 
 
-def _identity(rank: MonitoredRank) -> dict[str, Any]:
-    return {key: rank.hello[key] for key in ("rank", "host", "pid")}
+def _with_resume(report: Report, command: list[str]) -> Report:
+    """With the command that goes on, in the same folder; without one where it would not help."""
+    run = report["run"]
+    helps = run["newest_snapshot"] is not None and not report["will_fail_again"]
+    return report | {"run": run | {"resume": resume_command(command, run["folder"]) if helps else ""}}
 
 
-def _first(rank: MonitoredRank) -> dict[str, Any]:
-    described = _identity(rank) | rank.position() | {"log": rank.log, "log_lines": rank.log_lines()}
-    described |= rank.failure or {"stack": rank.stack()}
-    described["time"] = time.time() - time.monotonic() + rank.failed_at
-    if rank.is_cause_of_hang:
-        return described
-    if rank.failure is not None:
-        meaning, advice = explain_exception(rank.failure)
-    else:
-        name, meaning, advice = explain_exit(rank)
-        kind = "left" if rank.exit_code is not None and rank.exit_code >= 0 else "killed"
-        described |= {"kind": kind, "signal": name, "exit_code": rank.exit_code}
-    return described | {"meaning": meaning, "advice": advice}
+def identity(first: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What is alike in a failure that a restart cannot pass; None if a restart may."""
+    keys = ("kind", "type", "file", "line", "step", *(("meaning",) if first["kind"] == "hang" else ()))
+    return {key: first.get(key) for key in keys} if first["kind"] not in ("killed", "left", "config") else None
 
 
-def _consequence(rank: MonitoredRank, first: MonitoredRank) -> dict[str, Any]:
-    if first.is_cause_of_hang:
+def _consequence(one: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    seconds = round(max(0.0, one["time"] - first["time"]), 3)
+    if first["kind"] == "hang":
         what = "was ended"
-    elif rank.failure is not None:
-        what = f"{rank.failure['type']}: {rank.failure['message'].partition(chr(10))[0]}"
-    elif rank.killed_by_monitor:
-        what = "did not end by itself, and was killed"
+    elif "type" in one:
+        what = f"{one['type']}: {one['message'].partition(chr(10))[0]}"
     else:
-        what = f"ended ({explain_exit(rank)[0]})"
-    return _identity(rank) | {"seconds_later": round(max(0.0, rank.failed_at - first.failed_at), 3), "what": what}
+        what = "did not end by itself, and was killed" if one["is_echo"] else f"ended ({one['signal']})"
+    return {key: one[key] for key in ("rank", "host", "pid")} | {"seconds_later": seconds, "what": what}
+
+
+def publish(report: Report, command: list[str], is_part: bool) -> tuple[Report, bool]:
+    """Write failure.json in the run folder. Returns the report that is there, and whether this one has replaced it.
+
+    One process writes it first, and another one that is only the echo of a lost rank does not change it. is_part:
+    ranks of other machines may have failed first: their report is awaited for a while.
+    """
+    folder, is_echo, has_replaced = report["run"]["folder"], report["first"]["is_echo"], False
+    if folder is None or report["first"]["kind"] == "config":
+        return report, False
+
+    def stays() -> bool:
+        return others is not None and (is_echo or not others["first"]["is_echo"])
+
+    deadline = time.monotonic() + (ECHO_SECONDS if is_part and is_echo else 0.0)
+    while (others := read_report(Path(folder))) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    path, text = Path(folder, FILE), json.dumps(report, indent=1) + "\n"
+    temporary = path.with_name(f"{FILE}.{report['first']['host']}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text)
+        os.link(temporary, path)
+    except FileExistsError:
+        others = read_report(Path(folder))
+        if has_replaced := not stays():
+            os.replace(temporary, path)
+    except OSError:  # a full disk costs the file, and a file system without links the order of two ranks
+        with suppress(OSError):
+            if not stays():
+                write_whole(path, text, sync=False)
+    with suppress(OSError):
+        temporary.unlink()
+    return (_with_resume(others, command), False) if others is not None and stays() else (report, has_replaced)
+
+
+def tell(own: dict[str, Any], folder: Path | None, command: list[str]) -> tuple[Report, bool]:
+    """The report of ranks that another program has started, by the one of them that fails with the record `own`, and
+    whether this rank has to print it: one of each machine does, and who knows better than an earlier report.
+    """
+    run_dir, failures, is_first = own["run_dir"], [own], True
+    deadline = time.monotonic() + (ECHO_SECONDS if own["is_echo"] else END_SECONDS)
+    while folder is not None:
+        failures = failures_in(folder, _gone(folder))
+        causes = [one for one in failures if not one["is_echo"]]
+        is_alone = len(failures) == len([*folder.glob("rank*.who")]) or (
+            own["is_echo"] and any("type" not in one for one in causes)
+        )
+        if is_alone or time.monotonic() > deadline or (run_dir is not None and read_report(Path(run_dir)) is not None):
+            break
+        time.sleep(0.02)
+    report = make_report(failures, command)
+    assert report is not None
+    if report["first"]["kind"] == "config":  # that rank shows its sentence itself
+        return report, False
+    if folder is not None:
+        with suppress(OSError):
+            is_first = False
+            os.close(os.open(folder / PRINTED, os.O_CREAT | os.O_EXCL))
+            is_first = True
+    report, has_replaced = publish(report, command, is_part=len(failures) < own["world_size"])
+    return report, is_first or has_replaced
+
+
+def leave(folder: Path | None) -> None:
+    """Remove the folder that ranks of another program's share, in the last of them that ends."""
+    if folder is None:
+        return
+    with suppress(OSError, ValueError):
+        others = [json.loads(file.read_text()) for file in folder.glob("rank*.who")]
+        ended = [phase_of(folder, one["rank"]) == "end" for one in others]
+        alive = [process_state(one["pid"]) not in ("", "Z", "X") for one in others]
+        if all(is_at_end or not lives for is_at_end, lives in zip(ended, alive, strict=True)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_report(folder: Path) -> Report | None:
     """What failure.json in the run folder holds."""
     try:
-        contents = json.loads((folder / "failure.json").read_text())
+        contents = json.loads((folder / FILE).read_text())
     except (OSError, ValueError):
         return None
     return contents if isinstance(contents, dict) and contents.get("schema") == SCHEMA else None
 
 
-def remove_report(folder: Path) -> None:
-    """The report of an earlier start, of a run that has ended without a failure now."""
-    with suppress(OSError):
-        for name in FILES:
-            (folder / name).unlink(missing_ok=True)
-
-
-def will_fail_again(before: Report | None, now: Report) -> bool:
-    """Whether the start before ended with the same failure, at the same place and step, and a restart cannot pass."""
-    if before is None:
-        return False
-    first, first_before = now["first"], before["first"]
-    # The meaning of a hang names the line and the ranks.
-    keys = ("kind", "type", "file", "line", "step", *(("meaning",) if first["kind"] == "hang" else ()))
-    is_of_code = first["kind"] in ("exception", "diverged", "different", "hang")
-    return is_of_code and all(first.get(key) == first_before.get(key) for key in keys)
-
-
 # How to go on.
-
-
-def resume_hint(folder: Path | None, first: MonitoredRank, words: list[str]) -> dict[str, Any]:
-    """The part `run` of a report: the newest snapshot, the steps that are lost, the command that goes on.
-
-    first: the rank that failed first. words: the typed command.
-    """
-    newest, saved_step = first.resumed_from, first.resumed_step
-    if folder is not None and (own := newest_snapshot(folder)) is not None:
-        newest, saved_step = str(own), int(own.name.removeprefix("step_"))
-    return {
-        "folder": None if folder is None else str(folder),
-        "newest_snapshot": newest,
-        "steps_lost": max(0, first.position()["step"] - saved_step),
-        "resume": resume_command(words, folder),
-        "time": time.time(),
-    }
 
 
 def newest_snapshot(run_dir: Path) -> Path | None:
@@ -168,12 +237,35 @@ def newest_snapshot(run_dir: Path) -> Path | None:
     return max((path for path in found if re.fullmatch(r"step_\d+", path.name)), default=None)
 
 
-def resume_command(words: list[str], folder: Path | None) -> str:
+def resume_command(words: list[str], run_dir: str | None) -> str:
     """The command that goes on in the same run folder."""
-    if not words or folder is None:
+    if not words or run_dir is None:
         return ""
     kept = [word for word in words if not word.startswith("hydra.run.dir=")]
-    return shlex.join([*kept, f"hydra.run.dir={path_value(folder)}"])
+    return shlex.join([*kept, f"hydra.run.dir={path_value(Path(run_dir))}"])
+
+
+def typed_command(started_by: str = "python") -> list[str]:
+    """The words that started this process, with those of torchrun, mpirun or srun before them if it was one of these.
+
+    started_by: see `RankInfo`. Only of srun the words are not known: it runs on another machine.
+    """
+    own = [os.path.basename(sys.executable), *sys.argv]
+    if started_by == "srun":
+        return ["srun", *own]
+    if started_by not in ("torchrun", "mpirun"):
+        return own
+    try:
+        program, *words = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return own
+    program = os.path.basename(program)
+    if program in MPI_LAUNCHERS:  # `-x NAME` for `-x NAME=VALUE`, which may be a secret; where the ranks meet is none
+        is_value = [before == "-x" and not word.startswith("MASTER_") for before, word in pairwise(["", *words])]
+        words = [word.partition("=")[0] if hides else word for word, hides in zip(words, is_value, strict=True)]
+    elif started_by == "mpirun":  # another MPI, whose helper is the parent
+        return own
+    return [program, *words]
 
 
 # The screen.
@@ -197,11 +289,9 @@ def screen(report: Report) -> str:
     first, run = report["first"], report["run"]
     if first["kind"] == "config":
         return f"lockstep: {first['message']}"
-    who = f"rank {first['rank']} of {report['world_size']}"
-    process = f"({first['host']}, pid {first['pid']})"
+    who, process = f"rank {first['rank']} of {report['world_size']}", f"({first['host']}, pid {first['pid']})"
     epoch = f", in epoch {first['epoch']}, after step {first['step']}" if first["epoch"] else ""
-    position = f"{epoch}, in the phase {first['phase']}"
-    consequences = report["consequences"]
+    position, consequences = f"{epoch}, in the phase {first['phase']}", report["consequences"]
     if first["kind"] in RAISED_BY_ALL:
         sentence = f"lockstep: {first['message']}".splitlines()
         lines = [*sentence, f"  raised by all ranks, first by {who} {process}{position}"]
@@ -209,15 +299,12 @@ def screen(report: Report) -> str:
         consequences = [other for other in consequences if other["what"] != alike]
     else:
         happened = f"{who} {'hangs' if first['kind'] == 'hang' else 'failed first'}"
-        if first.get("ranks") == []:
-            happened = f"the {report['world_size']} ranks wait"
         lines = [f"lockstep: {happened} {process}{position}", *(f"  {line}" for line in _evidence(first))]
         for line in (f"what it means: {first['meaning']}", f"what to do: {first['advice']}"):
             lines += textwrap.wrap(line, COLUMNS, subsequent_indent="  ", break_long_words=False)
     if report["will_fail_again"]:
         lines.append("the start before ended with the same failure at the same step: it will fail again")
-    if consequences:
-        lines.append("consequences:")
+    lines += ["consequences:"] * bool(consequences)
     for other in consequences[:CONSEQUENCES]:
         process = f"rank {other['rank']} ({other['host']}, pid {other['pid']})"
         lines.append(f"  {process} {other['seconds_later']:.2f} s later: {other['what']}")
@@ -227,10 +314,10 @@ def screen(report: Report) -> str:
     ends.append(f"newest snapshot: {run['newest_snapshot'] or 'none'}; steps lost: {run['steps_lost']}")
     ends += [f"resume: {run['resume']}"] if run["resume"] else []
     shown = min(LOG_LINES, LINES - len(lines) - len(ends) - 1)  # lines of the log, with a title
-    if first.get("log") and shown >= 3:
+    if first["log"] and shown >= 3 and first["log_lines"]:
         title = f"its log, {_shown(first['log'])}, ends with:"
         lines += [title, *(f"  {line}" for line in first["log_lines"][-(shown - 1) :])]
-    elif first.get("log"):
+    elif first["log"]:
         lines.append(f"its log: {_shown(first['log'])}")
     lines = lines[: LINES - len(ends)]
     is_short = {line: len(line) <= COLUMNS or line.startswith("lockstep: ") for line in lines}
@@ -242,12 +329,11 @@ def _evidence(first: Mapping[str, Any]) -> list[str]:
     if "table" in first:
         silence = f"no rank has made progress for {first['silent_seconds']:.0f} s"
         return [silence, *first["table"][:HANG_ROWS], f"verdict: {first['verdict']}"]
-    lines = []
     if "type" in first:
-        message = [line for line in first["message"].splitlines() if line.strip()][:4]
-        lines += [f"{first['type']}: {message[0] if message else ''}", *message[1:]]
+        message = [line for line in first["message"].splitlines() if line.strip()][:4] or [""]
+        lines = [f"{first['type']}: {message[0]}", *message[1:]]
     else:
-        lines.append(f"it ended: {first['signal']}")
+        lines = [f"it ended: {first['signal']}"]
     lines += first.get("stack", [])[:STACK_LINES]
     if "file" in first:
         lines.append(f"at {_shown(first['file'])}:{first['line']} in {first['function']}: {first['code']}")

@@ -23,11 +23,8 @@ class Launcher:
     runs_elsewhere: bool = False
     """Whether the ranks run later, perhaps on machines that are unlike this one."""
 
-    def prepare(self, rank_imports: str) -> None:
-        """Begin what takes time, such as imports. Called first. Raises ConfigError if it cannot begin.
-
-        rank_imports: the module that imports what ranks need, see `lockstep.launchers.rank_imports`.
-        """
+    def prepare(self) -> None:
+        """Begin what takes time, such as imports. Called first."""
 
     def validate(self) -> None:
         """Raise ConfigError for whatever would make `launch` fail."""
@@ -60,12 +57,12 @@ class CalledHere(Launcher):
         return worker(*args)
 
 
-def refuse_nesting(name: str) -> None:
+def refuse_nesting() -> None:
     """Raise ConfigError if another launcher has started this process as a rank already."""
     info = read_rank_info()
     if not info.may_start_ranks:
         raise ConfigError(
-            f"launch={name} inside {info.started_by} would start every rank several times; "
+            f"a launcher inside {info.started_by} would start every rank several times; "
             f"type launch=env, or leave {info.started_by} out"
         )
 

@@ -7,13 +7,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lockstep.distributed import signals
 from lockstep.distributed.environment import read_rank_info
-from lockstep.errors import ConfigError, RankFailed, StoppedEarly
-from lockstep.failures import reporter
-from lockstep.failures.record import message_of
+from lockstep.errors import ConfigError, RankFailed
+from lockstep.failures.record import heartbeat
+from lockstep.failures.report import leave, screen, tell, typed_command
 from lockstep.launchers.base import Launcher, Worker
 
-CONSEQUENCE_DELAY = 60  # seconds added to the time that torchrun reads, so that it names another rank as the first
+ECHO_DELAY = 60  # seconds added to the time that torchrun reads, so that it names another rank as the first
 
 
 class EnvLauncher(Launcher):
@@ -24,27 +25,33 @@ class EnvLauncher(Launcher):
         return info.world_size, info.local_world_size
 
     def launch(self, worker: Worker, *args: Any) -> Any:
+        info = read_rank_info()
+        heartbeat.begin(info.rank, info.world_size)
         try:
-            value = worker(*args)
-        except StoppedEarly:
-            reporter.ends_well()
+            return worker(*args)
+        except (ConfigError, KeyboardInterrupt) as error:
+            heartbeat.fails(error)
             raise
-        except BaseException as error:
-            reporter.failed(error)
-            if isinstance(error, (ConfigError, KeyboardInterrupt)):
+        except Exception as error:
+            heartbeat.fails(error)
+            if heartbeat.failure["run_dir"] is None:  # it has not met the others
                 raise
-            answer = reporter.wait_for_report()
-            if "TORCHELASTIC_ERROR_FILE" in os.environ:  # of the ranks' errors torchrun names the earliest
-                delay = 0 if answer is None or answer["is_first"] else CONSEQUENCE_DELAY
-                message = f"{type(error).__name__}: {message_of(error)}".partition("\n")[0]
-                root_cause = {"message": message, "timestamp": str(int(time.time()) + delay)}
-                with suppress(OSError):
-                    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(root_cause))
-            if answer is None:
-                raise
-            raise RankFailed("", answer) from error  # the monitor has printed the report
-        else:
-            reporter.ends_well()
-            return value
+            report, prints = tell(heartbeat.failure, heartbeat.folder, typed_command(info.started_by))
+            _tell_torchrun(report, info.rank)
+            raise RankFailed(screen(report) if prints else "", report) from error
         finally:
-            reporter.disconnect()
+            signals.each_second(None)
+            heartbeat.enter("end")
+            folder = heartbeat.folder
+            heartbeat.leave()
+            leave(folder)
+
+
+def _tell_torchrun(report: dict[str, Any], rank: int) -> None:
+    """Of the ranks' errors torchrun names the earliest, by whole seconds."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        delay = 0 if report["first"]["rank"] == rank else ECHO_DELAY
+        message = screen(report).partition("\n")[0].removeprefix("lockstep: ")
+        root_cause = {"message": message, "timestamp": str(int(time.time()) + delay)}
+        with suppress(OSError):
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(root_cause))

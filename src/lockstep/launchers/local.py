@@ -1,7 +1,6 @@
-"""launch=torchrun, spawn and fork: ranks that this process starts on its machine, watches, and starts again.
+"""launch=fork, spawn and torchrun: ranks that this process starts on its machine, watches, and starts again.
 
-`spawn` is a fresh interpreter that imports everything itself. `fork` is a copy of this process, and `forkserver` a copy
-of a helper process without threads or CUDA; such copies share one import of torch.
+`fork` copies this process, so that ranks share one import of torch; `spawn` starts fresh interpreters.
 
 This does not use torch's elastic agent, which `torchrun src/train.py` starts. That agent listens on all interfaces,
 unpickles what it finds in its store, waits 30 s for a rank that does not end, and may name the wrong rank.
@@ -13,11 +12,12 @@ import itertools
 import math
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
+import shutil
 import sys
+import tempfile
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -28,13 +28,14 @@ from annotated_types import Ge, Le
 
 from lockstep.config.schema import Count, Ranks, StartMethod, Whole
 from lockstep.distributed import signals
-from lockstep.distributed.environment import RankInfo, node_rank_info
-from lockstep.distributed.host import LAUNCHER, cpu_count, end_with_parent
-from lockstep.distributed.rendezvous import LOOPBACK, close_store, hold_port, shared_store, store_address
+from lockstep.distributed.environment import LOOPBACK, STARTED_BY, STORE_FILE, node_rank_info
+from lockstep.distributed.host import cpu_count, end_with_parent
+from lockstep.distributed.rendezvous import shared_store
 from lockstep.distributed.signals import STOP_SIGNALS, Relay
 from lockstep.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
+    EXIT_HANG,
     EXIT_RESUMABLE,
     EXIT_STOPPED_WITHOUT_SNAPSHOT,
     RAISED_BY_ALL,
@@ -44,15 +45,16 @@ from lockstep.errors import (
     RankMissing,
     StoppedEarly,
 )
-from lockstep.failures import reporter
-from lockstep.failures.report import screen
-from lockstep.failures.start import MonitorLink
+from lockstep.failures.processes import open_pid_file
+from lockstep.failures.record import FOLDER, heartbeat, phase_of
+from lockstep.failures.report import End, failures_in, make_report, publish, screen, typed_command
 from lockstep.launchers.base import Launcher, Worker, flush_output, print_line, refuse_nesting
 
 POLL_SECONDS = 0.5
 SECONDS_AFTER_SECOND_SIGNAL = 1.5  # until ranks that have not ended are killed
 SECONDS_AFTER_FIRST_RANK = 5.0  # from the end of the first rank in a stop until ranks that have not ended are killed
 LONGER_AFTER = {EXIT_FINISHED: math.inf, EXIT_RESUMABLE: 30.0}  # all is well: rank 0 still closes its loggers
+GRACE, GRACE_WHILE_SAVING = 5.0, 30.0  # seconds from the first failure until ranks that still live are killed
 STOP_EXITS = (EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT)
 
 
@@ -61,211 +63,129 @@ def resolve_nproc(nproc_per_node: int | str) -> int:
 
     cpu: one per core. gpu: one per GPU. auto: one per GPU if there are any, else one per core. Raises ConfigError.
     """
+    if isinstance(nproc_per_node, int):
+        return nproc_per_node
     if nproc_per_node == "cpu":
         return cpu_count()
-    if nproc_per_node in ("gpu", "auto"):
-        import torch
+    import torch
 
-        gpus = torch.cuda.device_count()
-        if nproc_per_node == "gpu" and not gpus:
-            raise ConfigError(
-                "launch.nproc_per_node=gpu needs a GPU and this machine shows none; type launch.nproc_per_node=cpu"
-            )
-        return gpus or cpu_count()
-    return int(nproc_per_node)
+    gpus = torch.cuda.device_count()
+    if nproc_per_node == "gpu" and not gpus:
+        raise ConfigError(
+            "launch.nproc_per_node=gpu needs a GPU and this machine shows none; type launch.nproc_per_node=cpu"
+        )
+    return gpus or cpu_count()
 
 
 class LocalLauncher(Launcher):
-    """What the launchers of this file share.
+    """Ranks on this machine, and those of one run on several nodes: there the same command runs on each.
 
-    name: of the option. nnodes, node_rank, master_addr, master_port: see SpawnLauncher.
+    start_method: fork: a copy of this process; spawn: a fresh interpreter for each rank.
+    nproc_per_node: ranks on this machine, the same number on each; gpu: as many as GPUs; auto: GPUs, else CPUs.
+    max_restarts: how often failed ranks are started again, all together, on one machine.
+    nnodes: machines; run the same command on each with its own node_rank.
+    node_rank: number of this machine.
+    master_addr: address of the machine with node_rank 0.
+    master_port: port there; for several machines.
     """
 
     starts_processes = True
 
     def __init__(
         self,
-        name: str,
-        start_method: str,
-        nproc_per_node: int | str,
-        max_restarts: int = 0,
-        nnodes: int = 1,
-        node_rank: int = 0,
+        start_method: StartMethod,
+        nproc_per_node: Ranks,
+        max_restarts: Whole = 0,
+        nnodes: Count = 1,
+        node_rank: Whole = 0,
         master_addr: str = LOOPBACK,
-        master_port: int = 0,
+        master_port: Annotated[int, Ge(0), Le(65535)] = 0,
     ) -> None:
-        self.name, self.start_method, self.nproc_per_node = name, start_method, nproc_per_node
-        self.max_restarts, self.nnodes, self.node_rank = max_restarts, nnodes, node_rank
-        self.master_addr, self.master_port = master_addr, master_port
+        self.start_method, self.nproc_per_node, self.max_restarts = start_method, nproc_per_node, max_restarts
+        self.nnodes, self.node = nnodes, (nnodes, node_rank, master_addr, master_port)
+        self.node_rank = node_rank
 
-    def prepare(self, rank_imports: str) -> None:
-        starts_once = not self.max_restarts and self.nnodes == 1
-        if self.start_method == "forkserver" and rank_imports in sys.modules and starts_once:
-            # A job of a sweep is a copy of a process that has imported everything. A fork server of its own would
-            # import torch again, for 2 s. After the first start this process has threads, and must not fork.
-            self.start_method = "fork"
+    def prepare(self) -> None:
         if self.start_method == "fork":
-            importlib.import_module(rank_imports)
-            return
-        # Otherwise the start of the first process starts it, and that unblocks the signals of `signals.blocked`.
-        multiprocessing.resource_tracker.ensure_running()
-        if self.start_method == "forkserver":
-            start_fork_server(rank_imports)
+            importlib.import_module("lockstep.launchers.rank_imports")
+        else:  # else the start of the first process starts it, and that unblocks the signals of `signals.blocked`
+            multiprocessing.resource_tracker.ensure_running()
 
     def validate(self) -> None:
         resolve_nproc(self.nproc_per_node)
-        refuse_nesting(self.name)
-        if self.start_method == "fork" and self.max_restarts:
-            raise ConfigError(
-                "launch.start_method=fork cannot restart ranks: after the first start this process has threads; "
-                "type launch.start_method=forkserver"
-            )
-        if self.start_method == "fork" and self.nnodes > 1:
-            raise ConfigError(
-                "launch=fork is for one machine: the parents of several machines share a store, which has threads, and "
-                "a process with threads cannot fork safely; type launch=spawn"
-            )
-        self._node()
+        refuse_nesting()
+        if self.nnodes > 1:
+            node_rank_info(*self.node)
+            if self.start_method == "fork":
+                raise ConfigError(
+                    "launch.start_method=fork is for one machine: the parents of several machines share a store, which "
+                    "has threads, and a process with threads cannot fork safely; type launch=spawn"
+                )
+            if self.max_restarts:
+                raise ConfigError(
+                    "launch.max_restarts is for one machine; type launch.max_restarts=0, or start the ranks with "
+                    "torchrun --max-restarts"
+                )
 
     def num_ranks(self) -> tuple[int, int]:
         ranks = resolve_nproc(self.nproc_per_node)
         return self.nnodes * ranks, ranks
 
     def launch(self, worker: Worker, *args: Any) -> Any:
-        node = self._node() if self.master_port else hold_port(self._node())
+        """Run `worker(*args)` in every rank, again after a failure if restarts are left. Returns rank 0's value.
+
+        Raises what `Launcher.launch` raises.
+        """
         world_size, ranks_here = self.num_ranks()
         env = {
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(ranks_here),
             "GROUP_RANK": str(self.node_rank),
-            "MASTER_ADDR": store_address(node),
-            "MASTER_PORT": str(node.master_port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # a launcher hosts the store, not rank 0
-            "LOCKSTEP_STARTED_BY": self.name,
+            STARTED_BY: self.start_method,
         }
-        # Elsewhere only the ranks need the store: this process would wait for node 0 and hear no signal meanwhile.
-        hosted = node if self.node_rank == 0 else None
-        first_rank = self.node_rank * ranks_here
-        supervisor = Supervisor(self.start_method, ranks_here, first_rank, env, self.max_restarts, hosted)
-        try:
-            return supervisor.run(worker, *args)
-        finally:
-            if self.nnodes == 1:  # nodes end a job at different times, so theirs stays for the next job of a sweep
-                close_store(node)
-
-    def _node(self) -> RankInfo:
-        return node_rank_info(self.nnodes, self.node_rank, self.master_addr, self.master_port)
-
-
-class TorchrunLauncher(LocalLauncher):
-    """launch=torchrun: ranks on this machine, and restarts as torchrun makes them.
-
-    start_method: spawn: a fresh interpreter for each rank; fork: a copy of this one; forkserver: a copy of a helper.
-    nproc_per_node: ranks on this machine; gpu: as many as GPUs; auto: GPUs, else CPUs.
-    max_restarts: how often failed ranks are started again, all together.
-    """
-
-    def __init__(self, start_method: StartMethod, nproc_per_node: Ranks, max_restarts: Whole) -> None:
-        super().__init__("torchrun", start_method, nproc_per_node, max_restarts)
-
-
-class SpawnLauncher(LocalLauncher):
-    """launch=spawn and launch=fork. On several nodes the same command runs on each, with its own `node_rank`.
-
-    start_method: spawn: a fresh interpreter for each rank; fork: a copy of this one; forkserver: a copy of a helper.
-    nproc_per_node: ranks on this machine, the same number on each; gpu: as many as GPUs; auto: GPUs, else CPUs.
-    nnodes: machines, for launch=spawn; run the same command on each with its own node_rank.
-    node_rank: number of this machine.
-    master_addr: address of the machine with node_rank 0.
-    master_port: port there; 0: any free one, for one machine.
-    """
-
-    def __init__(
-        self,
-        start_method: StartMethod,
-        nproc_per_node: Ranks,
-        nnodes: Count,
-        node_rank: Whole,
-        master_addr: str,
-        master_port: Annotated[int, Ge(0), Le(65535)],
-    ) -> None:
-        name = "fork" if start_method == "fork" else "spawn"
-        super().__init__(name, start_method, nproc_per_node, 0, nnodes, node_rank, master_addr, master_port)
-
-
-def start_fork_server(rank_imports: str) -> None:
-    """Start the process that ranks are forked from. It imports the module `rank_imports` while this process goes on."""
-    multiprocessing.set_forkserver_preload([rank_imports])
-    path = os.environ.get("PYTHONPATH")
-    os.environ[LAUNCHER] = str(os.getpid())
-    # A fork server of Python 3.11 has no sys.path of its launcher, and skips a module that it does not find.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), path]))
-    try:
-        with signals.blocked():  # it must not end at Ctrl-C or with the terminal: it reads how the ranks end
-            multiprocessing.forkserver.ensure_running()
-    except OSError as error:  # the system's limit for the path of a Unix socket is about 100 characters
-        folder = os.environ.get("TMPDIR", "/tmp")  # tempfile has no answer if no folder can be used
-        raise ConfigError(
-            f"the helper process of the ranks cannot listen in {folder} ({error}); "
-            f"type TMPDIR=/tmp before the command, or launch.start_method=spawn"
-        ) from None
-    finally:
-        del os.environ[LAUNCHER], os.environ["PYTHONPATH"]
-        if path is not None:
-            os.environ["PYTHONPATH"] = path
-
-
-class Supervisor:
-    """The ranks of this machine, `first_rank` and the following.
-
-    env: what all of them find in their environment. hosted: the place of the ranks' store if this process hosts it.
-    """
-
-    def __init__(
-        self,
-        start_method: str,
-        ranks: int,
-        first_rank: int,
-        env: dict[str, str],
-        max_restarts: int,
-        hosted: RankInfo | None,
-    ) -> None:
-        from torch import multiprocessing as torch_multiprocessing  # it shares tensors that are sent between processes
-
-        self.context: Any = torch_multiprocessing.get_context(start_method)
-        self.ranks, self.first_rank, self.env = ranks, first_rank, env
-        self.max_restarts, self.hosted = max_restarts, hosted
-        self.processes: list[BaseProcess] = []
-
-    def run(self, worker: Worker, *args: Any) -> Any:
-        """Run `worker(*args)` in every rank, again after a failure if restarts are left. Returns rank 0's value.
-
-        Raises what `Launcher.launch` raises.
-        """
-        # Made before the ranks, the folder of multiprocessing is theirs, too: it goes with the launcher or the monitor.
-        folder = multiprocessing.util.get_temp_dir()
+        if self.nnodes > 1:  # the parent of the first node hosts the store
+            node = node_rank_info(*self.node)
+            env |= {"MASTER_ADDR": node.master_addr, "MASTER_PORT": str(node.master_port)}
+            env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+            if node.is_rank_zero:
+                shared_store(node)
+        # Made before the ranks, the folder of multiprocessing is theirs, too: it goes with the last of them.
+        temporary = multiprocessing.util.get_temp_dir()
         with Relay() as relay:
             for attempt in itertools.count():
+                folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=temporary))
+                here = {FOLDER: str(folder), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+                here |= {STORE_FILE: str(folder / "store")} if self.nnodes == 1 else {}
+                ranks = RankProcesses(self.start_method, ranks_here, self.node_rank * ranks_here, folder, relay)
                 try:
-                    with MonitorLink(folder) as link:
-                        return self._attempt(link, relay, attempt, worker, args)
+                    return ranks.run(env | here, worker, args)
                 except RankFailed as failed:
-                    if (
-                        attempt == self.max_restarts
-                        or relay.first is not None
-                        or failed.report.get("first", {}).get("kind") in RAISED_BY_ALL
-                    ):
+                    is_alike = failed.report.get("first", {}).get("kind") in RAISED_BY_ALL
+                    if attempt == self.max_restarts or relay.first is not None or is_alike:
                         raise
                     if failed.report.get("will_fail_again"):
                         print_line("lockstep: no restart: the same failure came again at the same step", sys.stdout)
                         raise
                     headline = str(failed).partition("\n")[0]
                     print_line(f"{headline}\nlockstep: restart {attempt + 1} of {self.max_restarts}", sys.stdout)
+                finally:
+                    shutil.rmtree(folder, ignore_errors=True)
 
-    def _attempt(self, link: MonitorLink, relay: Relay, attempt: int, worker: Worker, args: tuple[Any, ...]) -> Any:
+
+class RankProcesses:
+    """The ranks of one start. folder: that they share. relay: gives them the signals of this process."""
+
+    def __init__(self, start_method: str, ranks: int, first_rank: int, folder: Path, relay: Relay) -> None:
+        from torch import multiprocessing as torch_multiprocessing  # it shares tensors that are sent between processes
+
+        self.context: Any = torch_multiprocessing.get_context(start_method)
+        self.ranks, self.first_rank, self.folder, self.relay = ranks, first_rank, folder, relay
+        self.processes: list[BaseProcess] = []
+        self.ends: dict[int, End] = {}
+
+    def run(self, env: dict[str, str], worker: Worker, args: tuple[Any, ...]) -> Any:
         """Start all ranks and wait for them. Returns rank 0's value."""
         reader, writer = multiprocessing.Pipe(duplex=False)
-        env = self.env | {reporter.ADDRESS: link.name, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         self.processes = [
             self.context.Process(target=run_rank, args=(local, self.first_rank + local, env, writer, worker, args))
             for local in range(self.ranks)
@@ -274,14 +194,12 @@ class Supervisor:
             with signals.blocked():
                 for process in self.processes:
                     process.start()
-                relay.start([process.pid or 0 for process in self.processes])
-            if self.hosted is not None:
-                shared_store(self.hosted)  # after the ranks are forked: a fork copies locks that its thread may hold
-            self._wait(relay)
-            failure = self._failure(link, relay)
+                self.relay.start([process.pid or 0 for process in self.processes])
+            value = self._wait(reader)
+            failure = self._failure()
             if failure is not None:
                 raise failure
-            return reader.recv() if reader.poll() else None
+            return value
         finally:
             for process in self.processes:
                 if process.is_alive():
@@ -289,33 +207,52 @@ class Supervisor:
             reader.close()
             writer.close()
 
-    def _wait(self, relay: Relay) -> None:
-        """Wait until all ranks have ended. Kill those that hang while the others have stopped."""
-        waiting, first_end = self.processes, math.inf
-        while waiting:
-            multiprocessing.connection.wait([process.sentinel for process in waiting], POLL_SECONDS)
-            waiting = [process for process in waiting if process.is_alive()]
-            now = time.monotonic()
-            ended = [process.exitcode for process in self.processes if process.exitcode is not None]
-            if ended and relay.first is not None:
-                first_end = min(first_end, now)
-            told_twice = relay.second is not None and now - relay.second_at > SECONDS_AFTER_SECOND_SIGNAL
-            others_may_take = min((LONGER_AFTER.get(code, SECONDS_AFTER_FIRST_RANK) for code in ended), default=0.0)
-            if told_twice or now - first_end > others_may_take:
-                for process in waiting:
-                    process.kill()
+    def _wait(self, results: "Connection[Any, Any]") -> Any:
+        """Wait until all ranks have ended. Returns rank 0's value, which may be larger than a pipe holds.
 
-    def _failure(self, link: MonitorLink, relay: Relay) -> BaseException | None:
-        """What the exit codes of the ranks say, and the monitor's report; None if all have finished."""
-        exit_codes = {process.pid or 0: process.exitcode or 0 for process in self.processes}
-        codes = list(exit_codes.values())
+        Kills those that do not end, after a failure or while the others have stopped.
+        """
+        value, relay, folder = None, self.relay, self.folder
+        files = {process: open_pid_file(process.pid or 0) for process in self.processes}
+        waiting, killed, first_end, first_failure = [*self.processes], set[Any](), math.inf, math.inf
+        while waiting:
+            ends: list[Any] = [files[process] or process.sentinel for process in waiting]
+            multiprocessing.connection.wait([*ends, results], POLL_SECONDS)
+            value = results.recv() if results.poll() else value
+            now = time.monotonic()
+            for process in [process for process in waiting if not process.is_alive()]:
+                waiting.remove(process)
+                rank, code = self.first_rank + self.processes.index(process), process.exitcode
+                self.ends[rank] = End(code, time.time(), process in killed)
+                is_well = code in (*STOP_EXITS, EXIT_FINISHED) and phase_of(folder, rank) == "end"
+                first_failure = first_failure if is_well else min(first_failure, now)
+                first_end = min(first_end, now) if relay.first is not None else first_end
+                if (file := files[process]) is not None:
+                    os.close(file)
+            codes = [end.code for end in self.ends.values()]
+            told_twice = relay.second is not None and now - relay.second_at > SECONDS_AFTER_SECOND_SIGNAL
+            others_may_take = min(
+                (LONGER_AFTER.get(code or 0, SECONDS_AFTER_FIRST_RANK) for code in codes), default=0.0
+            )
+            for process in waiting:
+                phase = phase_of(folder, self.first_rank + self.processes.index(process))
+                grace = GRACE_WHILE_SAVING if phase in ("snapshot", "disk") else GRACE
+                grace = 0.0 if EXIT_HANG in codes else grace
+                if told_twice or now - first_end > others_may_take or now - first_failure > grace:
+                    killed.add(process)
+                    process.kill()
+        return results.recv() if results.poll() else value
+
+    def _failure(self) -> BaseException | None:
+        """What the exit codes of the ranks and their records say; None if all have finished."""
+        codes, relay = [end.code for end in self.ends.values()], self.relay
         before_training = [number for number in STOP_SIGNALS if 128 + number in codes]
         have_stopped = any(code in STOP_EXITS for code in codes)
         stopped = None
         if relay.second is not None:
             stopped = signals.ended_at_once(relay.second, in_training=True)
         elif have_stopped and all(code in (EXIT_FINISHED, *STOP_EXITS) for code in codes):
-            return StoppedEarly("the ranks stopped early", max(codes))  # rank 0 has said so
+            return StoppedEarly("the ranks stopped early", max(code or 0 for code in codes))  # rank 0 has said so
         elif before_training:
             stopped = signals.ended_at_once(before_training[0], in_training=False)
         elif have_stopped and relay.first is not None:
@@ -323,12 +260,14 @@ class Supervisor:
         if stopped is not None:
             print_line(f"lockstep: {stopped}", sys.stderr)
             return stopped
-        report = link.report(exit_codes)
-        if report is None and any(codes):
+        failures = failures_in(self.folder, self.ends)
+        report = make_report(failures, typed_command())
+        if report is None:
+            if not any(codes):
+                return None
             code = next(code for code in codes if code)
             return RankFailed(f"lockstep: a rank ended with {code}; look at logs/ in the run folder for its error", {})
-        if report is None:
-            return None
+        report, _ = publish(report, typed_command(), is_part=len(failures) < report["world_size"])
         first = report["first"]
         if first["kind"] != "config":
             return RankFailed(screen(report), report)
@@ -346,25 +285,27 @@ def run_rank(
 ) -> NoReturn:
     """What a rank process runs: `worker(*args)`, then an exit that skips the interpreter's teardown.
 
-    results: takes rank 0's value. How the rank ends goes to the monitor, whose report the launcher shows. gloo's
-    threads sometimes abort the teardown, and a finished run would count as failed.
+    results: takes rank 0's value. How the rank ends stands in the folder of ranks, and the launcher shows it. The
+    teardown is skipped since gloo's threads sometimes abort it, and a finished run would count as failed.
     """
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(local_rank))
     gc.freeze()  # a collection writes to every object, and memory shared with the parent is copied when written to
     signals.leave_last_line_to_launcher()
     end_with_parent()
-    reporter.connect(env[reporter.ADDRESS], rank, int(env["WORLD_SIZE"]))
+    heartbeat.begin(rank, int(env["WORLD_SIZE"]))
+    heartbeat.share(Path(env[FOLDER]))
     try:
         value = worker(*args)
         if rank == 0:
             results.send(value)
-        reporter.ends_well()
+        heartbeat.enter("end")
         code = EXIT_FINISHED
     except StoppedEarly as stopped:
-        reporter.ends_well()
+        heartbeat.enter("end")
         code = stopped.code
     except BaseException as error:  # SystemExit, too: leaving before the end is a failure
-        reporter.failed(error)
+        heartbeat.fails(error)
         code = EXIT_FAILED
     flush_output()
+    signals.remove_folder_of_launcher()
     os._exit(code)

@@ -1,19 +1,9 @@
-"""What a rank imports in any case, in one import, before ranks are forked: by the fork server, or by their parent.
+"""What a rank imports in any case, in one import, by the parent before ranks are forked.
 
 torch takes a second of a core, and half of it again when the first optimizer imports the compiler.
 """
 
 # ruff: noqa: F401
-
-import os
-import signal
-
-from lockstep.distributed.host import LAUNCHER, end_with_parent
-
-if LAUNCHER in os.environ:  # this is the fork server
-    # It ends with its launcher, and the ranks with it: other signals are blocked, see lockstep.launchers.local.
-    # The pid tells of a launcher that has ended before this line.
-    end_with_parent(signal.SIGKILL, int(os.environ.pop(LAUNCHER)))
 
 import encodings.idna  # of socket.getaddrinfo
 
@@ -32,7 +22,5 @@ import lockstep.snapshots.find
 import lockstep.strategies.ddp
 import lockstep.training.loop
 import lockstep.training.setup
-from lockstep.source_code import module_hashes
 
 torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # torch imports its compiler with the first optimizer
-module_hashes()  # once for all ranks

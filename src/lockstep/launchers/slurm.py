@@ -6,7 +6,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -14,9 +16,17 @@ from omegaconf import OmegaConf
 
 from lockstep.config.record import config_flags
 from lockstep.config.schema import Count, Whole
-from lockstep.distributed.environment import SLURM_JOB_FILE
-from lockstep.errors import EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, path_value
+from lockstep.distributed.signals import Relay
+from lockstep.errors import (
+    EXIT_RESUMABLE,
+    EXIT_STOPPED_WITHOUT_SNAPSHOT,
+    ConfigError,
+    RankFailed,
+    StoppedEarly,
+    path_value,
+)
 from lockstep.launchers.base import Launcher, Worker, print_line, refuse_nesting
+from lockstep.runs.record import SWEEP
 
 SCRIPT = """\
 #!/bin/bash
@@ -37,6 +47,7 @@ exit $code
 """
 
 
+POLL_SECONDS = 1.0
 TIME_LIMIT = r"UNLIMITED|INFINITE|\d+(:\d+){1,2}|\d+-\d+(:\d+){0,2}"
 
 
@@ -78,7 +89,7 @@ class SlurmLauncher(Launcher):
         self.folder = Path(run_dir).resolve()
 
     def validate(self) -> None:
-        refuse_nesting("slurm")
+        refuse_nesting()
         if "SLURM_JOB_ID" in os.environ:
             raise ConfigError(
                 f"launch=slurm inside Slurm job {os.environ['SLURM_JOB_ID']} would submit another one; "
@@ -96,26 +107,45 @@ class SlurmLauncher(Launcher):
         return self.nodes * self.ntasks_per_node, self.ntasks_per_node
 
     def launch(self, worker: Worker, *args: Any) -> None:
-        """Submit the job, which starts `src/train.py` anew: `worker` and `args` are not used. Raises ConfigError."""
+        """Submit the job, which starts `src/train.py` anew: `worker` and `args` are not used.
+
+        That of a sweep is waited for, and cancelled at a signal: its ranks save. Then it raises StoppedEarly, and
+        RankFailed for one that has failed. Raises ConfigError if sbatch refuses the job.
+        """
         script = self.script()
         if self.dry_run:
             print(script, end="")
             return
         path = self.folder / "job.sh"
         path.write_text(script)
-        answer = subprocess.run(["sbatch", "--parsable", path], capture_output=True, text=True)
-        if answer.returncode:
-            raise ConfigError(
-                f"sbatch refused the job ({' '.join(answer.stderr.split())}); "
-                f"type launch.partition=, launch.time= ... to suit, or sbatch {path}"
+        is_swept = SWEEP in os.environ
+        command = ["sbatch", "--parsable", *["--wait"] * is_swept, str(path)]
+        with Relay() as relay:
+            sbatch = Popen(command, stdout=PIPE, stderr=PIPE, text=True)
+            assert sbatch.stdout is not None
+            assert sbatch.stderr is not None
+            job = sbatch.stdout.readline().split(";")[0].strip()
+            if not job:
+                raise ConfigError(
+                    f"sbatch refused the job ({' '.join(sbatch.stderr.read().split())}); "
+                    f"type launch.partition=, launch.time= ... to suit, or sbatch {path}"
+                )
+            print_line(
+                f"submitted Slurm job {job}: squeue -j {job} shows its state, "
+                f"tail -F {self.folder}/slurm-{job}.out its output\nrun folder: {self.folder}",
+                sys.stdout,
             )
-        job = answer.stdout.split(";")[0].strip()
-        (self.folder / SLURM_JOB_FILE).write_text(f"{job}\n")
-        print_line(
-            f"submitted Slurm job {job}: squeue -j {job} shows its state, "
-            f"tail -F {self.folder}/slurm-{job}.out its output\nrun folder: {self.folder}",
-            sys.stdout,
-        )
+            is_cancelled = False
+            while is_swept and sbatch.poll() is None:
+                if relay.first is not None and not is_cancelled:
+                    subprocess.run(["scancel", job])
+                    is_cancelled = True
+                time.sleep(POLL_SECONDS)
+        if is_cancelled:
+            raise StoppedEarly(f"Slurm job {job} was cancelled")
+        if is_swept and sbatch.returncode:
+            what = f"lockstep: Slurm job {job} ended with {sbatch.returncode}; see {self.folder}/slurm-{job}.out"
+            raise RankFailed(what, {"exit_code": sbatch.returncode})
 
     def script(self) -> str:
         """The text of the sbatch script."""

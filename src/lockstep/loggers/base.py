@@ -7,14 +7,14 @@ To add one: a subclass of `Logger` in a file of its own, and `conf/logger/<name>
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
 from lockstep.errors import EXIT_FINISHED, StoppedEarly, TrainingDiverged, exit_code_of
-from lockstep.runs.record import FAILED, RunRecord
+from lockstep.runs.record import FAILED
 
 if TYPE_CHECKING:
     from lockstep.training.run import Run
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DRAWING_SHARE = 0.01  # of the time: images of an evaluation are drawn after training for 100 times as long
-FIRST_DRAWING = 0.1  # seconds
+FIRST_DRAWING = 10.0  # seconds after the start
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,14 @@ class RunInfo:
     run: its parts, and its `progress`: where it starts, or what it has reached at the end. facts: keys of run.json,
     "config" and "sweep" among them.
     At the end also: last: {metric: value} of the last evaluation. test: None, or {"step": of its weights, "metrics":
-    {name: value}, "samples": how many, "errors": {name: standard error over the samples}}.
+    {name: value}, "samples": how many, "errors": {name: standard error over the samples}}. exit_code: of the command.
     """
 
     run: "Run"
     facts: Mapping[str, Any]
     last: Mapping[str, float] = field(default_factory=dict)
     test: Mapping[str, Any] | None = None
+    exit_code: int = EXIT_FINISHED
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,15 @@ class EpochSummary:
     best_step: int | None = None
     counted_per_second: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def speeds(self) -> dict[str, float]:
+        """{"samples": a second, "tokens": a second}."""
+        samples = {} if self.samples_per_second is None else {"samples": self.samples_per_second}
+        return samples | self.counted_per_second
+
     def flat(self) -> dict[str, float]:
         """{"speed/samples_per_s": ..., "train/loss": ..., "val/loss": ...}: all numbers, as `log` has them."""
-        speeds = {} if self.samples_per_second is None else {"samples": self.samples_per_second}
-        tagged = {f"speed/{name}_per_s": speed for name, speed in (speeds | self.counted_per_second).items()}
+        tagged = {f"speed/{name}_per_s": speed for name, speed in self.speeds.items()}
         groups = self.metrics | ({"best": self.best} if self.metrics.keys() - {"train"} else {})
         return tagged | {f"{group}/{name}": value for group, means in groups.items() for name, value in means.items()}
 
@@ -101,21 +107,20 @@ class Logger:
         """Release files and threads. The last call."""
 
 
+Figures = Callable[[], Mapping[str, Tensor]]
+"""Draws {tag: image}."""
+
+
 class Loggers(Logger):
-    """Hands every call to each logger, and to the record of the run.
+    """Hands every call to each logger. The first exception of one is a warning; one that cannot start is left out."""
 
-    The first exception of a logger is a warning with its traceback; one that cannot start gets no further call.
-    """
-
-    def __init__(
-        self, members: Sequence[Logger], record: RunRecord | None = None, restore: Callable[[], None] = lambda: None
-    ) -> None:
-        """record: of rank 0. restore: called before loggers write; it makes a deleted run folder again."""
-        self.members, self.record, self.restore = list(members), record, restore
+    def __init__(self, members: Sequence[Any], restore: Callable[[], None] = lambda: None) -> None:
+        """members: loggers, and the RunRecord, which has their methods. restore: makes a deleted run folder again."""
+        self.members, self.restore = list(members), restore
         self.info: RunInfo | None = None
         self.warned = set[int]()  # ids of those that have failed
-        self.waiting = dict[str, tuple[Callable[[], Mapping[str, Tensor]], int]]()  # {split: (draws it, step)}
-        self.drawn_at, self.drawing_seconds = time.monotonic(), FIRST_DRAWING
+        self.waiting = dict[str, tuple[Figures, int]]()  # {split: (draws its images, step)}
+        self.draw_at = time.monotonic() + FIRST_DRAWING
 
     def __enter__(self) -> Self:
         return self
@@ -123,84 +128,70 @@ class Loggers(Logger):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if error is not None and self.info is not None:
-                is_stop = isinstance(error, StoppedEarly | KeyboardInterrupt)
-                state = "stopped" if is_stop else "diverged" if isinstance(error, TrainingDiverged) else FAILED
-                self._end(self.info, state, exit_code_of(error))
-        finally:
-            self.close()
+        if error is not None and self.info is not None:
+            is_stop = isinstance(error, StoppedEarly | KeyboardInterrupt)
+            state = "stopped" if is_stop else "diverged" if isinstance(error, TrainingDiverged) else FAILED
+            self._each("end", replace(self.info, exit_code=exit_code_of(error)), state)
+        self.close()
 
     def start(self, info: RunInfo) -> None:
-        self.info, progress = info, info.run.progress
-        self._call(self.record, "start", info.facts, progress.step, (progress.best, progress.best_step))
+        self.info = info
         self.members = [member for member in self.members if self._call(member, "start", info)]
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.restore()
-        self._call(self.record, "logged", step)
-        self._call_each("log", metrics, step)
+        self._each("log", metrics, step)
 
     def epoch(self, summary: EpochSummary) -> None:
         self.restore()
-        best = (next(iter(summary.best.values()), None), summary.best_step)
-        self._call(self.record, "epoch", summary.epoch, summary.step, summary.flat(), best)
-        self._call_each("epoch", summary)
+        self._each("epoch", summary)
 
     def image(self, tag: str, image: Tensor, step: int) -> None:
-        self.restore()
-        self._call_each("image", tag, image, step)
+        self._each("image", tag, image, step)
 
-    def draw(self, split: str, figures: Callable[[], Mapping[str, Tensor]], step: int) -> None:
-        """figures: draws {tag: image} of the weights of `step`: now, or at the end, of the newest evaluation.
+    def draw(self, split: str, figures: Figures, step: int) -> None:
+        """Images of the weights of `step`: now, or at the end, those of the newest evaluation.
 
         Drawing takes 1 % of the time, so most evaluations of very short epochs are not drawn.
         """
-        if not any(member.images for member in self.members):
-            return
-        self.waiting[split] = figures, step
-        if time.monotonic() - self.drawn_at >= self.drawing_seconds / DRAWING_SHARE:
-            self._draw()
+        if any(member.images for member in self.members):
+            self.waiting[split] = figures, step
+            if time.monotonic() >= self.draw_at:
+                self._draw()
 
     def test(self, test: Mapping[str, Any], is_logged: bool) -> None:
         """The number of the run. test: as in RunInfo. is_logged: whether its numbers have been logged before."""
+        if self.info is not None:
+            self.info = replace(self.info, test=test)
         if not is_logged:
-            self._call_each("log", {f"test/{name}": value for name, value in test["metrics"].items()}, test["step"])
-        self._call(self.record, "tested", test)
+            self._each("log", {f"test/{name}": value for name, value in test["metrics"].items()}, test["step"])
 
     def end(self, info: RunInfo, state: str) -> None:
         self._draw()
-        self._end(info, state, EXIT_FINISHED)
-
-    def _end(self, info: RunInfo, state: str, code: int) -> None:
-        numbers = info.last or (info.test or {}).get("metrics", {})
-        self._call(self.record, "end", state, code, numbers)
-        self._call_each("end", info, state)
+        self._each("end", info, state)
 
     def close(self) -> None:
-        self._call_each("close")
+        self._each("close")
 
     def _draw(self) -> None:
-        waiting, self.waiting, start = self.waiting, {}, time.monotonic()
-        for figures, step in waiting.values():
+        start = time.monotonic()
+        for figures, step in self.waiting.values():
             self._call(self, "_show", figures, step)
-        self.drawn_at = time.monotonic()
-        self.drawing_seconds = self.drawn_at - start
+        self.waiting.clear()
+        self.draw_at = time.monotonic() + (time.monotonic() - start) / DRAWING_SHARE
 
-    def _show(self, figures: Callable[[], Mapping[str, Tensor]], step: int) -> None:
+    def _show(self, figures: Figures, step: int) -> None:
         for tag, image in figures().items():
             for member in self.members:
                 if member.images:
                     self._call(member, "image", tag, image, step)
 
-    def _call_each(self, method: str, *arguments: Any) -> None:
+    def _each(self, method: str, *arguments: Any) -> None:
         for member in self.members:
             self._call(member, method, *arguments)
 
     def _call(self, receiver: object, method: str, *arguments: Any) -> bool:
         """Returns whether it went well."""
-        if receiver is None:
-            return True
         try:
             getattr(receiver, method)(*arguments)
             return True

@@ -2,7 +2,6 @@
 
 import logging
 import shlex
-import sys
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -15,32 +14,29 @@ from lockstep.runs.stats import over_samples
 
 log = logging.getLogger(__name__)
 
-HOLD_OUT = "; type loader.validation=0.1 to hold some data out"
-
 
 class ConsoleLogger(Logger):
     """One line per epoch, and a few at the start and the end. `rank_logs` decides where the lines go."""
 
     def start(self, info: RunInfo) -> None:
-        run, size = info.run, info.run.world.size
+        run, loaders, size = info.run, info.run.loaders, info.run.world.size
         share, rest = divmod(run.batch_size, run.strategy.data_share_of(size))
-        more = f" or {share + 1}" if rest else ""
-        held_out = "" if run.loaders.val is None else f", {len(run.loaders.val.reader)} validation"
-        shares = "" if size == 1 else f", {share}{more} for each of {size} ranks"
-        sets = f"{len(run.loaders.train)} training{held_out} and {len(run.loaders.test.reader)} test samples"
+        shares = "" if size == 1 else f", {share}{f' or {share + 1}' if rest else ''} for each of {size} ranks"
+        held_out = "" if loaders.val is None else f", {len(loaders.val.reader)} validation"
+        sets = f"{len(loaders.train)} training{held_out} and {len(loaders.test.reader)} test samples"
         log.info("%s; batches of %d samples%s", sets, run.batch_size, shares)
         if run.config.trainer.final is not None:
             log.info("trained on training and validation data: nothing is chosen, and its number is the test's alone")
         elif run.objective is None:
-            log.info("nothing is chosen: the last weights are the result%s", "" if held_out else HOLD_OUT)
+            advice = "" if held_out else "; type loader.validation=0.1 to hold some data out"
+            log.info("nothing is chosen: the last weights are the result%s", advice)
 
     def epoch(self, summary: EpochSummary) -> None:
         """For example: epoch 5/5   step 115   train loss 0.0180 accuracy 0.9979   val loss 0.0447   3667 samples/s"""
         columns = [f"epoch {summary.epoch}/{summary.epochs}", f"step {summary.step}"]
         for group, means in summary.metrics.items():
             columns.append(" ".join([group, *(f"{name} {value:.4f}" for name, value in means.items())]))
-        speeds = {} if summary.samples_per_second is None else {"samples": summary.samples_per_second}
-        columns += [f"{speed:.0f} {name}/s" for name, speed in (speeds | summary.counted_per_second).items()]
+        columns += [f"{speed:.0f} {name}/s" for name, speed in summary.speeds.items()]
         log.info("%s", "   ".join(columns))
 
     def end(self, info: RunInfo, state: str) -> None:
@@ -55,9 +51,9 @@ class ConsoleLogger(Logger):
             chosen = ", the last ones" if run.objective is None else ", chosen on val"
             log.info("test:       %s, with the weights of step %d%s", of_test(info.test), info.test["step"], chosen)
         if info.facts["sweep"] is None:
-            log.info("run folder: %s", folder)
             script = shlex.split(info.facts["command"])[1]
             evaluate = ["python", script, "mode=evaluate", f"resume={path_value(folder)}", *info.facts["flags"]]
+            log.info("run folder: %s", folder)
             log.info("evaluate:   %s", shlex.join(evaluate))
             log.info("curves:     tensorboard --logdir %s", shlex.quote(folder))
 
@@ -72,49 +68,35 @@ def of_test(test: Mapping[str, Any]) -> str:
 
 
 class ProgressBarLogger(Logger):
-    """A tqdm bar on stderr over the samples of an epoch, with the running loss. It moves every `logging.every` steps,
-    and is gone at the epoch's end. A log line takes its place, and it comes back below."""
+    """A tqdm bar over the samples of an epoch, with the running loss, where stderr is a terminal. It moves every
+    `logging.every` steps; log lines stand above it."""
 
     def __init__(self) -> None:
-        self.bar: Any = None
         self.stack = ExitStack()
 
     def start(self, info: RunInfo) -> None:
-        self.run = info.run
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-            from tqdm.contrib.logging import logging_redirect_tqdm
+        from tqdm import tqdm
+        from tqdm.contrib.logging import logging_redirect_tqdm
 
-            # tqdm's own lock adds a semaphore for several processes, which Python calls leaked when a rank exits.
-            tqdm.set_lock(threading.RLock())
+        # tqdm's own lock adds a semaphore for several processes, which Python calls leaked when a rank exits.
+        tqdm.set_lock(threading.RLock())
+        # The loss is to be seen on 50 columns, too.
+        form = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}, {rate_fmt}]"
+        length, self.run = len(info.run.loaders.train), info.run
+        self.bar = tqdm(total=length, unit=" samples", bar_format=form, leave=False, disable=None)
+        self.stack.callback(self.bar.close)
+        if not self.bar.disable:
             self.stack.enter_context(logging_redirect_tqdm())
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        loss = metrics.get("train/running_loss")
-        if loss is None or not sys.stderr.isatty():
-            return
-        progress = self.run.progress
-        if self.bar is None:
-            from tqdm import tqdm
-
-            self.bar = tqdm(
-                total=len(self.run.loaders.train),
-                desc=f"epoch {progress.epoch + 1}/{self.run.config.trainer.epochs}",
-                unit=" samples",
-                leave=False,
-                initial=progress.samples,
-                # The loss is to be seen on 50 columns, too.
-                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}, {rate_fmt}]",
-            )
-        self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-        self.bar.update(progress.samples - self.bar.n)
+        if "train/running_loss" in metrics and not self.bar.disable:
+            progress, epochs = self.run.progress, self.run.config.trainer.epochs
+            self.bar.set_description(f"epoch {progress.epoch + 1}/{epochs}", refresh=False)
+            self.bar.set_postfix(loss=f"{metrics['train/running_loss']:.4f}", refresh=False)
+            self.bar.update(progress.samples - self.bar.n)
 
     def epoch(self, summary: EpochSummary) -> None:
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
+        self.bar.reset()
 
     def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
         self.stack.close()

@@ -21,8 +21,8 @@ class CSVLogger(Logger):
 
     def start(self, info: RunInfo) -> None:
         step = info.run.progress.step
-        kept = [row for row in read_rows(self.path) if row[0] <= step] if step else []
-        write_whole(self.path, HEADER + to_text(kept), sync=False)
+        rows = [row for row in read_rows(self.path) if row[0] <= step] if step else []
+        write_whole(self.path, HEADER + to_text(rows), sync=False)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         with self.path.open("a", encoding="utf-8") as file:

@@ -2,16 +2,17 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from logging.handlers import MemoryHandler, WatchedFileHandler
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import unwritable
-from lockstep.errors import CannotStartNow, ConfigError, RanksDiffer, StoppedEarly, TrainingDiverged
-from lockstep.failures import reporter
-from lockstep.failures.record import message_of
+from lockstep.errors import KINDS, CannotStartNow, StoppedEarly
+from lockstep.failures.record import heartbeat, message_of
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +29,22 @@ class LogFile(WatchedFileHandler):
 
 
 class RankLogs:
-    """Where the log lines of this rank go: they are kept in memory until `open`, and on rank 0 also shown."""
+    """Inside its block, this rank's log lines go to files as soon as they are open; on rank 0 also to stdout. A line
+    that cannot be written, on a full disk or to a reader that is gone, is lost without a word.
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.kept = MemoryHandler(KEPT, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+    An exception that ends the block is written to the rank's own log.
+    """
+
+    def __init__(self) -> None:
+        root = logging.getLogger()
+        self.rank, self.before = read_rank_info().rank, ([*root.handlers], root.level, logging.raiseExceptions)
+        self.kept = MemoryHandler(KEPT, logging.CRITICAL + 1, flushOnClose=False)
         self.files: list[logging.Handler] = [self.kept]
-        self.console: list[logging.Handler] = [logging.StreamHandler(sys.stdout)] if rank == 0 else []
-        log_to([*self.files, *self.console])
+        self.console: list[logging.Handler] = [logging.StreamHandler(sys.stdout)] if self.rank == 0 else []
+
+    def __enter__(self) -> Self:
+        log_to([*self.files, *self.console], logging.INFO, False)
+        return self
 
     def open(self, folder: str | Path) -> None:
         """Log to folder/logs/rank<N>.log, and on rank 0 to folder/train.log, also what was logged until now.
@@ -54,47 +63,25 @@ class RankLogs:
             file.setFormatter(FILE_FORMAT)
             for record in self.kept.buffer:
                 file.handle(record)
-        log_to([*self.files, *self.console])
+        log_to([*self.files, *self.console], logging.INFO, False)
 
-    def leave_console(self) -> None:
-        """From here on the lines go to the files alone, or are kept."""
-        log_to(self.files)
-
-
-def log_to(handlers: Sequence[logging.Handler]) -> None:
-    root = logging.getLogger()
-    for handler in {*root.handlers} - {*handlers}:
-        root.removeHandler(handler)
-    for handler in handlers:
-        root.addHandler(handler)
-
-
-@contextmanager
-def rank_logs() -> Iterator[RankLogs]:
-    """Inside the block, this rank's log lines go to files as soon as they are open; on rank 0 also to stdout. A line
-    that cannot be written, on a full disk or to a reader that is gone, is lost without a word.
-
-    An exception that ends the block is written to the rank's own log.
-    """
-    root = logging.getLogger()
-    before = [*root.handlers], root.level, logging.raiseExceptions
-    logs = RankLogs(read_rank_info().rank)
-    root.setLevel(logging.INFO)
-    logging.raiseExceptions = False
-    try:
-        yield logs
-    except StoppedEarly as stopped:
-        log.info("%s", stopped)
-        raise
-    except Exception as error:
-        reporter.failed(error)  # before the log has the traceback, which the report need not repeat
-        logs.leave_console()  # the process that started the ranks prints the error there
-        log.error("%s", message_of(error), exc_info=not isinstance(error, ConfigError | TrainingDiverged | RanksDiffer))
-        raise
-    finally:
-        log_to(before[0])
-        root.setLevel(before[1])
-        logging.raiseExceptions = before[2]
-        for handler in (*logs.files, *logs.console):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, StoppedEarly):
+            log.info("%s", error)
+        elif isinstance(error, Exception):
+            heartbeat.fails(error)  # before the log has the traceback, which the report need not repeat
+            log_to(self.files, logging.INFO, False)  # the process that started the ranks prints it on the console
+            log.error("%s", message_of(error), exc_info=None if isinstance(error, tuple(KINDS)) else error)
+        log_to(*self.before)
+        for handler in (*self.files, *self.console):
             with suppress(OSError):  # the last lines of a log do not fit on a full disk
                 handler.close()
+
+
+def log_to(handlers: Sequence[logging.Handler], level: int, raises: bool) -> None:
+    """What logging.basicConfig sets, without closing the handlers of before."""
+    root, logging.raiseExceptions = logging.getLogger(), raises
+    root.handlers[:] = handlers
+    root.setLevel(level)

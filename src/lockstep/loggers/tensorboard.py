@@ -1,14 +1,13 @@
 """TensorBoard events in the run folder. A step on the x-axis is the number of optimizer steps done."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
+from torch.utils.tensorboard import SummaryWriter, summary
 
 from lockstep.config.schema import Whole
 from lockstep.loggers.base import Logger, RunInfo
@@ -34,29 +33,26 @@ class TensorBoardLogger(Logger):
         self.writer = SummaryWriter(self.run_dir, purge_step=None if is_new else info.run.progress.step + 1)
         if is_new:  # TensorBoard keeps the first hyperparameters that it reads of a run
             config = "\n".join(f"{key}: {show(value)}" for key, value in info.facts["config"].items())
-            self._write(lambda writer: writer.add_text("config", f"```yaml\n{config}\n```", 0))
-            self._write(lambda writer: writer.add_custom_scalars(layout(info)))
-            row = hparams(hyperparameters(info.facts), {})[1]  # [0] would be the columns of all runs
-            self._write(lambda writer: _add(writer, row, 0))
+            self._write(summary.text("config", f"```yaml\n{config}\n```"), 0)
+            self._write(summary.custom_scalars(layout(info)), 0)
+            self._write(summary.hparams(hyperparameters(info.facts), {})[1], 0)  # [0]: the columns of all runs
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """All tags share one event. An event for each tag takes several times as long."""
-        values = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()])
-        self._write(lambda writer: _add(writer, values, step))
+        self._write(Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]), step)
 
     def image(self, tag: str, image: Tensor, step: int) -> None:
-        self._write(lambda writer: writer.add_image(tag, image, step))
+        self._write(summary.image(tag, image, dataformats="CHW"), step)
 
     def end(self, info: RunInfo, state: str) -> None:
         if state == FINISHED:
-            row, step = hparams({}, {})[2], info.run.progress.step  # marks the run as finished in the HParams table
-            self._write(lambda writer: _add(writer, row, step))
+            self._write(summary.hparams({}, {})[2], info.run.progress.step)  # so the HParams table shows it
 
     def close(self) -> None:
         if self.writer is not None:
             self.writer.close()
 
-    def _write(self, write: Callable[[SummaryWriter], object]) -> None:
+    def _write(self, written: Summary, step: int) -> None:
         """A writer that has failed, on a full disk, stays so: after some seconds a new file goes on."""
         if self.writer is None:
             if time.monotonic() - self.failed_at < RETRY_SECONDS:
@@ -64,16 +60,11 @@ class TensorBoardLogger(Logger):
             self.failed_at = time.monotonic()
             self.writer = SummaryWriter(self.run_dir)
         try:
-            write(self.writer)
+            self.writer.file_writer.add_summary(written, step)
             self.writer.flush()
         except Exception:
             self.writer, self.failed_at = None, time.monotonic()
             raise
-
-
-def _add(writer: SummaryWriter, summary: Summary, step: int) -> None:
-    assert writer.file_writer is not None
-    writer.file_writer.add_summary(summary, step)
 
 
 def hyperparameters(facts: Mapping[str, Any]) -> dict[str, int | float | str]:
@@ -89,13 +80,12 @@ def hyperparameters(facts: Mapping[str, Any]) -> dict[str, int | float | str]:
 def layout(info: RunInfo) -> dict[str, dict[str, tuple[str, list[str]]]]:
     """{category: {chart: ("Multiline", [regular expressions of tags])}} for the tab Custom Scalars."""
     metrics = [*info.run.task.better, *info.run.config.evaluation.metrics]
+    training = {"loss of the last steps": "train/running_loss", "learning rate": "train/lr"}
+    if info.run.config.trainer.max_grad_norm is not None:
+        training["gradient norm"] = "train/grad_norm"
     tags = {
         "results": {name: f"(train|val|test)/{name}" for name in metrics} | {"best so far": "best/.*"},
-        "training": {
-            "loss of the last steps": "train/running_loss",
-            "learning rate": "train/lr",
-            **({} if info.run.config.trainer.max_grad_norm is None else {"gradient norm": "train/grad_norm"}),
-        },
+        "training": training,
         "speed": {"samples per second": "speed/(samples|tokens)_per_s", "step time (ms)": "speed/step_ms"},
     }
     return {

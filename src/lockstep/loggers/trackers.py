@@ -6,9 +6,8 @@ lost there, with one warning; TensorBoard's files have it.
 
 import logging
 import os
-import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,43 +18,41 @@ from lockstep.files import write_whole
 from lockstep.loggers.base import Logger, RunInfo
 from lockstep.runs.record import FINISHED, PAUSED
 
-PARAMETERS_AT_ONCE = 100  # that MLflow takes
-LONGEST_PARAMETER = 6000  # characters
 END_SECONDS = 60  # for what is still to be sent to MLflow
 
 
 class Tracker(Logger):
     """What trackers share: the run's id on the service stays in the run folder, so that a resumed run goes on there.
 
-    run_dir: folder of this run. images: test images that an evaluation shows; 0: no images of it.
+    run_dir: folder of this run. images: test images that an evaluation shows; 0: no images of it. project: on the
+    service.
     """
 
-    def __init__(self, run_dir: str | Path, images: Whole) -> None:
-        self.run_dir, self.images = Path(run_dir), images
+    def __init__(self, run_dir: str | Path, images: Whole, project: str) -> None:
+        self.run_dir, self.images, self.project = Path(run_dir), images, project
+        self.name = self.run_dir.absolute().name
 
     def begin(self, info: RunInfo, known: str | None, group: str | None) -> str:
         """Begin a run on the service, or go on with the one of the id `known`. group: of its sweep. Returns its id."""
         raise NotImplementedError
 
     def start(self, info: RunInfo) -> None:
-        path = self.run_dir / f"{type(self).__name__}.id"
+        path, sweep = self.run_dir / f"{type(self).__name__}.id", info.facts["sweep"]
         known = path.read_text() if path.exists() and info.run.progress.step else None
-        sweep = info.facts["sweep"]
-        group = None if sweep is None else Path(sweep).name
-        write_whole(path, self.begin(info, known, group), sync=False)
+        write_whole(path, self.begin(info, known, None if sweep is None else Path(sweep).name), sync=False)
 
 
 class WandbLogger(Tracker):
     """Weights & Biases. Offline, it leaves files in the run folder, which `wandb sync` sends later.
 
-    project: the run's project there. mode: offline, or online, which needs the environment variable WANDB_API_KEY.
+    mode: offline, or online, which needs the environment variable WANDB_API_KEY.
     """
 
     packages = ("wandb",)
 
     def __init__(self, run_dir: str, project: str, mode: Literal["offline", "online"], images: Whole) -> None:
-        super().__init__(run_dir, images)
-        self.project, self.mode = project, mode
+        super().__init__(run_dir, images, project)
+        self.mode = mode
 
     def begin(self, info: RunInfo, known: str | None, group: str | None) -> str:
         import wandb
@@ -66,7 +63,7 @@ class WandbLogger(Tracker):
             dir=self.run_dir,
             id=known,
             resume="allow",
-            name=self.run_dir.absolute().name,
+            name=self.name,
             group=group,
             config=dict(info.facts["config"]),
             tags=list(info.facts["tags"]),
@@ -76,13 +73,13 @@ class WandbLogger(Tracker):
         self.run.define_metric("*", step_metric="step")  # a resumed run may begin before its last step
         return str(self.run.id)
 
-    def log(self, metrics: dict[str, float], step: int) -> None:
+    def log(self, metrics: dict[str, Any], step: int) -> None:
         self.run.log({**metrics, "step": step})
 
     def image(self, tag: str, image: Tensor, step: int) -> None:
         import wandb
 
-        self.run.log({tag: wandb.Image(pixels(image)), "step": step})
+        self.log({tag: wandb.Image(pixels(image))}, step)
 
     def end(self, info: RunInfo, state: str) -> None:
         self.run.finish(exit_code=0 if state in (FINISHED, PAUSED) else 1)
@@ -98,74 +95,57 @@ class MLflowLogger(Tracker):
     packages = ("mlflow",)
 
     def __init__(self, run_dir: str, experiment: str, uri: str | None, images: Whole) -> None:
-        super().__init__(run_dir, images)
-        self.experiment, self.uri = experiment, uri
+        super().__init__(run_dir, images, experiment)
+        self.uri = uri
+        self.sent: list[Any] = []  # calls that may be under way
 
     def begin(self, info: RunInfo, known: str | None, group: str | None) -> str:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # the end of a run waits so long for a lost server
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
-        logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # it tells of each table of its database
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
+        import mlflow  # which sets its own level
 
-        self.client: Any = MlflowClient(tracking_uri=self.uri)
-        self.sent: list[Any] = []  # calls that may be under way
-        if known is not None:
-            self.client.update_run(known, status="RUNNING")
-            self.id = known
-            return known
-        found = self.client.get_experiment_by_name(self.experiment)
-        place = found.experiment_id if found is not None else self.client.create_experiment(self.experiment)
+        logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # it tells of each table of its database
+        if self.uri is not None:
+            mlflow.set_tracking_uri(self.uri)
+        mlflow.set_experiment(self.project)
         tags = dict.fromkeys(info.facts["tags"], "") | ({} if group is None else {"group": group})
-        self.id = str(self.client.create_run(place, run_name=self.run_dir.absolute().name, tags=tags).info.run_id)
-        config = [Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in info.facts["config"].items()]
-        for first in range(0, len(config), PARAMETERS_AT_ONCE):
-            self.client.log_batch(self.id, params=config[first : first + PARAMETERS_AT_ONCE])
-        return self.id
+        run = mlflow.start_run(run_id=known, run_name=self.name, tags=tags)
+        if known is None:
+            mlflow.log_params(dict(info.facts["config"]))
+        self.mlflow: Any = mlflow
+        return str(run.info.run_id)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        from mlflow.entities import Metric
-
-        now = round(time.time() * 1000)
-        batch = [Metric(tag, value, now, step) for tag, value in metrics.items()]
-        self.sent.append(self.client.log_batch(self.id, metrics=batch, synchronous=False))
+        self.sent.append(self.mlflow.log_metrics(metrics, step, synchronous=False))
 
     def image(self, tag: str, image: Tensor, step: int) -> None:
-        self.client.log_image(self.id, pixels(image), key=tag.replace("/", "_"), step=step, synchronous=False)
+        self.mlflow.log_image(pixels(image), key=tag.replace("/", "_"), step=step, synchronous=False)
 
     def end(self, info: RunInfo, state: str) -> None:
         """Wait until all is sent: the process ends without its exit handlers."""
         # The queue tries each call for a minute, and a server that is lost may have many of them.
-        sending = ThreadPoolExecutor(1).submit(self._finish, "FINISHED" if state in (FINISHED, PAUSED) else "KILLED")
-        if not wait([sending], END_SECONDS).done:
-            raise TimeoutError(f"the server has not taken all within {END_SECONDS} s of the end")
-        sending.result()
-
-    def _finish(self, status: str) -> None:
-        self.client.set_terminated(self.id, status)
-        for call in self.sent:
-            call.wait()
+        try:
+            ThreadPoolExecutor(1).submit(lambda: [call.wait() for call in self.sent]).result(END_SECONDS)
+        finally:
+            self.mlflow.end_run("FINISHED" if state in (FINISHED, PAUSED) else "KILLED")
 
 
 class TrackioLogger(Tracker):
     """Trackio, of Hugging Face. It keeps runs in a database of this machine, which `trackio show` shows, or sends them
     where the environment variable TRACKIO_SERVER_URL or TRACKIO_SPACE_ID says.
-
-    project: the run's project there.
     """
 
     packages = ("trackio",)
 
     def __init__(self, run_dir: str, project: str, images: Whole) -> None:
-        super().__init__(run_dir, images)
+        super().__init__(run_dir, images, project)
         import trackio  # not later: the import draws from `random`, which a model may draw from, too
 
         self.trackio: Any = trackio
-        self.project = project
 
     def begin(self, info: RunInfo, known: str | None, group: str | None) -> str:
-        name = known or f"{self.run_dir.absolute().name}-{uuid.uuid4().hex[:8]}"  # by which a resumed run goes on
+        name = known or f"{self.name}-{uuid.uuid4().hex[:8]}"  # by which a resumed run goes on
         self.run: Any = self.trackio.init(
             project=self.project,
             name=name,
@@ -178,11 +158,11 @@ class TrackioLogger(Tracker):
         )
         return name
 
-    def log(self, metrics: dict[str, float], step: int) -> None:
+    def log(self, metrics: dict[str, Any], step: int) -> None:
         self.run.log(dict(metrics), step=step)
 
     def image(self, tag: str, image: Tensor, step: int) -> None:
-        self.run.log({tag: self.trackio.Image(pixels(image))}, step=step)
+        self.log({tag: self.trackio.Image(pixels(image))}, step)
 
     def end(self, info: RunInfo, state: str) -> None:
         self.run.finish()

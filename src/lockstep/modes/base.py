@@ -4,32 +4,32 @@ To add one: a subclass of `Mode` with `run` in a file of its own here, `conf/mod
 keys. docs/modes.md tells what users see. No torch at the top: `main` imports this.
 """
 
-import errno
 import logging
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.distributed import signals
 from lockstep.errors import ConfigError, exits_are_failures
-from lockstep.failures import reporter
+from lockstep.failures.record import heartbeat
 from lockstep.files import Contents, write_whole
-from lockstep.runs.record import read_run
+from lockstep.runs.record import read_run, settle
 
 if TYPE_CHECKING:
     from lockstep.config.record import ConfigRecord
     from lockstep.config.schema import RunConfig
     from lockstep.data.loader import Loader
+    from lockstep.distributed.run_folder import HeldFolder
     from lockstep.distributed.world import World
-    from lockstep.loggers.rank_logs import RankLogs
     from lockstep.preflight import Parts
     from lockstep.strategies.base import JobSpec
     from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)
+
+OTHER_FILE = "type mode.file=<a file that you can write>"
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class TrainedRun:
 
     @property
     def classes(self) -> list[str]:
-        """The names of the classes in run.json, empty if the training data had none."""
-        return recorded_classes(self.folder)
+        """The names of the classes, empty if the training data had none."""
+        return [str(name) for name in recorded(self.snapshot).get("classes", ())]
 
     def loader(self, split: str) -> "Loader":
         """split: "train", "val" or "test". Raises ConfigError for a validation set that there is none of."""
@@ -73,12 +73,39 @@ class TrainedRun:
             raise ConfigError(f"{what}; type mode.split=test")
         return found
 
+    def output(self, file: str | None, name: str) -> Path:
+        """Where a mode writes: `file`, as it was typed, else `name` in the run folder. Raises ConfigError."""
+        path = self.folder / name if file is None else Path(file)
+        if path.exists() and not path.is_file():  # such as a device, which a file would replace
+            raise ConfigError(f"{path} is no file that can be replaced; {OTHER_FILE}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(path, error) from None
+        return path
 
-def recorded_classes(folder: Path) -> list[str]:
-    """The names of the classes that the run in `folder` was trained on, empty if there are none."""
+    def write(self, path: Path, contents: Contents) -> None:
+        """Rank 0 writes the file, whole or not at all. A collective. Raises ConfigError on all ranks if it cannot."""
+        problem = None
+        if self.world.is_rank_zero:
+            try:
+                write_whole(path, contents, shared=True)  # another command may write the same file
+            except OSError as error:
+                problem = str(cannot_write(path, error))
+        if problem := self.world.broadcast_json(problem):
+            raise ConfigError(problem)
+        log.info("written to: %s", path)
+
+
+def cannot_write(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be written ({error.strerror}); {OTHER_FILE}")
+
+
+def recorded(snapshot: Path) -> Mapping[str, Any]:
+    """run.json of the run that a snapshot is of, empty if it is gone."""
     with suppress(ConfigError):
-        return [str(name) for name in read_run(folder).get("classes", ())]
-    return []
+        return read_run(folder_of(snapshot))
+    return {}
 
 
 def folder_of(snapshot: Path) -> Path:
@@ -99,6 +126,7 @@ class Mode:
     trains = False  # whether it is a training, which a sweep may repeat
     reads_training_data = True  # whether it fails without; else the tests' may stand in for training data that is gone
     needs_labels = True  # whether each image that it reads must have one
+    in_one_process = False  # whether several ranks are refused
     starts_ranks = False  # whether `work` is called once, in the process that was typed, and starts ranks itself
     snapshot = "last"
 
@@ -109,25 +137,26 @@ class Mode:
 
     def validate(self, job: "JobSpec") -> None:
         """Raise ConfigError for what this mode cannot do. Called before any process starts."""
+        if self.in_one_process and job.world_size > 1:
+            what = f"mode={self.name} is the work of one process, not of {job.world_size}"
+            raise ConfigError(f"{what}; type launch=env")
 
     def work(self, config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> Any:
         """What every rank does from start to end. Rank 0's value is what the command returns.
 
         Here: bring the trained net back, and `run`.
         """
-        from lockstep import build, build_state
+        from lockstep import build
         from lockstep.snapshots.find import restore_trained, snapshots_to_try
 
-        with join(config, parts) as (world, logs):
-            begin(config, record, world, logs)
-            trained_run = build.build_run(config, world, parts)
-            record = record.completed(trained_run.config)
+        with join(config, record, parts, holds=False) as (world, _):
+            run = build.build_run(config, world, parts)
+            record = record.completed(run.config)
             paths = snapshots_to_try(config.resume, self.snapshot, self.name)
-            saved, snapshot = restore_trained(trained_run, paths, build_state.model_config(record))
-            trained = TrainedRun(trained_run, snapshot, saved, record.shown)
-            _require_same_classes(trained)
-            _warn_of_changed_data(trained)
-            reporter.enter("mode")
+            saved, snapshot = restore_trained(run, paths, build.model_config(record))
+            trained = TrainedRun(run, snapshot, saved, record.shown)
+            _check_data(trained)
+            heartbeat.enter("mode")
             return self.run(trained)
 
     def run(self, trained: TrainedRun) -> Any:
@@ -136,84 +165,47 @@ class Mode:
 
 
 @contextmanager
-def join(config: "RunConfig", parts: "Parts") -> Iterator[tuple["World", "RankLogs"]]:
-    """Inside the block this rank has met the others. What fails there is reported, and signals are listened to."""
+def join(
+    config: "RunConfig", record: "ConfigRecord", parts: "Parts", holds: bool = True
+) -> "Iterator[tuple[World, HeldFolder]]":
+    """Inside the block this rank has met the others, all with the same config. What fails there is reported, signals
+    are listened to, and logs are written. holds: whether no other run may write into the run folder."""
+    from lockstep import build
+    from lockstep.distributed.run_folder import HeldFolder, hold_run_folder
+    from lockstep.distributed.watch import watch
     from lockstep.distributed.world import join_world
-    from lockstep.loggers.rank_logs import rank_logs
+    from lockstep.loggers.rank_logs import RankLogs
     from lockstep.training.setup import set_determinism
 
     signals.listen(config.run_dir)
     with (
-        rank_logs() as logs,
+        RankLogs() as logs,
         exits_are_failures("this rank left before the end of the training"),
-        reporter.failures(),
+        heartbeat.recording(),
         join_world(**vars(config.backend), bind_device=parts.strategy.binds_one_device) as world,
+        hold_run_folder(config.run_dir, world) if holds else nullcontext(HeldFolder(Path(config.run_dir))) as held,
     ):
         set_determinism(config.seed, config.trainer.deterministic, config.trainer.tf32)
-        yield world, logs
+        logs.open(config.run_dir)
+        if world.is_rank_zero:
+            settle(Path(config.run_dir))
+        watch(world, config.run_dir, config.watch.timeout, config.watch.on_hang)
+        build.check_same_config(record, world)
+        yield world, held
 
 
-def begin(config: "RunConfig", record: "ConfigRecord", world: "World", logs: "RankLogs") -> None:
-    """Open the log files, tell the monitor where they are, and check that all ranks have the same config."""
-    from lockstep import build
-    from lockstep.distributed.old_world import join_monitor
-
-    logs.open(config.run_dir)
-    join_monitor(world, config.run_dir, config.watch.timeout, config.watch.on_hang)
-    build.check_same_config(record, world)
-
-
-def _require_same_classes(trained: TrainedRun) -> None:
-    """Raise ConfigError if a class number, or a token number of a text, has another name than in the training."""
+def _check_data(trained: TrainedRun) -> None:
+    """Raise ConfigError if a class number, or a token number of a text, has another name than in the training. Warn if
+    the data has changed since then, although the config names the same data."""
     from lockstep.data.source import class_names, require_same_classes
-
-    for loader in (trained.run.loaders.train, trained.run.loaders.test):
-        names, advice = class_names(loader.reader.dataset), "type dataset=<data with the classes of the training>"
-        require_same_classes(trained.classes, names, "the training", "this data", advice)
-
-
-def _warn_of_changed_data(trained: TrainedRun) -> None:
-    """Warn if the data has changed since the training, although the config names the same data."""
     from lockstep.snapshots.fingerprint import data_fingerprint
 
-    before, now = trained.saved["config"], trained.config
-    if any(before.get(key) != now.get(key) for key in before.keys() | now.keys() if key.startswith("dataset.")):
-        return
-    recorded: dict[str, Any] = {}
-    with suppress(ConfigError):
-        recorded = read_run(trained.folder)["data"]
-    for name, loader in (("training data", trained.run.loaders.train), ("test data", trained.run.loaders.test)):
-        fingerprint = data_fingerprint(loader.reader.dataset)
-        then = recorded.get(name.replace(" ", "_"), fingerprint)
-        if then != fingerprint:
-            log.warning("the %s is not that of the training: it was %s, and is %s", name, then, fingerprint)
-
-
-# The file that a mode writes, which `mode.file` names.
-
-
-def require_place(file: str | None) -> None:
-    """Raise ConfigError for a `file` in no folder, and for a folder or a device."""
-    if file is not None and not Path(file).parent.is_dir():
-        raise cannot_write(Path(file), FileNotFoundError(errno.ENOENT, file))
-    if file is not None and Path(file).exists() and not Path(file).is_file():
-        raise ConfigError(f"{file} is no file that can be replaced; type mode.file=<a file that you can write>")
-
-
-def write_output(world: "World", path: Path, contents: Contents) -> None:
-    """Rank 0 writes the file, whole or not at all. A collective. Raises ConfigError on all ranks if it cannot."""
-    problem = None
-    if world.is_rank_zero:
-        try:
-            write_whole(path, contents, shared=True)  # another command may write the same file
-        except OSError as error:
-            problem = str(cannot_write(path, error))
-    if problem := world.broadcast_json(problem):
-        raise ConfigError(problem)
-    log.info("written to: %s", path)
-
-
-def cannot_write(path: Path, error: OSError) -> ConfigError:
-    """The error for a file that cannot be written."""
-    reason = os.strerror(error.errno or 0)
-    return ConfigError(f"{path} cannot be written ({reason}); type mode.file=<a file that you can write>")
+    before, now, data = trained.saved["config"], trained.config, recorded(trained.snapshot).get("data", {})
+    is_same = all(before.get(key) == now.get(key) for key in before.keys() | now.keys() if key.startswith("dataset."))
+    for name, loader in (("training", trained.run.loaders.train), ("test", trained.run.loaders.test)):
+        dataset, advice = loader.reader.dataset, "type dataset=<data with the classes of the training>"
+        require_same_classes(trained.classes, class_names(dataset), "the training", "this data", advice)
+        fingerprint = data_fingerprint(dataset)
+        then = data.get(f"{name}_data", fingerprint)
+        if is_same and then != fingerprint:
+            log.warning("the %s data is not that of the training: it was %s, and is %s", name, then, fingerprint)

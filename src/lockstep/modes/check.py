@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from annotated_types import Ge
 
-from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import EXIT_PROMISES, ConfigError, RankFailed, StoppedEarly, first_of
-from lockstep.failures.causes import known_meaning
+from lockstep.failures.explain import known_meaning
 from lockstep.modes.base import Mode
 from lockstep.text import aligned
 
@@ -21,9 +20,8 @@ if TYPE_CHECKING:
     from lockstep.config.record import ConfigRecord
     from lockstep.config.schema import RunConfig
     from lockstep.preflight import Parts
-    from lockstep.strategies.base import JobSpec
 
-FEW, EVALUATED = 7, 9  # samples of a rank's batch, seldom another size of a tensor; samples of an evaluation
+FEW = 7  # samples of a rank's batch, seldom another size of a tensor
 TOLERANCES = {64: 1e-6, 32: 1e-3, 16: 0.1}  # relative, by the fewest bits in which a net computes
 PROMISES = {
     "again": "the same run, typed again",
@@ -62,13 +60,13 @@ Row = tuple[str, str, str]
 
 
 class Ended(NamedTuple):
-    """A run: what `recorder.run` returns, the traces of its ranks, and the error that has ended it, in a sentence.
+    """A run: what `recorder.run` returns, its trace, and the error that has ended it, in a sentence.
 
-    is_known: whether this sentence names the cause of a broken promise, whatever the traces say.
+    is_known: whether this sentence names the cause of a broken promise, whatever the trace says.
     """
 
     facts: dict[str, Any]
-    traces: list[Any]
+    trace: Any
     failed: str = ""
     error: Exception | None = None
     is_known: bool = False
@@ -89,12 +87,6 @@ class Check(Mode):
         self.steps, self.ranks = steps, ranks
         self.changed = {f"{section}.{key}": value for section, keys in changed.items() for key, value in keys.items()}
 
-    def validate(self, job: "JobSpec") -> None:
-        info = read_rank_info()
-        if not info.may_start_ranks:
-            what = f"mode=check starts its ranks itself, and {info.started_by} has started this process as one"
-            raise ConfigError(f"{what}; type python src/train.py mode=check")
-
     def work(self, config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> None:
         """Ends the process with EXIT_PROMISES if a promise does not hold."""
         from multiprocessing.util import get_temp_dir  # it goes with this process, also at Ctrl-C
@@ -104,36 +96,32 @@ class Check(Mode):
         from lockstep.data.build import prepare_first
 
         torch.set_num_threads(1)  # this process compares tensors and forks again: it must start no threads
-        notes, runs = list[str](), dict[str, Ended]()
-        for key in ("replicate", "shard"):  # groups of ranks, of which each has two or more
-            if (groups := config.strategy.get(key, 1)) > 1:
-                config = config.changed({f"strategy.{key}": 1})
-                notes.append(f"the ranks were checked with strategy.{key}=1, not {groups}")
         on = {ranks: self.parts(config, ranks) for ranks in (1, self.ranks)}
         shares = on[self.ranks].strategy.data_share_of(self.ranks)
         prepare_first(config)
+        fails = ""
         for precision in dict.fromkeys(["fp64", config.trainer.precision]):  # some nets cannot compute in float64
             job = config.changed({"trainer.precision": precision})
             ways = self.ways(job, shares, Path(get_temp_dir(), precision))
-            before, runs["one"] = runs.get("one"), ended(ways.pop("one"), record, on[1])
+            runs = {"one": ended(ways.pop("one"), record, on[1])}
             if not runs["one"].error:
-                notes += [f"rounding in {precision} hides small faults; fp64 fails: {before.failed}"] if before else []
                 runs |= {name: ended(way, record, on[self.ranks if name == "two" else 1]) for name, way in ways.items()}
                 break
+            fails = runs["one"].failed
         rows = self.rows(job, runs)
-        notes += [f"warning: {text}" for text in runs["one"].facts.get("warnings", ())]
-        lines = aligned([("promise", "holds", "because"), *rows])
-        print("\n".join([*lines, *([""] if notes else []), *notes]), flush=True)
+        print("\n".join(aligned([("promise", "holds", "because"), *rows])), flush=True)
+        if fails and not runs["one"].error:
+            print(f"\nrounding in {precision} hides small faults; fp64 fails: {fails}", flush=True)
         if any(holds == "no" for _, holds, _ in rows):
             raise StoppedEarly("a promise does not hold, as the table says", EXIT_PROMISES)
 
     def parts(self, config: "RunConfig", ranks: int) -> "Parts":
-        from lockstep.launchers.local import SpawnLauncher
+        from lockstep.launchers.local import LocalLauncher
         from lockstep.modes.train import Train
         from lockstep.preflight import build_parts
 
-        launcher = SpawnLauncher("fork", ranks, 1, 0, "127.0.0.1", 0)
-        launcher.prepare("lockstep.launchers.rank_imports")
+        launcher = LocalLauncher("fork", ranks)
+        launcher.prepare()
         try:
             return build_parts(config.changed(self.changed), launcher, Train())
         except ConfigError as error:
@@ -141,15 +129,14 @@ class Check(Mode):
 
     def ways(self, job: "RunConfig", shares: int, folder: Path) -> "dict[str, RunConfig]":
         """The configs of the runs. shares: in which the ranks that are compared with one cut a batch."""
-        data, micro_batches, name = job.loader, job.trainer.gradient_accumulation_steps, "_target_"
+        data, micro_batches = job.loader, job.trainer.gradient_accumulation_steps
         size = min(job.trainer.batch_size, FEW * max(2, shares) * micro_batches)
         few = {key: job.dataset.get(key) for key in ("shape", "classes", "mean", "std")} | {"source": job.dataset}
-        few |= {name: "lockstep.modes.recorder.Few", "samples": 5 * size // 2, "evaluated": EVALUATED, "hold": None}
+        few |= {"_target_": "lockstep.modes.recorder.Few", "samples": 5 * size // 2, "hold": None}
         if job.holds_out:
             fold = None if data.folds is None else [data.fold, data.folds]
             few["hold"] = {"size": data.validation, "fold": fold, "seed": data.split_seed, "grouping": data.groups}
         steps = {"trainer.batch_size": size, "trainer.epochs": self.steps, "trainer.max_steps": self.steps}
-        small = job.changed(self.changed | steps | {"dataset": few})
         changes: dict[str, dict[str, Any]] = {
             "one": {},
             "again": {"evaluation.every": 10**6},
@@ -159,39 +146,39 @@ class Check(Mode):
         }
         if job.trainer.compile:
             changes["compiled"] = {"trainer.compile": job.trainer.compile}
+        ways = dict[str, "RunConfig"]()
         for way, keys in changes.items():
-            keys["run_dir"] = str(folder / way)
-            keys["logger"] = {"csv": {name: "lockstep.loggers.csv_logger.CSVLogger", "run_dir": str(folder / way)}}
-        return {way: small.changed(keys) for way, keys in changes.items()}
+            place = str(folder / way)
+            logger = {"csv": {"_target_": "lockstep.loggers.csv_logger.CSVLogger", "run_dir": place}}
+            everywhere = self.changed | steps | {"dataset": few, "run_dir": place, "logger": logger}
+            ways[way] = job.changed(everywhere | keys)
+        return ways
 
     def rows(self, job: "RunConfig", runs: dict[str, Ended]) -> list[Row]:
         """The promises of these runs of `ways`. Raises the error that no table can tell."""
         from hydra.utils import get_object
 
-        one, rows, reasons, sync = runs["one"], list[Row](), list[str](), get_object(job.gradient_sync["_target_"])
+        one, rows, known, sync = runs["one"], list[Row](), list[str](), get_object(job.gradient_sync["_target_"])
         if isinstance(one.error, RankFailed) and one.error.report["first"]["kind"] == "diverged":
             return [("every weight learns", "no", one.failed)]
         if one.error:
             raise one.error
         bits = 16 if job.trainer.precision in ("bf16", "fp16") else max(16, one.facts["bits"])
-        near = TOLERANCES[bits], None if bits == 64 else 1
-        grows = "trainer.batch_size_per_rank makes the batch grow with ranks; type trainer.batch_size=<all>"
-        known = [] if job.trainer.batch_size_per_rank is None else [grows]
+        if job.trainer.batch_size_per_rank is not None:
+            known.append("trainer.batch_size_per_rank makes the batch grow with ranks; type trainer.batch_size=<all>")
         if not sync.is_exact:
             known.append(f"gradient_sync={sync.name} is not the exact mean; type gradient_sync=auto")
         for way in [way for way in PROMISES if way in runs]:
             exact = way in ("again", "resumed")
-            holds, why = judged(way, one, runs[way], *((0.0, None) if exact else near))
+            holds, why = judged(way, one, runs[way], 0.0 if exact else TOLERANCES[bits], exact or bits == 64)
             if way == "two" and known:
                 holds, why = "no", ". ".join(known)
             if way == "cut" and holds == "no" and (job.trainer.gradient_accumulation_steps == 1 or "BatchNorm" in why):
                 holds = "-"
             why += f" (in float{bits})" if holds == "yes" and not exact else ""
             rows.append((PROMISES[way].format(self.ranks), holds, why))
-        lost, idle = one.facts["lost"], [] if job.strategy.get("find_unused_parameters") else one.facts["idle"]
-        if lost:
-            reasons.append(f"no optimizer has {first_of(lost)}; {UNHELD}")
-        if idle:
+        reasons = [f"no optimizer has {first_of(lost)}; {UNHELD}"] if (lost := one.facts["lost"]) else []
+        if (idle := one.facts["idle"]) and not job.strategy.get("find_unused_parameters"):
             what = f"{first_of(idle)}: no gradient in {self.steps} steps"
             reasons.append(f"{what}; type parameters.freeze=[{','.join(idle[:4])}], or use it in the loss")
         why = ". ".join(reasons) or f"a gradient in {self.steps} steps"
@@ -200,38 +187,40 @@ class Check(Mode):
 
 def ended(config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> Ended:
     """A run in a world of its own. Raises what no other run can be compared with, such as a hang."""
-    from lockstep.modes.recorder import run, traces_in
+    from lockstep.modes.recorder import run, trace_in
 
     folder = Path(config.run_dir)
     folder.mkdir(parents=True)
     try:
-        return Ended(parts.launcher.launch(run, config, record, parts), traces_in(folder))
+        return Ended(parts.launcher.launch(run, config, record, parts), trace_in(folder))
     except ConfigError as error:
-        return Ended({}, traces_in(folder), str(error), error)
+        return Ended({}, trace_in(folder), str(error), error)
     except RankFailed as error:
         first = error.report["first"]
         if first["kind"] not in ("exception", "diverged", "different"):
             raise
         known = known_meaning(first) if first["kind"] == "exception" else None
-        return Ended({}, traces_in(folder), "; ".join(known or [first["message"]]), error, known is not None)
+        return Ended({}, trace_in(folder), "; ".join(known or [first["message"]]), error, known is not None)
 
 
-def judged(way: str, one: Ended, other: Ended, tolerance: float, steps: int | None) -> tuple[str, str]:
-    """(whether two runs are alike, why)."""
+def judged(way: str, one: Ended, other: Ended, tolerance: float, to_the_end: bool) -> tuple[str, str]:
+    """(whether two runs are alike, why). to_the_end: whether more than their first steps are compared."""
     from lockstep.modes.recorder import compare
 
     if other.is_known:
         return "no", other.failed
-    parting, most = compare(one.traces[0], other.traces, tolerance, steps)
+    parting, most = compare(one.trace, other.trace, tolerance, None if to_the_end else 1)
     if parting is None:
         return ("no", other.failed) if other.failed else ("yes", f"{most:.0e} apart" if tolerance else "all bits")
     step, stage, names, far = parting
-    evaluated = min((step for step, of, _ in one.traces[0] if of == "evaluation"), default=step)
+    layers = [key for key in one.trace if key[:2] == (step, "layers")][-1:]
+    is_shown = any(len(other.trace[key][1]) for key in layers if key in other.trace)
+    evaluated = min((step for step, of, _ in one.trace if of == "evaluation"), default=step)
     kind = "evaluated" if way == "again" and step > evaluated else way
-    cause = "two norm" if kind == "two" and stage == "layers" and "BatchNorm" in names[0] else f"{kind} {stage}"
-    outputs = [key for key in one.traces[0] if key[:2] == (step, "layers")][-1:]
-    if cause == "two loss" and not any(key in other.traces[0] and len(other.traces[0][key][1]) for key in outputs):
-        cause = "two unseen"
+    cause = {
+        "two layers": "two norm" if "BatchNorm" in names[0] else "two layers",
+        "two loss": "two loss" if is_shown else "two unseen",
+    }.get(f"{kind} {stage}", f"{kind} {stage}")
     sentence = CAUSES.get(cause) or CAUSES.get(stage) or CAUSES[kind]
     apart = f"{far:.0e} apart" if far > 1e-99 else "other bits"
     return "no", f"step {step}, {stage}, {apart}: {sentence.format(first=names[0], names=first_of(names))}"

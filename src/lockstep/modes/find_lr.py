@@ -1,22 +1,20 @@
 """mode=find_lr: a learning rate for a run, from a short training in which it rises (Smith 2017)."""
 
 import logging
-import math
 import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
-from lockstep.config.schema import Node, Positive, RunConfig
-from lockstep.errors import ConfigError, TrainingDiverged
-from lockstep.failures import reporter
-from lockstep.modes.base import Mode, begin, join
+from lockstep.config.schema import Positive, RunConfig
+from lockstep.errors import ConfigError
+from lockstep.failures.record import heartbeat
+from lockstep.modes.base import Mode, join
 from lockstep.text import show
 
 if TYPE_CHECKING:
     from lockstep.config.record import ConfigRecord
     from lockstep.preflight import Parts
-    from lockstep.strategies.base import JobSpec
 
 log = logging.getLogger(__name__)
 
@@ -37,39 +35,34 @@ class FindLr(Mode):
     name, needs_run = "find_lr", False
 
     def __init__(self, min_lr: Positive, max_lr: Positive, steps: Annotated[int, Ge(40)]) -> None:
+        if min_lr >= max_lr:
+            what = f"mode.max_lr={show(max_lr)} must be above mode.min_lr={show(min_lr)}"
+            raise ConfigError(f"{what}; type mode.max_lr={show(1000 * min_lr)}")
         self.min_lr, self.max_lr, self.steps = min_lr, max_lr, steps
-
-    def validate(self, job: "JobSpec") -> None:
-        if self.min_lr >= self.max_lr:
-            what = f"mode.max_lr={show(self.max_lr)} must be above mode.min_lr={show(self.min_lr)}"
-            raise ConfigError(f"{what}; type mode.max_lr={show(1000 * self.min_lr)}")
 
     def work(self, config: RunConfig, record: "ConfigRecord", parts: "Parts") -> float:
         """Returns the suggestion. Raises ConfigError, on all ranks, if the loss never falls."""
         from lockstep import build
-        from lockstep.distributed.run_folder import hold_run_folder
         from lockstep.loggers.base import Loggers
         from lockstep.loggers.tensorboard import TensorBoardLogger
         from lockstep.training.lr_range import RateFinder, suggested
 
-        with join(config, parts) as (world, logs), hold_run_folder(config.run_dir, world):
-            begin(config, record, world, logs)
-            typed = config.optimizer.get("lr")
-            if not typed:
-                raise ConfigError("mode=find_lr scales the rates from optimizer.lr; type optimizer.lr=0.1")
-            changes: dict[str, Any] = {"trainer.max_steps": self.steps, "trainer.epochs": self.steps}
-            changes |= {"trainer.max_time": None, "trainer.pause_after": None, "trainer.ema": None, "watch.nan": "stop"}
-            changes["scheduler"] = {"_target_": RISING, "first": self.min_lr / typed, "last": self.max_lr / typed}
-            run = build.build_run(config.changed(changes), world, parts)
+        typed = config.optimizer.get("lr")
+        if not typed:
+            raise ConfigError("mode=find_lr scales the rates from optimizer.lr; type optimizer.lr=0.1")
+        changes: dict[str, Any] = {"trainer.max_steps": self.steps, "trainer.epochs": self.steps}
+        changes |= {"trainer.max_time": None, "trainer.pause_after": None, "trainer.ema": None, "watch.nan": "stop"}
+        changes["scheduler"] = {"_target_": RISING, "first": self.min_lr / typed, "last": self.max_lr / typed}
+        with join(config, record, parts) as (world, _):
+            run, finder = build.build_run(config.changed(changes), world, parts), RateFinder()
             if run.step.unit > 1:
                 raise ConfigError("mode=find_lr needs steps that all ranks take together; type strategy=ddp")
-            config, finder = run.config, RateFinder()
             run.strategy.module.train()
-            reporter.epoch_starts(1)
+            heartbeat.enter("mode", epoch=1)
             for batch in run.loaders.train.batches(run.progress):
                 if run.progress.samples == 0:
                     run.meter.clear()
-                    run.step.draws.begin_epoch()
+                    run.step.draws.begin_epoch(run.progress.step)
                 run.step(batch)
                 run.progress.advance(batch)
                 finder.on_step_end(run)
@@ -78,32 +71,21 @@ class FindLr(Mode):
                 run.end_epoch()
             losses, ratio = finder.losses, self.max_lr / self.min_lr
             rates = [self.min_lr * ratio ** (step / (self.steps - 1)) for step in range(len(losses))]
-            found = suggested(rates, losses)
             with Loggers([TensorBoardLogger(config.run_dir, 0)] if world.is_rank_zero else []) as loggers:
                 for step, (rate, loss) in enumerate(zip(rates, losses, strict=True), start=1):
                     loggers.log({"find_lr/loss": loss, "find_lr/lr": rate}, step)
-            if found is None and not math.isfinite(losses[-1]):
-                raise TrainingDiverged(f"the loss is {losses[-1]} at step {len(losses)}", "type mode.min_lr=<smaller>")
+            log.info("curve: tensorboard --logdir %s", shlex.quote(str(config.run_dir)))
+            found = suggested(rates, losses)
             if found is None:
                 raise ConfigError(
                     f"the loss does not fall by more than batches differ from optimizer.lr={rates[0]:.2g} to "
-                    f"{rates[-1]:.2g}, see its curve in {config.run_dir}; type mode=check to see whether the model "
-                    f"learns at all, or mode.max_lr={show(100 * self.max_lr)} mode.steps={2 * self.steps}"
+                    f"{rates[-1]:.2g} (it is {losses[0]:.4g}, and {losses[-1]:.4g} at the end); type mode=check to see "
+                    f"whether the model learns at all, or mode.max_lr={show(100 * self.max_lr)}"
                 )
-            log.info("curve: tensorboard --logdir %s", shlex.quote(str(config.run_dir)))
-            log.info("type %s", words_of(config, found / typed))
+            optimizer, factor = config.optimizer, found / typed
+            rates_of = {key: rate * factor for key, rate in optimizer.items() if key == "lr" or key.endswith("_lr")}
+            words = [f"optimizer.{key}={float(f'{rate:.2g}')}" for key, rate in rates_of.items()]
+            log.info("type %s", shlex.join(words))
+            if any("lr" in group for group in config.parameters.groups):
+                log.info("and multiply each lr of parameters.groups by %.2g", factor)
             return found
-
-
-def words_of(config: RunConfig, factor: float) -> str:
-    """What to type for rates that are `factor` times those of the config."""
-
-    def scaled(node: Node) -> Node:
-        rates = {key: value for key, value in node.items() if key == "lr" or key.endswith("_lr")}
-        return node | {key: float(f"{value * factor:.2g}") for key, value in rates.items()}
-
-    optimizer, groups = config.optimizer, config.parameters.groups
-    words = [f"optimizer.{key}={show(value)}" for key, value in scaled(optimizer).items() if value != optimizer[key]]
-    if any("lr" in group for group in groups):
-        words.append(f"parameters.groups={show([scaled(group) for group in groups])}")
-    return shlex.join(words)

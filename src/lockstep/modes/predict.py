@@ -2,17 +2,13 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly
-from lockstep.modes.base import Mode, TrainedRun, require_place, write_output
+from lockstep.modes.base import Mode, TrainedRun
 
 if TYPE_CHECKING:
     from pandas import DataFrame
     from torch import Tensor
-
-    from lockstep.strategies.base import JobSpec
 
 log = logging.getLogger(__name__)
 
@@ -38,34 +34,24 @@ class Predict(Mode):
         self.snapshot, self.split, self.file = snapshot, split, file
         self.reads_training_data = split != "test"
 
-    def validate(self, job: "JobSpec") -> None:
-        require_place(self.file)
-
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError, on all ranks, if the file cannot be written."""
         import torch
 
         from lockstep.data.loader import files_of
-        from lockstep.distributed.old_world import gather_state
 
-        loader, world = trained.loader(self.split), trained.world
-        columns, samples = predict(trained, self.split), len(loader.reader)
-        rows = sum(world.all_gather_json(len(columns.get(NUMBERS, ()))))
-        if rows != samples:
-            raise ConfigError(f"{samples - rows} samples of {samples} have no prediction; type mode.split=test")
-        path = Path(self.file) if self.file is not None else trained.folder / "predictions.csv"
-        shares, text = [share for share in gather_state(world, columns) if share], ""
+        path, loader = trained.output(self.file, "predictions.csv"), trained.loader(self.split)
+        shares, text = [share for share in trained.world.gather_tensors(predict(trained, self.split)) if share], ""
         if shares:
             joined = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
-            order = joined.pop(NUMBERS).argsort()
+            numbers, order = joined.pop(NUMBERS).sort()
             found = table({name: values[order] for name, values in joined.items()}, trained.classes)
-            if loader.indices is not None:
-                found.index = loader.indices.numpy()
+            found.index = loader.whole(numbers.numpy())
             if files := files_of(loader):
-                found.insert(0, "file", files)
+                found.insert(0, "file", [files[number] for number in numbers.tolist()])
             text = found.to_csv(index_label="index", lineterminator="\n", na_rep="nan")
-        log.info("predicted: %d samples of %s at step %d", samples, self.split, trained.step)
-        write_output(world, path, text)
+            log.info("predicted: %d samples of %s at step %d", len(found), self.split, trained.step)
+        trained.write(path, text)
 
 
 def predict(trained: TrainedRun, split: str) -> Columns:
@@ -74,27 +60,26 @@ def predict(trained: TrainedRun, split: str) -> Columns:
 
     from lockstep.data.source import count_samples
     from lockstep.distributed import signals
-    from lockstep.failures import reporter
-    from lockstep.training.evaluate import evaluating
+    from lockstep.failures.record import heartbeat
+    from lockstep.training.evaluate import evaluating, stop
 
-    run, parts, numbers = trained.run, list[Columns](), torch.empty(0)
+    run, loader, parts, numbers = trained.run, trained.loader(split), list[Columns](), torch.empty(0)
 
     def keep(outputs: "Tensor", targets: "Tensor") -> None:
         nonlocal numbers
-        columns = dict(_columns(run.task.predictions(outputs) | {"truth": targets}))
-        count = min(len(numbers), count_samples(targets))  # a pipeline has some of them; targets may be packed
-        now, numbers = numbers.tensor_split([count])
-        of_samples = {name: values for name, values in columns.items() if values.shape[:1] == (count,)}
-        parts.append({NUMBERS: now} | {name: values.detach().cpu() for name, values in of_samples.items()})
+        now, numbers = numbers.tensor_split([count_samples(targets)])  # a pipeline has some of them
+        columns = dict(_columns(run.task.predictions(outputs) | {"truth": targets})) if run.strategy.counts else {}
+        of_samples = {name: values for name, values in columns.items() if values.shape[:1] == now.shape}
+        if of_samples:
+            parts.append({NUMBERS: now} | {name: values.detach().cpu() for name, values in of_samples.items()})
 
-    loader = trained.loader(split)
     with evaluating(run, loader):
         for part in loader.evaluation(run.config.evaluation.batch_size):
             numbers = part.numbers
             run.strategy.evaluate(part, keep)
-            reporter.heartbeat()
+            heartbeat.beat()
             if signals.stop_requested():
-                raise StoppedEarly("stopped early; no file was written", EXIT_STOPPED_WITHOUT_SNAPSHOT)
+                stop()
     # Of what all batches have: a loss that the model adds has no row for each sample.
     names = [name for name in (parts[0] if parts else ()) if all(name in part for part in parts)]
     return {name: torch.cat([part[name] for part in parts]) for name in names}
@@ -117,15 +102,12 @@ def table(columns: Columns, classes: Sequence[str]) -> "DataFrame":
     import pandas as pd
     import torch
 
-    found = list[Any]()
+    found: dict[str, Any] = {}
     for name, values in columns.items():
-        flat = values.reshape(len(values), -1)
-        names = [name] if flat.shape[1] == 1 else [f"{name}_{number}" for number in range(flat.shape[1])]
-        if name == "probability" and len(classes) == flat.shape[1]:
-            names = [f"{name}_{label}" for label in classes]
-        rows = pd.DataFrame((flat.float() if flat.dtype == torch.bfloat16 else flat).numpy(), columns=names)
-        if name in OF_CLASSES and values.dim() == 1 and rows.dtypes[name].kind in "iu":
+        rows = (values.float() if values.dtype == torch.bfloat16 else values).reshape(len(values), -1).numpy()
+        labels = classes if name == "probability" and len(classes) == rows.shape[1] else range(rows.shape[1])
+        found |= {name if rows.shape[1] == 1 else f"{name}_{label}": rows[:, i] for i, label in enumerate(labels)}
+        if name in OF_CLASSES and values.dim() == 1 and rows.dtype.kind in "iu":
             said = dict(enumerate(classes)) | {NO_TARGET: ""}
-            rows[name] = [said.get(number, number) for number in values.tolist()]
-        found.append(rows)
-    return pd.concat(found, axis=1)
+            found[name] = [said.get(number, number) for number in values.tolist()]
+    return pd.DataFrame(found)

@@ -7,14 +7,12 @@ own metrics.csv: nothing in a training knows of this file.
 import math
 import os
 import random
-import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from copy import copy
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Subset
 
 from lockstep.compat import is_of_transform
 from lockstep.config.record import ConfigRecord
@@ -43,6 +41,8 @@ RESULTS, BY_SAMPLE, OF_MODEL = STAGES[3:], STAGES[1:3], STAGES[4:6]  # RESULTS d
 FLOORS = {"layers": 1e-9, "loss": 1e-3, "gradients": 1e-3, "weights": 1e-3}  # of the largest value of the stage
 NOISE = 0.7  # eps to this power, of the largest gradient: what is smaller is rounding
 PARTS = 1024  # of a tensor, of each of which a sum is kept
+EVALUATED = 9  # samples of an evaluation
+NOTHING = torch.empty(0)
 
 Trace = dict[tuple[int, str, str], tuple[int, Tensor]]
 """{(step, stage, name): (checksum, sums)}, in the order of their events. samples, layers: (n, 2), two sums for each
@@ -56,7 +56,6 @@ class Few(DataSource):
     source: Any
     hold: Any
     samples: int
-    evaluated: int
 
     def prepare(self) -> None:
         self.source.prepare()
@@ -65,14 +64,13 @@ class Few(DataSource):
         train, test, val = self.source.splits()
         if val is None and self.hold is not None:
             train, val = hold_out(train, **self.hold)
-        val = None if self.hold is None else few(val, self.evaluated)
-        return Splits(few(train, self.samples), few(test, self.evaluated), val)
+        return Splits(
+            few(train, self.samples), few(test, EVALUATED), None if self.hold is None else few(val, EVALUATED)
+        )
 
 
 def few(data: Any, count: int) -> Any:
     """`count` samples at even distances. The largest class is there, as it may tell how many there are."""
-    if isinstance(data, IterableDataset):
-        return FirstItems(data, count)
     numbers, classes = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int), class_numbers(data)
     if classes is not None:
         numbers[-1] = int(classes.argmax())
@@ -83,28 +81,14 @@ def few(data: Any, count: int) -> Any:
     return Subset(whole, indices)  # type: ignore[arg-type]
 
 
-class FirstItems(IterableDataset[Any]):
-    def __init__(self, data: Any, count: int) -> None:
-        self.data, self.count = data, min(count, len(data))
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self.data, self.count)
-
-    def __getattr__(self, name: str) -> Any:  # such as its classes
-        return getattr(self.__dict__["data"], name)
-
-
 def run(config: RunConfig, record: ConfigRecord, parts: Parts) -> dict[str, Any]:
     """A rank trains, prints nothing, and leaves its trace in the run folder. `resume` is another run: its oldest
-    snapshot is taken. Returns what `Recorder.facts` says, and the warnings of the run."""
+    snapshot is taken. Returns what `Recorder.facts` says."""
     done, folder = 0, Path(config.run_dir)
     if config.resume is not None:
         other, steps = Path(config.resume), config.trainer.max_steps or 1
         snapshot = list_snapshots(other / "snapshots")[-1]
-        updates = max((step for step, stage, _ in traces_in(other)[0] if stage == "weights"), default=steps)
+        updates = max((step for step, stage, _ in trace_in(other) if stage == "weights"), default=steps)
         config = config.changed({"resume": str(snapshot)})
         done = step_of(snapshot) * updates // steps  # a step of two optimizers has two
     null = os.open(os.devnull, os.O_WRONLY)
@@ -121,9 +105,7 @@ def run(config: RunConfig, record: ConfigRecord, parts: Parts) -> dict[str, Any]
             hooks.enter_context(modules.register_module_forward_pre_hook(recorder.before_forward))
             hooks.enter_context(modules.register_module_forward_hook(recorder.after_forward))
         Train().work(config, record, parts)
-    log = folder / "train.log"
-    warnings = re.findall(r"(?m)\[WARNING\] - (.*)", log.read_text() if log.exists() else "")
-    return recorder.facts() | {"warnings": [*dict.fromkeys(warnings)]}
+    return recorder.facts()
 
 
 class Recorder:
@@ -140,35 +122,32 @@ class Recorder:
         one of zeros. lost: weights that no optimizer has."""
         trained = {name: weight for name, weight in self.strategy.model.named_parameters() if weight.requires_grad}
         lost = [*self.lost, *(name for name, weight in trained.items() if id(weight) not in self.optimized)]
-        return {
-            "bits": self.bits,
-            "idle": [name for name in trained if name not in {*self.learning, *lost}],
-            "lost": lost,
-        }
+        idle = [name for name in trained if name not in {*self.learning, *lost}]
+        return {"bits": self.bits, "idle": idle, "lost": lost}
 
     @torch.no_grad()
     def before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if module is getattr(self.strategy, "model", None) and module.training:
-            if not self.names:
-                signals.listen()  # there is nothing to save: the first signal ends this rank
-            self.names = {part: f"{name} ({type(part).__name__})" for name, part in module.named_modules()}
-            self.names[module] = type(module).__name__
-            self.rows, self.called = next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 0), set()
-            if not self.trace:
-                self._keep("start", module.named_parameters())
-            self._keep_by_sample("samples", "samples", inputs)
+        if module is not getattr(self.strategy, "model", None) or not module.training:
+            return
+        if not self.trace:
+            signals.listen()  # there is nothing to save: the first signal ends this rank
+            self._keep("start", self.step + 1, module.named_parameters())
+        self.names = {part: f"{name} ({type(part).__name__})" for name, part in module.named_modules()}
+        self.names[module] = type(module).__name__
+        self.rows, self.called = next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 0), set()
+        self._keep_by_sample("samples", "samples", inputs)
 
     def after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        is_model = module is getattr(self.strategy, "model", None) and bool(self.names)
         if self.rows and module in self.names:
             self._keep_by_sample("layers", self.names[module], outputs)
-        is_model = self.names.get(module) == type(module).__name__
         if is_model:
             self.rows = 0  # a checkpointed block computes again in the backward pass
         if is_model or (self.names and module not in self.names and module.training):  # such as that of a loss
             self._look_behind([tensor.grad_fn for tensor in tensors_in(outputs)])
 
-    def _keep(self, stage: str, named: Iterable[tuple[str, Tensor]]) -> None:
-        self.trace |= {(self.step + (stage == "start"), stage, name): kept(value) for name, value in named}
+    def _keep(self, stage: str, step: int, named: Iterable[tuple[str, Tensor]]) -> None:
+        self.trace |= {(step, stage, name): kept(value) for name, value in named}
 
     def _keep_by_sample(self, stage: str, name: str, values: Any) -> None:
         """Of the first call of a layer in a forward pass."""
@@ -205,7 +184,7 @@ class Recorder:
         gradients = {name: whole(gradient) for name, gradient in own.items()}
         sizes = {name: float(gradient.norm(math.inf)) for name, gradient in gradients.items() if gradient.numel()}
         self.learning |= {name for name, size in sizes.items() if size}
-        self._keep("gradients", gradients.items())
+        self._keep("gradients", self.step, gradients.items())
         # Of a gradient that is zero rounding leaves something, and an optimizer such as Adam makes a whole step of it.
         for gradient in own.values():
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -217,7 +196,7 @@ class Recorder:
         self.depth -= 1
         if self.depth == 0:
             model = self.strategy.model
-            self._keep("weights", [*model.named_parameters(), *model.named_buffers()])
+            self._keep("weights", self.step, [*model.named_parameters(), *model.named_buffers()])
 
 
 def whole(value: Any) -> Tensor:
@@ -249,52 +228,51 @@ def sums_by_sample(values: Any, rows: int) -> Any:
     return torch.stack([weighted.sum(1), weighted.abs().sum(1)], 1) / flat.shape[1]
 
 
-def traces_in(folder: Path) -> list[Trace]:
-    """Of each rank. The first one has the samples of all, in the order of their sums, and what was logged."""
-    first, *others = [torch.load(path, weights_only=True) for path in sorted(folder.glob("trace_*.pt"))] or [{}]
-    for key in [key for key in first if key[1] in BY_SAMPLE and all(key in other for other in others)]:
-        first[key] = 0, torch.cat([first[key][1], *(other[key][1] for other in others)])
-    samples = {step: values for (step, stage, _), (_, values) in first.items() if stage == "samples"}
-    for key in [key for key in first if key[1] in BY_SAMPLE]:
-        values, keys = first[key][1], samples[key[0]]
-        first[key] = 0, values[np.lexsort((*values.T, *keys.T))] if len(values) == len(keys) else values[:0]
+def trace_in(folder: Path) -> Trace:
+    """Of all ranks of a run: their samples, in the order of their sums; of what several have, that of the first one;
+    and what was logged."""
+    ranks: list[Trace] = [torch.load(path, weights_only=True) for path in sorted(folder.glob("trace_*.pt"))]
+    found = {key: value for trace in reversed(ranks) for key, value in trace.items()}
+    for key in [key for key in found if key[1] in BY_SAMPLE]:
+        found[key] = 0, torch.cat([trace[key][1] for trace in ranks if key in trace])
+    samples = {step: values for (step, stage, _), (_, values) in found.items() if stage == "samples"}
+    for key in [key for key in found if key[1] in BY_SAMPLE]:
+        values, keys = found[key][1], samples[key[0]]
+        found[key] = 0, values[np.lexsort((*values.T, *keys.T))] if len(values) == len(keys) else values[:0]
     for step, tag, value in read_rows(folder / "metrics.csv"):
         stage = "loss" if tag == "train/running_loss" else "evaluation" if tag.startswith(("val/", "test/")) else ""
-        first |= {(step, stage, tag): kept(torch.tensor([value], dtype=torch.float64))} if stage else {}
-    return [first, *others]
+        found |= {(step, stage, tag): kept(torch.tensor([value], dtype=torch.float64))} if stage else {}
+    return found
 
 
 Parting = tuple[int, str, list[str], float]
 """The step and the stage in which two runs part, the names that are apart there, and how far they are at most."""
 
 
-def compare(one: Trace, ranks: Sequence[Trace], tolerance: float, steps: int | None) -> tuple[Parting | None, float]:
+def compare(one: Trace, other: Trace, tolerance: float, steps: int | None) -> tuple[Parting | None, float]:
     """(where another run parts from `one` in its first `steps` updates, else None; how far its results are apart).
 
     tolerance: relative; 0: the bits are compared.
     """
-    steps_taken = sorted({step for trace in ranks for step, stage, _ in trace if stage == "weights"})[:steps]
-    places = {key[:2] for key in one} & {key[:2] for rank in ranks for key in rank}
+    taken = set(sorted({step for step, stage, _ in other if stage == "weights"})[:steps])
+    places = {key[:2] for key in one} & {key[:2] for key in other}  # which both have come to
     largest, far = defaultdict[tuple[int, str], float](float), dict[tuple[int, str, str], float]()
-    for (step, stage, _), (_, sums) in one.items():
-        largest[step, stage] = max(largest[step, stage], float(sums.abs().max()) if sums.numel() else 0.0)
-    for key in dict.fromkeys([*one, *(key for rank in ranks for key in rank)]):
-        step, stage, _ = key
-        theirs = [rank[key] for rank in (ranks[:1] if stage in BY_SAMPLE else ranks) if key in rank and key in one]
-        if (step, stage) in places and step in steps_taken and not theirs and stage in OF_MODEL:
-            far[key] = math.inf
-        for checksum, sums in theirs if step in steps_taken else ():
-            distance, (own_checksum, own) = 0.0, one[key]
-            if sums.shape != own.shape:
-                distance = math.inf if stage in OF_MODEL else 0.0
-            elif checksum != own_checksum or not torch.equal(sums, own):
-                floor = max(FLOORS.get(stage, 0.0) * largest[step, stage], float(own.abs().max()), 1e-30)
-                distance = max(float((sums - own).abs().max()) / floor, 0.0 if tolerance else 1e-300)
-            far[key] = max(far.get(key, 0.0), distance)
+    for key, (_, sums) in one.items():
+        largest[key[:2]] = max(largest[key[:2]], float(sums.abs().max()) if sums.numel() else 0.0)
+    for key in [key for key in one | other if key[0] in taken and key[:2] in places]:
+        stage = key[1]
+        (checksum, own), (other_checksum, theirs) = one.get(key, (0, NOTHING)), other.get(key, (0, NOTHING))
+        if own.shape != theirs.shape:  # a layer may be called for some shares of a batch
+            far[key] = math.inf if stage in OF_MODEL else 0.0
+        elif checksum == other_checksum and torch.equal(own, theirs):
+            far[key] = 0.0
+        else:
+            floor = max(FLOORS.get(stage, 0.0) * largest[key[:2]], float(own.abs().max()), 1e-30)
+            far[key] = max(float((theirs - own).abs().max()) / floor, 0.0 if tolerance else 1e-300)
     apart = {key: distance for key, distance in far.items() if not distance <= tolerance}
     first = min((step for step, stage, _ in apart if stage in RESULTS), default=None)
     if first is None:
         return None, max((distance for key, distance in far.items() if key[1] in RESULTS), default=0.0)
     stage = min((stage for step, stage, _ in apart if step == first), key=STAGES.index)
-    names = [name for step, of, name in apart if (step, of) == (first, stage)]
-    return (first, stage, names, max(apart[first, stage, name] for name in names)), 0.0
+    found = {name: distance for (step, of, name), distance in apart.items() if (step, of) == (first, stage)}
+    return (first, stage, [*found], max(found.values())), 0.0

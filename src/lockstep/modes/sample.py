@@ -1,14 +1,10 @@
 """mode=sample: text that a trained language model writes."""
 
 import logging
-from typing import TYPE_CHECKING
 
 from lockstep.config.schema import Count, NotNegative, Seed
 from lockstep.errors import ConfigError
 from lockstep.modes.base import Mode, TrainedRun
-
-if TYPE_CHECKING:
-    from lockstep.strategies.base import JobSpec
 
 log = logging.getLogger(__name__)
 
@@ -25,17 +21,13 @@ class Sample(Mode):
     seed: seed of what is drawn.
     """
 
-    name = "sample"
+    name, in_one_process = "sample", True
 
     def __init__(
         self, snapshot: str, prompt: str, length: Count, temperature: NotNegative, top_k: Count | None, seed: Seed
     ) -> None:
         self.snapshot, self.prompt, self.length = snapshot, prompt, length
         self.temperature, self.top_k, self.seed = temperature, top_k, seed
-
-    def validate(self, job: "JobSpec") -> None:
-        if job.world_size > 1:
-            raise ConfigError(f"mode=sample writes in one process, not in {job.world_size}; type launch=env")
 
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError if the run was not trained on a text, or not on the symbols of the prompt."""

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from lockstep.distributed import signals
-from lockstep.failures import reporter
-from lockstep.modes.base import Mode, begin, join
+from lockstep.failures.record import heartbeat
+from lockstep.modes.base import Mode, join
 
 if TYPE_CHECKING:
     from lockstep.config.record import ConfigRecord
@@ -19,25 +19,23 @@ class Train(Mode):
 
     def work(self, config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> float | None:
         """Returns the objective of the weights that it chose, None if nothing is chosen."""
-        from lockstep import build, build_state
-        from lockstep.distributed.run_folder import hold_run_folder
+        from lockstep import build
         from lockstep.snapshots.find import write_hydra_files
         from lockstep.training.loop import fit
 
-        with join(config, parts) as (world, logs), hold_run_folder(config.run_dir, world) as held:
-            begin(config, record, world, logs)
+        with join(config, record, parts) as (world, held):
             run = build.build_run(config, world, parts)
             record = record.completed(run.config)
             with (
-                build_state.loggers(run, held.restore) as loggers,
-                build_state.snapshots(record, run) as snapshots,
-                reporter.failures(),  # of the training, before the files are closed, which takes time
+                build.loggers(run, held.restore) as loggers,
+                build.snapshots(record, run) as snapshots,
+                heartbeat.recording(),  # of the training, before the files are closed, which takes time
             ):
                 snapshots.resume(config.resume)
                 if not run.finished:
                     write_hydra_files(world, config.run_dir, record.files)
-                info = build_state.run_info(record, snapshots)
-                tested = build_state.earlier_test(info)
+                info = build.run_info(record, snapshots)
+                tested = build.earlier_test(info)
                 loggers.start(info)
                 with signals.stop_after_saving():
-                    return fit(run, build_state.evaluations(run, loggers), snapshots, loggers, info, tested)
+                    return fit(run, build.evaluations(run, loggers), snapshots, loggers, info, tested)

@@ -1,22 +1,25 @@
 """A trained net together with its preprocessing, and `lockstep.load`: without a command line or a process group."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.data import default_collate
 
-from lockstep.config.nodes import check_nodes, instantiate_as
+from lockstep.config.nodes import Kind, check_nodes, instantiate_as
 from lockstep.data.loader import InputConverter
 from lockstep.data.source import map_tensors
-from lockstep.errors import ConfigError
-from lockstep.modes.base import folder_of, recorded_classes
+from lockstep.modes.base import recorded
 from lockstep.snapshots.find import PYTHON, load_first_good, snapshots_to_try
 from lockstep.snapshots.state import give_buffers, trained_weights
 from lockstep.strategies.base import autocast, model_dtype
+from lockstep.tasks.base import Task
+from lockstep.tasks.tasks import CrossEntropy
 from lockstep.training.setup import cast, model_memory_format
 
 
@@ -26,8 +29,7 @@ class TrainedNet(nn.Module):
     net: the net itself.
     precision: as trainer.precision.
     classes: their names, empty if they have none.
-    mean, std: by which samples are normalised; None where they are not.
-    task: the name of the class of the task that it was trained for.
+    task: makes the task that it was trained for.
     """
 
     def __init__(
@@ -35,20 +37,18 @@ class TrainedNet(nn.Module):
         net: nn.Module,
         converter: InputConverter,
         precision: str,
-        classes: Sequence[str],
-        mean: list[float] | None = None,
-        std: list[float] | None = None,
-        task: str = "",
+        classes: Sequence[str] = (),
+        task: Callable[[], Task] = CrossEntropy,
     ) -> None:
         super().__init__()
         self.net, self.converter, self.precision, self.classes = net, converter, precision, list(classes)
-        self.mean, self.std, self.task = mean, std, task
+        self.task = task
         self.eval()
 
     def forward(self, samples: Any) -> Any:
         """samples: also an array of NumPy, or a list of samples of one shape."""
         if isinstance(samples, list):
-            samples = torch.stack([torch.as_tensor(sample) for sample in samples])
+            samples = default_collate(samples)
         elif isinstance(samples, np.ndarray):
             samples = torch.as_tensor(samples)
         device = self.converter.scale.device
@@ -56,22 +56,13 @@ class TrainedNet(nn.Module):
         with autocast(device, self.precision):
             return self.net(inputs)
 
-    def predict(self, samples: Any) -> list[str | int]:
-        """The class of each sample: its name, or its number if classes have no names.
-
-        Raises ConfigError for a net that was trained for another of this project's tasks than classification, or that
-        returns something else than scores.
-        """
-        name = self.task.rpartition(".")[2]
-        if self.task.startswith("lockstep.tasks.") and name != "CrossEntropy":
-            raise ConfigError(f"predict gives classes, and this net was trained for {name}; type net(samples)")
-        with torch.no_grad():
-            outputs = self(samples)
-        if not isinstance(outputs, Tensor) or outputs.dim() != 2:
-            found = list(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
-            raise ConfigError(f"predict needs scores (N, classes), and this net returns {found}; type net(samples)")
-        numbers = outputs.argmax(1).tolist()
-        return [self.classes[number] if self.classes else number for number in numbers]
+    @torch.no_grad()
+    def predict(self, samples: Any) -> list[Any]:
+        """The prediction of the task for each sample; of a class its name, if classes have names."""
+        found = self.task().predictions(self(samples))["prediction"]
+        if self.classes and found.dim() == 1 and not found.is_floating_point():
+            return [self.classes[number] for number in found.tolist()]
+        return found.tolist()
 
 
 def load(
@@ -84,7 +75,7 @@ def load(
     """
     saved, path = load_first_good(snapshots_to_try(str(run), which, "load", PYTHON), "which")
     config, precision = saved["config"], saved["config"]["trainer.precision"]
-    net = build_model(config) if model is None else model
+    net = built(nn.Module, config, "model") if model is None else model
     channels_last = config["trainer.channels_last"] and "auto"  # a GPU may have trained what a CPU must not
     memory_format = model_memory_format(net, channels_last, torch.device(device))
     cast(net, precision)  # before the weights come: float64 would lose digits
@@ -93,23 +84,21 @@ def load(
         net = net.to(memory_format=torch.channels_last)
     weights = trained_weights(saved, path, averaged=True)
     give_buffers(net, weights, saved["buffers"])
-    try:
-        net.load_state_dict(weights)
-    except RuntimeError as error:  # of a model of the user's
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{path} does not fit this model ({reason}); type model=<the net that was trained>") from None
-    mean, std = config.get("dataset.mean"), config.get("dataset.std")
-    converter = InputConverter(model_dtype(precision), memory_format, mean, std).to(device)
-    classes, task = recorded_classes(folder_of(path)), str(config.get("task._target_"))
-    return TrainedNet(net, converter, precision, classes, mean, std, task)
+    net.load_state_dict(weights)
+    normalised = config.get("dataset.mean"), config.get("dataset.std")
+    converter = InputConverter(model_dtype(precision), memory_format, *normalised).to(device)
+    return TrainedNet(
+        net, converter, precision, recorded(path).get("classes", ()), partial(built, Task, config, "task")
+    )
 
 
-def build_model(config: Mapping[str, Any]) -> nn.Module:
-    """The model of a flat config. Raises ConfigError for a class that cannot be imported, or takes other arguments."""
+def built(kind: type[Kind], config: Mapping[str, Any], section: str) -> Kind:
+    """The object that a section of a flat config describes. Raises ConfigError for a class that cannot be imported, or
+    takes other arguments."""
     nested = OmegaConf.create({})
     for key, value in config.items():
-        if key.startswith("model."):
+        if key.startswith(f"{section}."):
             OmegaConf.update(nested, key, value)
-    node: Any = OmegaConf.to_container(nested.model)
-    check_nodes(node, "model")
-    return instantiate_as(nn.Module, node, "model")
+    node: Any = OmegaConf.to_container(nested[section])
+    check_nodes(node, section)
+    return instantiate_as(kind, node, section)

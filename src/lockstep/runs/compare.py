@@ -1,8 +1,6 @@
 """Which of two configurations is better, and how sure that is; and in what two runs differ."""
 
-import glob
 import math
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,18 +29,20 @@ def compare(
     b: str | None = None,
     pair: str | None = None,
     metric: str | None = None,
-    filters: Sequence[str] = (),
 ) -> list[str]:
     """The lines of `runs.py compare`. Raises ConfigError for what are no two configurations.
 
-    folders: two folders or patterns of folders; with a and b, overrides such as "optimizer.lr=0.1 model=mlp", folders
-    that hold the runs of both. pair: "sample": two runs by the samples of their test; "none"; None: by seed and
-    fold if there are two such pairs, of two single runs by sample. metric: such as test/accuracy; None: the objective.
+    folders: two folders; with a and b, overrides such as "optimizer.lr=0.1 model=mlp", folders that hold the runs of
+    both. pair: "sample": two runs by the samples of their test; "none"; None: by seed and fold if there are two such
+    pairs, of two single runs by sample. metric: such as test/accuracy; None: the objective.
     """
     if (a is None) != (b is None) or (a is None and len(folders) != 2):
         raise ConfigError(f"compare needs two folders, or folders with --a and --b; type {EXAMPLE}")
-    names = [a, b] if a is not None and b is not None else list(folders)
-    both = [_runs(names[0], folders, filters), _runs(names[1], folders, filters)]
+    names = list(folders) if a is None or b is None else [a, b]
+    both = [frame([name]) for name in folders] if a is None else [_runs_of(name, folders) for name in names]
+    for name, side in zip(names, both, strict=True):
+        if side.empty:
+            raise ConfigError(f"no run for {name}; type python src/runs.py table {shlex.join(folders)} to see the runs")
     metric = metric or str(both[0]["metric"].iloc[0])
     notes: list[str] = []
     one, other = (_finished(*side, metric, notes) for side in zip("AB", names, both, strict=True))
@@ -66,27 +66,18 @@ def compare(
     return [*aligned(rows), *notes, how, verdict(difference, counted, direction, scale, unit)]
 
 
-def _runs(name: str, folders: Sequence[str], filters: Sequence[str]) -> "pd.DataFrame":
-    """The runs of one side: name is one of the folders, or overrides of runs in them."""
-    places = [name] if name in folders else folders
-    found = [path for place in places for path in ([place] if os.path.exists(place) else sorted(glob.glob(place)))]
-    if not found:
-        raise ConfigError(f"{places[0]} is no folder; type python src/runs.py table to see the runs below outputs")
-    words = [] if name in folders else [word.lstrip("+") for word in shlex.split(name)]
-    runs = frame([path for path in found if os.path.isdir(path)])
-    runs = runs if runs.empty else filtered(runs, [*filters, *words])
-    if runs.empty:
-        raise ConfigError(f"no run for {name}; type python src/runs.py table {shlex.join(places)} to see what is there")
-    return runs
+def _runs_of(overrides: str, folders: Sequence[str]) -> "pd.DataFrame":
+    runs = frame(folders)
+    return runs if runs.empty else filtered(runs, [word.lstrip("+") for word in shlex.split(overrides)])
 
 
 def _finished(letter: str, name: str, runs: "pd.DataFrame", metric: str, notes: list[str]) -> "pd.DataFrame":
     """The runs that have finished with a number, which is the column "value". Of others, `notes` gets a line."""
-    objectives = runs["metric"].unique().tolist()
-    if metric not in objectives and metric not in runs:
-        what = f"--metric {metric}: {name} keeps {objectives[0]} and the metrics of its test"
-        raise ConfigError(f"{what}; type --metric {objectives[0]}, or --metric test/{objectives[0].partition('/')[2]}")
-    values = runs["objective"].where(runs["metric"] == metric) if metric in objectives else runs[metric]
+    objective = runs["metric"].iloc[0]
+    if metric not in runs and metric not in {*runs["metric"]}:
+        what = f"--metric {metric}: {name} keeps {objective} and the metrics of its test"
+        raise ConfigError(f"{what}; type --metric {objective}, or --metric test/{objective.partition('/')[2]}")
+    values = runs["objective"].where(runs["metric"] == metric) if metric in {*runs["metric"]} else runs[metric]
     kept = runs.assign(value=values.astype(float))
     kept = kept[(kept["state"] == FINISHED) & (kept["value"].abs() < math.inf)]
     if kept.empty:
@@ -96,9 +87,8 @@ def _finished(letter: str, name: str, runs: "pd.DataFrame", metric: str, notes: 
         notes.append(f"{letter}: {left_out} of {len(runs)} runs have not finished with a number, and are left out")
     one, *others = (set(shlex.split(words)) for words in kept["setting"].unique())
     if others:
-        parent = shlex.quote(os.path.dirname(kept["folder"].iloc[0]) or ".")
         what = f"{name} is more than one configuration: {shlex.join(sorted(one ^ others[0]))}"
-        raise ConfigError(f"{what}; type python src/runs.py compare {parent} --a <overrides> --b <overrides>")
+        raise ConfigError(f"{what}; type python src/runs.py compare <folder> --a <overrides> --b <overrides>")
     if kept["source"].nunique() > 1:
         notes.append(f"{letter}: its runs are of several versions of the code")
     return kept

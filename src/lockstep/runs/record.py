@@ -14,9 +14,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.schema import NO_NUMBER
 from lockstep.errors import ConfigError
 from lockstep.files import write_whole
 from lockstep.source_code import PARTS, ROOT, hash_of_source, module_hashes
+from lockstep.text import differing
 
 NAME, FORMAT = "run.json", 2
 SWEEP = "LOCKSTEP_SWEEP"  # the environment variable that tells a job of a sweep the sweep's folder
@@ -24,8 +26,6 @@ RUNNING, FINISHED, PAUSED, FAILED, KILLED = "running", "finished", "paused", "fa
 UNKNOWN = "unknown"  # began on another machine, and writes nothing any more
 SILENT_SECONDS = 3600.0  # without a write of run.json by a run on another machine
 STATES = {"killed": KILLED, "hang": "hang"}  # by the kind of a failure report
-NO_NUMBER = {"run_dir", "data_dir", "resume", "mode", "launch", "backend", "logger", "logging", "snapshot", "hydra"}
-NO_NUMBER |= {"tags", "notes"}
 PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "tensorboard", "tqdm", "scikit-learn")
 DIFF, LARGEST_DIFF = "uncommitted.diff", 2**18  # bytes; a longer one is not kept
 WRITE_SECONDS = 10.0  # between two writes while steps are logged
@@ -57,13 +57,9 @@ def find_runs(folders: Sequence[str | Path]) -> Iterator[Path]:
     for name in folders:
         if not os.path.isdir(name):
             raise ConfigError(f"{name} is no folder; type python src/runs.py table <a folder with runs>")
-        seen = set[str]()  # real paths: links may lead back to them
-        for folder, below, files in os.walk(name, followlinks=True):
-            real = os.path.realpath(folder)
-            is_run = NAME in files
-            below[:] = [] if is_run or real in seen else sorted(one for one in below if not one.startswith("."))
-            seen.add(real)
-            if is_run:
+        for folder, below, files in os.walk(name):
+            below[:] = [] if NAME in files else sorted(one for one in below if not one.startswith("."))
+            if NAME in files:
                 yield Path(folder)
 
 
@@ -86,18 +82,22 @@ def state_of(run: Run) -> str:
 
     A rank 0 that was killed could not write its end. Then its process is gone, or a failure report tells more.
     """
-    start, folder = run["starts"][-1], Path(run["folder"])
+    start = run["starts"][-1]
     if start["state"] not in (RUNNING, FAILED):
         return str(start["state"])
     is_here = start["hosts"][:1] == [socket.gethostname()]
     if start["state"] == RUNNING and is_here and is_alive(start["pid"]):
         return RUNNING
-    failure = _failure(run)
-    if failure is not None:
-        return STATES.get(failure["first"]["kind"], FAILED)
-    if start["state"] == FAILED or is_here:
-        return FAILED if start["state"] == FAILED else KILLED
-    return RUNNING if time.time() - _written_at(folder) < SILENT_SECONDS else UNKNOWN
+    from lockstep.failures.report import read_report  # a table of runs that ended well does not need it
+
+    report = read_report(Path(run["folder"]))
+    if report is not None and report["run"]["time"] >= start["started"]:
+        return STATES.get(report["first"]["kind"], FAILED)
+    if start["state"] == FAILED:
+        return FAILED
+    if is_here:
+        return KILLED
+    return RUNNING if time.time() - start["ended"] < SILENT_SECONDS else UNKNOWN
 
 
 def is_alive(pid: int) -> bool:
@@ -113,52 +113,25 @@ def is_alive(pid: int) -> bool:
 
 def seconds_of(run: Run) -> float:
     """How long the starts of a run have trained. One that was killed lasted until its last write."""
-    ends = [_written_at(Path(run["folder"])) if one["ended"] is None else one["ended"] for one in run["starts"]]
-    total = sum(max(0.0, end - one["started"]) for one, end in zip(run["starts"], ends, strict=True))
-    return float(round(total, 2))
-
-
-def exit_code_of(run: Run) -> int | None:
-    """The exit code of the run's command, None if it is not known. That of a failure is in its report."""
-    failure = _failure(run)
-    code: int | None = run["starts"][-1]["exit_code"] if failure is None else failure["exit_code"]
-    return code
-
-
-def _written_at(folder: Path) -> float:
-    try:
-        return float((folder / NAME).stat().st_mtime)
-    except OSError:
-        return 0.0
-
-
-def _failure(run: Run) -> dict[str, Any] | None:
-    """The failure report of the run's last start."""
-    if run["starts"][-1]["state"] not in (RUNNING, FAILED):
-        return None
-    from lockstep.failures.report import read_report  # a table of runs that ended well does not need it
-
-    report = read_report(Path(run["folder"]))
-    return report if report is not None and report["run"]["time"] >= run["starts"][-1]["started"] else None
+    return float(round(sum(max(0.0, one["ended"] - one["started"]) for one in run["starts"]), 2))
 
 
 class RunRecord:
     """Rank 0 writes run.json with it: at the start, after epochs, while steps are logged, and at the end.
 
-    folder: of this run. objective: its name, such as val/loss, and whether "min" or "max" of it is better; where
-    nothing is chosen, test/loss of the last weights. Its methods raise OSError where the disk is full.
+    It has the methods of a Logger, for `Loggers` to call. folder: of this run. objective: its name, such as val/loss,
+    and whether "min" or "max" of it is better; where nothing is chosen, test/loss of the last weights.
     """
+
+    images = 0
 
     def __init__(self, folder: Path, objective: tuple[str, str]) -> None:
         self.folder, self.objective = folder, objective
         self.run: Run = {}
-        self.written_at = 0.0  # of time.monotonic()
 
-    def start(self, facts: Mapping[str, Any], step: int, best: Best = (None, None)) -> None:
-        """Training starts, or goes on after `step`.
-
-        facts: keys of run.json; "start" has those of this start. best: the best evaluation so far, and its step.
-        """
+    def start(self, info: Any) -> None:
+        """`info.facts` are keys of run.json; "start" has those of this start."""
+        facts, progress = info.facts, info.run.progress
         before: Run = {"starts": [], "history": [], "samples_per_second": None}
         with suppress(ConfigError):  # a fresh folder, or a file that is damaged
             before = read_run(self.folder)
@@ -167,65 +140,75 @@ class RunRecord:
             (self.folder / DIFF).unlink(missing_ok=True)
             if diff:
                 (self.folder / DIFF).write_bytes(diff)
-        name, mode = self.objective
-        now = {"started": time.time(), "ended": None, "state": RUNNING, "exit_code": None, "pid": os.getpid()}
-        self.begun = facts["start"] | now | {"from_step": step, "to_step": step, "source": code["source"]}
-        self.run = {"format": FORMAT, **{key: value for key, value in facts.items() if key != "start"}}
-        self.run |= {
-            "code": code | {"modules": module_hashes(users_only=True)},
+        (name, mode), step, now = self.objective, progress.step, time.time()
+        self.begun = facts["start"] | {"started": now, "ended": now, "state": RUNNING, "exit_code": None}
+        self.begun |= {"pid": os.getpid(), "from_step": step, "to_step": step, "source": code["source"]}
+        self.run = {
+            "format": FORMAT,
+            **{key: value for key, value in facts.items() if key != "start"},
+            "code": code | {"modules": module_hashes()},
             "environment": facts["environment"] | versions(),
-            "objective": {"name": name, "mode": mode, "best": best[0], "step": best[1], "last": None},
+            "objective": {"name": name, "mode": mode, "best": progress.best, "step": progress.best_step, "last": None},
             "history": [row for row in before["history"] if row["step"] <= step] if step else [],
             "test": None,
-            "starts": [*(_earlier(before, step) if before["starts"] else []), self.begun],
+            "starts": [*(_earlier(before, facts["config"], step) if before["starts"] else []), self.begun],
             "steps": step,
             "samples_per_second": before["samples_per_second"] if step else None,
         }
         self._write()
 
-    def logged(self, step: int) -> None:
-        """Steps were logged."""
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
         self.run["steps"] = max(self.run["steps"], step)
-        if time.monotonic() - self.written_at > WRITE_SECONDS:
-            self._write()
+        self._write(every=WRITE_SECONDS)
 
-    def epoch(self, epoch: int, step: int, metrics: Mapping[str, float], best: Best) -> None:
-        """An epoch has ended. metrics: all numbers by tag, such as val/loss if it was evaluated."""
-        history = self.run["history"]
-        history.append({"epoch": epoch, "step": step, **metrics})
+    def epoch(self, summary: Any) -> None:
+        history, metrics = self.run["history"], summary.flat()
+        history.append({"epoch": summary.epoch, "step": summary.step, **metrics})
         if len(history) > MOST_ROWS:
             del history[:-1:2]
-        self.run["steps"] = max(self.run["steps"], step)
+        self.run["steps"] = max(self.run["steps"], summary.step)
         self.run["samples_per_second"] = metrics.get("speed/samples_per_s", self.run["samples_per_second"])
-        self.run["objective"] |= {"best": best[0], "step": best[1]}
-        if len(history) <= MANY or time.monotonic() - self.written_at > SHORT_SECONDS:
-            self._write()
+        best = next(iter(summary.best.values()), None)
+        self.run["objective"] |= {"best": best, "step": summary.best_step}
+        self._write(every=SHORT_SECONDS if len(history) > MANY else 0.0)
 
-    def tested(self, test: Mapping[str, Any]) -> None:
-        """test: {"step": of the weights, "metrics": {name: number}, "samples", "errors": {name: standard error}}."""
-        self.run["test"] = dict(test)
-
-    def end(self, state: str, code: int, last: Mapping[str, float]) -> None:
-        """last: {metric: number} of the evaluation at the end, or of the test where nothing is chosen."""
-        self.run["objective"]["last"] = last.get(self.objective[0].partition("/")[2])
-        self.begun |= {"state": state, "exit_code": code, "ended": time.time()}
+    def end(self, info: Any, state: str) -> None:
+        """`info.last`, or the test where nothing is chosen, has the last value of the objective."""
+        numbers = info.last or (info.test or {}).get("metrics", {})
+        self.run["objective"]["last"] = numbers.get(self.objective[0].partition("/")[2])
+        self.run["test"] = info.test
+        self.begun |= {"state": state, "exit_code": info.exit_code}
         self._write(sync=True)
 
-    def _write(self, sync: bool = False) -> None:
-        self.begun["to_step"] = self.run["steps"]
-        write_whole(self.folder / NAME, json.dumps(self.run, indent=1), sync)
-        self.written_at = time.monotonic()
+    def close(self) -> None:
+        pass
+
+    def _write(self, every: float = 0.0, sync: bool = False) -> None:
+        """every: seconds between writes; 0: now."""
+        if not every or time.time() - self.begun["ended"] > every:
+            self.begun |= {"to_step": self.run["steps"], "ended": time.time()}
+            write_whole(self.folder / NAME, json.dumps(self.run, indent=1), sync)
 
 
-def _earlier(before: Run, step: int) -> list[dict[str, Any]]:
-    """The earlier starts of a run that goes on after `step`: what they did later is done again.
+def settle(folder: Path) -> None:
+    """Write into run.json how the last start ended, which a killed rank 0 could not, and which rank failed first: the
+    failure report of it goes with the next start."""
+    with suppress(ConfigError, OSError):  # a fresh folder, a file that is damaged, a full disk
+        run = read_run(folder)
+        last = run["starts"][-1]
+        if last["state"] in (RUNNING, FAILED):
+            last["state"] = KILLED if last["state"] == RUNNING else state_of(run)
+            del run["folder"]
+            write_whole(folder / NAME, json.dumps(run, indent=1), sync=False)
 
-    One that was killed wrote no end, and which rank failed first is in the failure report.
+
+def _earlier(before: Run, config: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
+    """The earlier starts of a run that goes on after `step`, with this `config`: what they did later is done again.
+
+    "config" of a start has its values of the keys that the next one has changed.
     """
-    last = before["starts"][-1]
-    if last["state"] in (RUNNING, FAILED):
-        state = KILLED if last["state"] == RUNNING else state_of(before)
-        last |= {"state": state, "exit_code": exit_code_of(before)}
+    changed = differing(before["config"], config)
+    before["starts"][-1]["config"] = {key: then for key, (then, _) in changed.items()}
     return [one | {"to_step": max(one["from_step"], min(one["to_step"], step))} for one in before["starts"]]
 
 

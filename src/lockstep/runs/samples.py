@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from lockstep.errors import ConfigError
 from lockstep.runs.record import read_run
 from lockstep.runs.stats import Estimate, estimate, wilson
-from lockstep.text import aligned
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,22 +62,17 @@ def of_differences(values: Sequence[float]) -> Estimate:
 def samples_table(place: Path, worst: int, by: str | None = None) -> list[str]:
     """The lines of `runs.py samples`: the samples with the highest loss, or the means of those with one value in the
     column `by`. Raises ConfigError."""
-    found = read_samples(place).reset_index()
+    table = read_samples(place).reset_index()
     if by is None:
-        rows = found.sort_values("loss", ascending=False, kind="stable").head(worst)
-        return aligned([[*rows.columns], *([*map(_text, row)] for row in rows.itertuples(index=False))])
-    if by not in found:
-        raise ConfigError(f"--by {by}: the columns are {', '.join(found)}; type --by {found.columns[-1]}")
-    lines = [[by, "samples", "loss", "right", "95 %"]]
-    for value, group in found.groupby(by, dropna=False):
-        right = group["right"].mean() if "right" in group else None
-        low, high = (None, None) if right is None else wilson(right, len(group))
-        interval = "" if low is None else f"{low:.4f} to {high:.4f}"
-        lines.append([_text(value), str(len(group)), f"{group['loss'].mean():.4f}", _text(right), interval])
-    return aligned(lines, right=(1, 2))
-
-
-def _text(value: object) -> str:
-    if value is None or value != value:
-        return "-"
-    return f"{value:.4f}" if isinstance(value, float) and not value.is_integer() else f"{value}"
+        table = table.sort_values("loss", ascending=False, kind="stable").head(worst)
+    elif by not in table:
+        raise ConfigError(f"--by {by}: the columns are {', '.join(table)}; type --by {table.columns[-1]}")
+    else:
+        named = {"samples": ("loss", "size"), "mean loss": ("loss", "mean")}
+        named |= {"share right": ("right", "mean")} if "right" in table else {}
+        table = table.groupby(by, dropna=False).agg(**named).reset_index()
+        if "share right" in table:
+            both = zip(table["share right"], table["samples"], strict=True)
+            table["95 %"] = ["{:.4f} to {:.4f}".format(*wilson(*one)) for one in both]
+    text: str = table.to_string(index=False, na_rep="-", float_format="{:.4f}".format)
+    return text.splitlines()

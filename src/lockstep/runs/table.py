@@ -163,18 +163,16 @@ def check_names(table: "pd.DataFrame", names: Iterable[str], option: str) -> Non
     for name in names:
         if name not in table.columns:
             longer = [key for key in table.columns if key == f"{name}._target_" or key.endswith(f".{name}")]
-            close = longer or difflib.get_close_matches(name, table.columns, 1, 0.8) or ["state"]
-            known = ", ".join(sorted((*COLUMNS, *OTHERS)))
-            value = "=<value>" if option == "--filter" else ""
-            what = f"{option} {name}: no run has this key, and the columns are {known}"
-            raise ConfigError(f"{what}; type {option} {close[0]}{value}")
+            close = [*longer, *difflib.get_close_matches(name, table.columns, 1, 0.8), "state"][0]
+            what = f"{option} {name}: no run has this key, and the columns are {', '.join(sorted(COLUMNS + OTHERS))}"
+            raise ConfigError(f"{what}; type {option} {close}{'=<value>' * (option == '--filter')}")
 
 
 def filtered(runs: "pd.DataFrame", filters: Sequence[str]) -> "pd.DataFrame":
     """The runs for which all of `filters` hold, such as "optimizer.lr=0.1", "tags=baseline" or "date=2026-11-27"."""
     for text in filters:
         key, equals, typed = (part.strip() for part in text.partition("="))
-        if not equals or not key:
+        if not typed or not key:
             raise ConfigError(f"--filter {text} has no value; type --filter {key or 'state'}=<value>")
         check_names(runs, [key], "--filter")
         runs = runs[[_is_value(key, value, typed) for value in runs[key]]]
@@ -182,32 +180,24 @@ def filtered(runs: "pd.DataFrame", filters: Sequence[str]) -> "pd.DataFrame":
 
 
 def _is_value(key: str, value: Any, typed: str) -> bool:
-    """Whether it is the value, or is shown so. Of a date and a commit the beginning is enough."""
-    if key == "tags":
-        return bool(typed in value)
+    """Of a date and a commit the beginning is enough, of a list such as the tags one item."""
     if key in ("date", "commit"):
-        return bool(typed) and (_cell(key, value).startswith(typed) or str(value).startswith(typed))
+        return str(value).startswith(typed)
     with suppress(TypeError, ValueError):
-        if not isinstance(value, bool) and float(typed) == float(value):
-            return True
-    return typed in (as_word(value), _cell(key, value))
+        return float(typed) == float(value if not isinstance(value, bool) else "")
+    return typed == as_word(value) or (isinstance(value, list) and typed in value)
 
 
-def ordered(table: "pd.DataFrame", name: str, reverse: bool = False) -> "pd.DataFrame":
+def ordered(table: "pd.DataFrame", name: str) -> "pd.DataFrame":
     """By a column or a key; rows without a value come last. The best objective comes first, those of one metric
     together; other values go up."""
     check_names(table, [name], "--sort")
-
-    values = dict(zip(table.index, table[name].tolist(), strict=True))
-
-    def key(index: int) -> tuple[Any, ...]:
-        value = values[index]
-        if name == "objective":
-            return table.at[index, "metric"], -value if table.at[index, "direction"] == "max" else value
-        return (0, value, "") if isinstance(value, int | float) else (1, 0, as_word(value))
-
-    known = table[name].notna()
-    return table.loc[[*sorted(table.index[known], key=key, reverse=reverse), *table.index[~known]]]
+    keys = list[tuple[Any, ...]]()
+    for value, metric, direction in zip(table[name], table["metric"], table["direction"], strict=True):
+        is_number, is_objective = isinstance(value, int | float), name == "objective"
+        number = (-value if is_objective and direction == "max" else value) if is_number else 0
+        keys.append((not _is_there(value), is_objective and metric, not is_number, number, as_word(value)))
+    return table.iloc[sorted(range(len(table)), key=keys.__getitem__)]
 
 
 def show(table: "pd.DataFrame", columns: Sequence[str] | None = None, width: int | None = None) -> list[str]:
@@ -265,15 +255,16 @@ def choosing(table: "pd.DataFrame") -> str:
     if len(candidates) < 2 or candidates["metric"].nunique() > 1:
         return ""
     best = candidates.iloc[0]
-    metric = best["metric"].partition("/")[2]
+    metric, test = best["metric"].partition("/")[2], best["test"]
     chosen = f"{best['metric']} {best['objective']:.6g} is the best of {len(candidates)}, and so it is optimistic"
     if best["metric"].startswith("test/"):
         return f"on the test set: {chosen}"
-    if not _is_there(best["test"]):
+    if not _is_there(test):
         return f"{chosen}; the test set has not been read"
-    low, high, source = best["test_low"], best["test_high"], f"from {best['count']} runs"
+    low, high, source = best["test_low"], best["test_high"], f"{best['count']} runs"
     if is_share(metric) and _is_there(best["test_samples"]):
         samples = int(best["test_samples"])
-        (low, high), source = wilson(best["test"], samples), f"from {samples} test samples"
-    known = f"95 %: {low:.4g} to {high:.4g}, {source}" if _is_there(low) else "with one run its interval is not known"
-    return f"{chosen}; test/{metric} {best['test']:.6g} had no part in it ({known})"
+        (low, high), source = wilson(test, samples), f"{samples} test samples"
+    known = f"95 %: {low:.4g} to {high:.4g}, from {source}"
+    known = known if _is_there(low) else "with one run its interval is not known"
+    return f"{chosen}; test/{metric} {test:.6g} had no part in it ({known})"

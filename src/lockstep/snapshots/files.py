@@ -1,9 +1,10 @@
 """The folder of a snapshot: written whole or not at all, read after its checksums were compared, and removed.
 
-`step_00000123/` holds `state.pt`, of torch.save, with tensors and plain values only; the tensors of which each rank has
-a part, in `*.safetensors`; and `manifest.json`, the size and SHA-256 of each file. It is filled under the name
-`step_00000123.tmp`, the manifest is written last, and one rename makes it valid. `best_00000123/` is that of the best
-evaluation. No torch at the top: whoever lists snapshots needs none.
+`step_00000123/` holds `state.pt`, of torch.save, with tensors and plain values only; `state_00003.pt`, the layers that
+rank 3 alone has; the tensors of which each rank has a part, in `*.safetensors`; and `manifest.json`, the size and
+SHA-256 of each file. It is filled under the name `step_00000123.tmp`, the manifest is written last, and one rename
+makes it valid. `best_00000123/` is that of the best evaluation. No torch at the top: whoever lists snapshots needs
+none.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ import logging
 import re
 import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from lockstep.files import sync_folder, write_whole
 
 log = logging.getLogger(__name__)
 
-FORMAT = 6  # of the snapshots that this version writes and reads
+FORMAT = 7  # of the snapshots that this version writes and reads
 STATE, MANIFEST = "state.pt", "manifest.json"
-NAME = re.compile(r"(step|best)_(\d+)(\.old)?")  # old: a whole one that another of its step was replacing
+# old: a whole one that another of its step was replacing. pt: of an earlier version, and so none.
+NAME = re.compile(r"(step|best)_(\d+)(\.old|\.pt)?")
 
 Files = dict[str, tuple[int, str]]
 """{name of a file: (its bytes, its SHA-256)}."""
@@ -53,32 +55,30 @@ def step_of(path: Path) -> int:
     return int(match[2])
 
 
-def of_files(folder: Path, names: list[str]) -> Files:
+def of_files(folder: Path, names: Iterable[str]) -> Files:
     """Sizes and SHA-256, computed at the same time. Raises OSError."""
 
-    def of_file(name: str) -> tuple[int, str]:
+    def of_file(name: str) -> tuple[str, tuple[int, str]]:
         with open(folder / name, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return file.tell(), digest
+            return name, (file.tell(), digest)
 
     with ThreadPoolExecutor(cpu_count()) as pool:
-        return dict(zip(names, pool.map(of_file, names), strict=True))
+        return dict(pool.map(of_file, names))
 
 
-def write_snapshot(folder: Path, name: str, state: Mapping[str, Any], shards: Files) -> Path:
-    """Write `state` to folder/name, whole or not at all. shards: files that are in folder/<name>.tmp already.
-
-    Raises OSError, for example on a full disk; an older snapshot of this name is untouched then.
-    """
+def write_tensors(path: Path, contents: Any) -> None:
+    """A file of torch.save, whole or not at all. Raises OSError."""
     import torch
 
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, lambda file: torch.save(contents, file))
+
+
+def finish_snapshot(folder: Path, name: str, files: Files) -> Path:
+    """Make what is in folder/<name>.tmp the snapshot folder/<name>. Raises OSError, and an older one is untouched."""
     path, unfinished, old = folder / name, folder / f"{name}.tmp", folder / f"{name}.old"
-    unfinished.mkdir(parents=True, exist_ok=True)
-    for stale in [file for file in unfinished.iterdir() if file.name not in shards]:  # of a write that was killed
-        stale.unlink()
-    write_whole(unfinished / STATE, lambda file: torch.save(dict(state), file))
-    manifest = {"format": FORMAT, "files": shards | of_files(unfinished, [STATE])}
-    write_whole(unfinished / MANIFEST, json.dumps(manifest, indent=1))
+    write_whole(unfinished / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
@@ -103,11 +103,8 @@ def files_of(manifest: str | bytes) -> Files:
     return files
 
 
-def verify(path: Path, digests: bool = True) -> None:
-    """Raise Damaged if a file of the snapshot is missing, cut off or changed; ConfigError, and OSError, as they come.
-
-    digests: whether to read all of them.
-    """
+def verify(path: Path) -> None:
+    """Raise Damaged if a file of the snapshot is missing or changed; ConfigError and OSError, as they come."""
     if not (path / MANIFEST).is_file():
         raise Damaged(f"it has no {MANIFEST}")
     files = files_of((path / MANIFEST).read_bytes())
@@ -116,10 +113,9 @@ def verify(path: Path, digests: bool = True) -> None:
             raise Damaged(f"its {name} is missing")
         if (path / name).stat().st_size != size:
             raise Damaged(f"its {name} is cut off")
-    if digests:
-        for name, found in of_files(path, list(files)).items():
-            if found != files[name]:
-                raise Damaged(f"the SHA-256 of its {name} is another one")
+    for name, found in of_files(path, files).items():
+        if found != files[name]:
+            raise Damaged(f"the SHA-256 of its {name} is another one")
 
 
 def load_tensors(path: Path) -> Any:
@@ -135,6 +131,17 @@ def load_tensors(path: Path) -> Any:
         if type(error).__name__ == "UnpicklingError":  # in its message torch advises to switch the check off
             raise ValueError("it holds more than tensors and plain values, and loading that could run code") from None
         raise
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """What a snapshot holds beside its shards: state.pt, and the layers of other ranks. Raises many types."""
+    saved: dict[str, Any] = load_tensors(path / STATE)
+    files = files_of((path / MANIFEST).read_bytes())
+    for name in sorted(files):
+        if name.endswith(".pt") and name != STATE:
+            for section, named in load_tensors(path / name).items():
+                saved[section] |= named
+    return saved
 
 
 def require_safetensors(what: str) -> None:
@@ -170,5 +177,3 @@ def remove_leftovers(folder: Path) -> None:
             path.rename(path.with_suffix(""))
     for path in [*folder.glob("*.tmp"), *folder.glob("*.old")]:
         shutil.rmtree(path, ignore_errors=True)
-        if path.exists():
-            log.warning("%s is of no snapshot and cannot be removed; move it away", path)

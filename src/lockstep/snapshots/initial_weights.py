@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import all_names, matching_parameters, require_matches
-from lockstep.snapshots.files import MANIFEST, STATE, list_snapshots, load_tensors
+from lockstep.snapshots.files import load_state, load_tensors, require_safetensors
+from lockstep.snapshots.find import named_snapshots
 from lockstep.snapshots.state import trained_weights
 from lockstep.text import first_line
 
@@ -29,17 +30,14 @@ def freeze(model: nn.Module, patterns: Sequence[object]) -> None:
     for name, parameter in model.named_parameters():
         if name in found:
             parameter.requires_grad_(False)
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    if not any(is_trained for _, is_trained in sizes):
-        if not found:
-            raise ConfigError("the model has no parameter to train; type model=<an option in conf/model>")
-        raise ConfigError(
-            f"parameters.freeze=[{','.join(map(str, patterns))}] leaves no parameter to train; "
-            "type parameters.freeze=[<fewer names>]"
-        )
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    if not trained:
+        typed = ",".join(map(str, patterns))
+        raise ConfigError(f"parameters.freeze=[{typed}] leaves no parameter to train; type parameters.freeze=[<fewer>]")
     if found:
-        frozen, everything = (sum(size for size, kept in sizes if kept in of) for of in ((False,), (False, True)))
-        log.info("freeze: %d of %d weights are not trained: %s", frozen, everything, first_of(sorted(found), NAMED))
+        everything = sum(parameter.numel() for parameter in model.parameters())
+        which = first_of(sorted(found), NAMED)
+        log.info("freeze: %d of %d weights are not trained: %s", everything - trained, everything, which)
 
 
 @torch.no_grad()
@@ -53,7 +51,8 @@ def load_initial_weights(model: nn.Module, where: str | None, new_layers: Sequen
     matched = _matching("new_layers", model, new_layers)
     if where is None:
         return
-    path = file_of_weights(where)
+    path = next((file for file in (Path(where), Path(where) / "model.pt") if file.is_file()), None)
+    path = path or named_snapshots(where, "parameters.init")[0]
     saved = _state_dict(path, where)
     own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     names = all_names(model)
@@ -72,15 +71,16 @@ def load_initial_weights(model: nn.Module, where: str | None, new_layers: Sequen
     left = [name for name, value in sorted(wanted.items()) if name not in taken and isinstance(value, nn.Parameter)]
     if left:
         shapes = {name: list(saved[name].shape) if name in saved else "missing" for name in left}
-        described = [f"{name} is {list(own[name].shape)} here and {shapes[name]} there" for name in left]
+        described = first_of(
+            [f"{name} is {list(own[name].shape)} here and {shapes[name]} there" for name in left], NAMED
+        )
         layers = ",".join(sorted({name.rpartition(".")[0] or name for name in left}))
         raise ConfigError(
-            f"parameters.init={where} does not fit the model: {first_of(described, NAMED)}; to train "
-            f"{'them' if ',' in layers else 'it'} from random weights type parameters.new_layers=[{layers}]"
+            f"parameters.init={where} does not fit the model: {described}; to train from random weights type "
+            f"parameters.new_layers=[{layers}]"
         )
     if not taken:
-        have = first_of(list(saved), NAMED)
-        raise ConfigError(f"parameters.init={where} has no weight of this model; it has {have}; type model=...")
+        raise ConfigError(f"parameters.init={where} has no weight of this model; type parameters.init=<another file>")
     for name in taken:
         own[name].copy_(saved[name])
     numbers = sum(own[name].numel() for name in taken)
@@ -98,47 +98,31 @@ def _matching(key: str, model: nn.Module, patterns: Sequence[object]) -> set[str
     return set().union(*found)
 
 
-def file_of_weights(where: str) -> Path:
-    """The file or the snapshot that `where`, the value of `init`, stands for. Raises ConfigError if there is none."""
-    path = Path(where)
-    newest = [*list_snapshots(path / "snapshots"), *list_snapshots(path)] if path.is_dir() else []
-    for found in (path, path / "model.pt", *newest):
-        if found.is_file() or (found / MANIFEST).is_file():
-            return found
-    what = "holds neither model.pt nor a snapshot" if path.is_dir() else "does not exist"
-    raise ConfigError(
-        f"parameters.init={where} {what}; type parameters.init=<a file of weights, a snapshot or a run folder>"
-    )
-
-
 def _state_dict(path: Path, where: str) -> dict[str, Tensor]:
     """{name: tensor} of a file or a snapshot, without the names of wrappers."""
+    if path.suffix == ".safetensors":
+        require_safetensors(f"parameters.init={where}")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             contents: Any = load_file(path)
         elif path.is_dir():
-            contents = trained_weights(load_tensors(path / STATE), path, averaged=True)
+            contents = trained_weights(load_state(path), path, averaged=True)
         else:
             contents = load_tensors(path)
-    except ImportError:
-        raise ConfigError(f"parameters.init={where} needs safetensors; type pip install safetensors") from None
+        for key in ("model", "state_dict"):  # of many people's files
+            if isinstance(contents.get(key), dict):
+                contents = contents[key]
+        tensors = {name: value for name, value in contents.items() if isinstance(value, Tensor)}
     except ConfigError:
         raise
     except Exception as error:  # torch.load raises many types
         raise ConfigError(
-            f"parameters.init={where}: {path} cannot be read ({first_line(error)}); type parameters.init=<another file>"
-        ) from None
-    for key in ("model", "state_dict"):  # of many people's files
-        if isinstance(contents, dict) and isinstance(contents.get(key), dict):
-            contents = contents[key]
-    if not isinstance(contents, dict) or not any(isinstance(value, Tensor) for value in contents.values()):
-        raise ConfigError(
-            f"parameters.init={where}: {path} holds no state dict; "
+            f"parameters.init={where}: {path} cannot be read as a state dict ({first_line(error)}); "
             "type parameters.init=<a file of torch.save(net.state_dict())>"
-        )
+        ) from None
     for prefix in WRAPPERS:
-        if all(name.startswith(prefix) for name in contents):
-            contents = {name.removeprefix(prefix): value for name, value in contents.items()}
-    return {name: value for name, value in contents.items() if isinstance(value, Tensor)}
+        if all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
+    return tensors

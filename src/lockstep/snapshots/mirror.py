@@ -1,13 +1,13 @@
 """Copies of a run's snapshots in another place: an object store, or whatever else fsspec has a file system for."""
 
-import hashlib
 import logging
 import re
 import threading
 import time
 from pathlib import Path
 
-from lockstep.errors import CannotStartNow, ConfigError
+from lockstep.errors import ConfigError
+from lockstep.files import short_hash
 from lockstep.snapshots.files import MANIFEST, Damaged, files_of, list_snapshots, verify
 from lockstep.text import first_line
 
@@ -18,41 +18,49 @@ LAST_WAIT = 120.0  # seconds that the end of a run waits for the last copy
 NAME = re.compile(r"(step|best)_\d+-[0-9a-f]{16}")
 
 
-class _Place:
+class Place:
     """A folder that fsspec opens. Snapshots are folders there, <name>-<hash of the manifest>; the manifest is written
     when all else is there. key: by which the place was typed."""
 
     def __init__(self, key: str, url: str) -> None:
         from fsspec.core import url_to_fs  # torch needs it, too
-        from fsspec.registry import known_implementations
 
         self.key, self.url = key, url
         for name in ("botocore", "aiobotocore"):  # a line for each place where keys were found
             logging.getLogger(name).setLevel(logging.WARNING)
         try:
             self.files, self.folder = url_to_fs(url, skip_instance_cache=True)
-        except ImportError:
-            package = known_implementations[url.partition("://")[0]]["class"].partition(".")[0]
-            raise ConfigError(f"{key}={url} needs {package}; type pip install {package}") from None
-        except ValueError as error:
-            raise ConfigError(f"{key}={url}: {error}; type {key}=s3://<bucket>/<folder>") from None
+        except (ImportError, ValueError) as error:  # in its words, fsspec says what to install
+            raise ConfigError(f"{key}={url}: {error}; type {key}=<an address that fsspec can open>") from None
 
     def names(self, kind: str, whole: bool = True) -> list[str]:
-        """Of the folders of this kind, step or best, the newest first. whole: of those that have a manifest.
-
-        Raises CannotStartNow if the place cannot be read.
-        """
+        """Of the folders of this kind, step or best, the newest first. whole: of those that have a manifest."""
         self.files.invalidate_cache()
         try:
             paths = self.files.find(self.folder)
         except FileNotFoundError:
             return []
-        except Exception as error:  # of any library
-            raise CannotStartNow(
-                f"{self.key}={self.url} cannot be read ({first_line(error)}); type the command again when it can"
-            ) from None
         found = {Path(path).parent.name for path in paths if not whole or Path(path).name == MANIFEST}
         return sorted((name for name in found if NAME.fullmatch(name) and name.startswith(kind)), reverse=True)
+
+    def put(self, path: Path) -> None:
+        """Copy the snapshot `path`, if it is not there, and remove those of its kind that are no longer beside it."""
+        manifest = (path / MANIFEST).read_bytes()
+        copied = f"{path.name}-{short_hash(manifest)}"
+        if copied in self.names(path.name[:4]):
+            return
+        self.files.makedirs(f"{self.folder}/{copied}", exist_ok=True)
+        for name in files_of(manifest):
+            self.files.put_file(str(path / name), f"{self.folder}/{copied}/{name}")
+        if (path / MANIFEST).read_bytes() != manifest:
+            raise Damaged("another one has replaced it")
+        self.files.pipe_file(f"{self.folder}/{copied}/{MANIFEST}", manifest)
+        here = {kept.name for kept in list_snapshots(path.parent, path.name[:4])} - {path.name}
+        for old in self.names(path.name[:4], whole=False):
+            if old != copied and old.partition("-")[0] not in here:
+                if self.files.exists(f"{self.folder}/{old}/{MANIFEST}"):  # first: at once it is none
+                    self.files.rm_file(f"{self.folder}/{old}/{MANIFEST}")
+                self.files.rm(f"{self.folder}/{old}", recursive=True)
 
     def take(self, name: str, folder: Path) -> None:
         """Copy a whole snapshot into `folder`. Raises Damaged if what is there is not what its manifest says."""
@@ -66,17 +74,16 @@ class _Place:
 
 
 class Mirror:
-    """Copies snapshots to the address `to` in a thread, each whole or not at all, the newest one first.
+    """Copies snapshots to the address `to` in a thread, each whole or not at all: of each kind the newest one.
 
     Whatever happens there costs a line in the log, and is tried again; the training goes on. Snapshots that the run no
     longer has are removed there, too, when a newer one is whole.
     """
 
     def __init__(self, to: str) -> None:
-        self.place = _Place("snapshot.mirror.to", to)
-        self.waiting: dict[str, Path] = {}  # of each kind, the newest one that is not copied yet
-        self.changed, self.ends_at = threading.Condition(), float("inf")
-        self.has_failed = False
+        self.place = Place("snapshot.mirror.to", to)
+        self.paths: dict[str, Path] = {}  # of each kind, the newest one
+        self.changed, self.ends, self.is_behind = threading.Event(), False, False
         self.thread = threading.Thread(target=self._copy_all, name="mirror", daemon=True)
 
     def require_free(self, resume: str | None, run_dir: Path) -> None:
@@ -95,83 +102,50 @@ class Mirror:
 
     def put(self, path: Path) -> None:
         """Copy the snapshot `path`, which is written, when the one before is copied."""
-        with self.changed:
-            self.waiting[path.name.partition("_")[0]] = path
-            self.changed.notify()
+        self.paths = self.paths | {path.name[:4]: path}
+        self.changed.set()
 
     def close(self) -> None:
         """Wait until all is copied, LAST_WAIT seconds at most."""
-        with self.changed:
-            self.ends_at = time.monotonic() + LAST_WAIT
-            self.changed.notify()
+        self.ends = True
+        self.changed.set()
         self.thread.join(LAST_WAIT)
-        if self.waiting or self.thread.is_alive():
-            names = ", ".join(path.name for path in self.waiting.values())
-            log.warning("snapshot.mirror: the run ends without a copy of %s", names or "its last snapshot")
+        if self.thread.is_alive():
+            log.warning("snapshot.mirror: the run ends without a copy of its last snapshot")
 
     def _copy_all(self) -> None:
-        while True:
-            with self.changed:
-                while not self.waiting and self.ends_at == float("inf"):
-                    self.changed.wait()
-                if not self.waiting or time.monotonic() > self.ends_at:
-                    return
-                kind = next(iter(self.waiting))
-                path = self.waiting.pop(kind)
-            try:
-                self._copy(kind, path)
-                if self.has_failed:
-                    log.info("snapshot.mirror: %s is copied again", path.name)
-                self.has_failed = False
-            except Exception as error:  # of any library
-                if not path.exists():  # a newer one comes
-                    continue
-                if not self.has_failed:
-                    log.warning(
-                        "snapshot.mirror: %s is not copied to %s (%s); it is tried again, and the training goes on",
-                        *(path.name, self.place.url, first_line(error)),
-                    )
-                self.has_failed = True
-                with self.changed:
-                    self.waiting.setdefault(kind, path)
-                    self.changed.wait(PAUSE)
-
-    def _copy(self, kind: str, path: Path) -> None:
-        files, manifest = self.place.files, (path / MANIFEST).read_bytes()
-        copied = f"{path.name}-{hashlib.sha256(manifest).hexdigest()[:16]}"
-        files.makedirs(f"{self.place.folder}/{copied}", exist_ok=True)
-        for name in files_of(manifest):
-            files.put_file(str(path / name), f"{self.place.folder}/{copied}/{name}")
-        if (path / MANIFEST).read_bytes() != manifest:
-            raise Damaged("another one has replaced it")
-        files.pipe_file(f"{self.place.folder}/{copied}/{MANIFEST}", manifest)
-        here = {kept.name for kept in list_snapshots(path.parent, kind)} - {path.name}
-        for old in self.place.names(kind, whole=False):
-            if old != copied and old.partition("-")[0] not in here:
-                if files.exists(f"{self.place.folder}/{old}/{MANIFEST}"):  # first: at once it is none
-                    files.rm_file(f"{self.place.folder}/{old}/{MANIFEST}")
-                files.rm(f"{self.place.folder}/{old}", recursive=True)
-
-
-def require_listed(url: str) -> None:
-    """Raise ConfigError if `resume=<url>` has nothing to resume from."""
-    if not _Place("resume", url).names("step"):
-        raise ConfigError(
-            f"resume={url} lists no snapshot; to start afresh leave resume= out, else type resume=<a run folder>"
-        )
+        while not self.ends or self.changed.is_set() or self.is_behind:
+            if self.is_behind:
+                time.sleep(PAUSE)
+            else:
+                self.changed.wait()
+            self.changed.clear()
+            was_behind, self.is_behind = self.is_behind, False
+            for path in self.paths.values():
+                try:
+                    self.place.put(path)
+                except Exception as error:  # of any library
+                    if not path.exists():  # a newer one comes
+                        continue
+                    self.is_behind = True
+                    if not was_behind:
+                        log.warning(
+                            "snapshot.mirror: %s is not copied to %s (%s); it is tried again, and the training goes on",
+                            *(path.name, self.place.url, first_line(error)),
+                        )
+            if was_behind and not self.is_behind:
+                log.info("snapshot.mirror: the snapshots are copied again")
 
 
 def fetch(url: str, folder: Path) -> None:
     """Copy the newest snapshot of a place whose files are right, and the best ones, to `folder`, which has none."""
-    place, taken = _Place("resume", url), set[str]()
+    place = Place("resume", url)
     for kind in ("best", "step"):
         for name in place.names(kind):
             try:
                 place.take(name, folder)
-                taken.add(kind)
-                if kind == "step":
-                    break
             except Exception as error:  # of any library
                 log.warning("resume=%s: %s cannot be taken (%s)", url, name, first_line(error))
-    if "step" not in taken:
-        raise ConfigError(f"resume={url} lists no snapshot that can be read; type resume=<a run folder>")
+            if list_snapshots(folder):  # the newest one: the others are not needed
+                return
+    raise ConfigError(f"resume={url} lists no snapshot that can be read; type resume=<a run folder>")

@@ -98,6 +98,7 @@ class Strategy:
     ranks_per_model: how many ranks hold a model together, each a part of it: ranks this far apart hold the same.
     counts: False on a rank whose sums another rank adds up, too.
     gradient_divisor: what averaging divides the sum of the ranks' gradients by. The loss is multiplied by it before.
+    waits_for_gradients: whether ranks average gradients as the backward pass comes to them, of all trained weights.
     """
 
     world: World
@@ -112,6 +113,7 @@ class Strategy:
     ranks_per_model: int
     counts: bool
     gradient_divisor: int
+    waits_for_gradients: bool
 
     name = "own"
     refused: tuple[str, ...] = ("a gradient_sync of DDP",)
@@ -145,7 +147,7 @@ class Strategy:
             what = "an embedding with max_norm= changes the weights of the samples that a rank sees"
             raise ConfigError(f"{what}; leave max_norm out, or type launch=env")
         self.world, self.model, self.gradient_sync, self.precision = world, model, gradient_sync, precision
-        self.ranks_per_model, self.counts, self.gradient_divisor = 1, True, 1
+        self.ranks_per_model, self.counts, self.gradient_divisor, self.waits_for_gradients = 1, True, 1, False
         self.autocast = autocast(world.device, precision)
         self.loss_type = torch.float64 if model_dtype(precision) == torch.float64 else torch.float32
         self.module = self.evaluated = Computed(model, outputs, self.autocast)
@@ -183,15 +185,17 @@ class Strategy:
         last: this is the last part of the step, after which gradients are averaged. outputs: another function for a
         second pass, such as of a part of the model.
         """
-        found = forward(self.module, part.inputs, outputs)
-        loss(found, part.targets).backward(weight)
+        with nullcontext() if last else self.accumulating():
+            found = forward(self.module, part.inputs, outputs)
+            loss(found, part.targets).backward(weight)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Inside the block a pass averages no gradients: the last part of the step does."""
+        return nullcontext()
 
     def require_gradients(self) -> None:
-        """Raise ConfigError for a weight that this rank's backward passes have left out, before the update.
-
-        Ranks that average gradients as the backward pass comes to them wait for each other, or average others.
-        """
-        names = [name for name, weight in self.trained if weight.grad is None]
+        """Raise ConfigError for weights that the last step left without a gradient, if all ranks wait for each."""
+        names = [name for name, weight in self.trained if weight.grad is None] if self.waits_for_gradients else []
         if names:
             what = f"no gradient of {first_of(names)} in some step, and all ranks wait for each gradient"
             freeze = f"parameters.freeze=[{','.join(names[:2])}]"
@@ -213,12 +217,6 @@ class Strategy:
         count(forward(self.evaluated, part.inputs), part.targets)
 
     # What a rank holds.
-
-    def shards(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of `named` of which other ranks hold other parts, for snapshots: DTensors, or, where a rank has whole
-        layers of its own, plain tensors whose names no other rank has. `named`: of this rank's weights, their averages
-        or their optimizer state, by the names of `model`."""
-        return {}
 
     def replicated_tensors(self) -> dict[str, Tensor]:
         """{name: parameter or buffer} that has the same bits on several ranks after every step. A damaged one is found.

@@ -1,15 +1,15 @@
 """One replica per rank, gradients averaged while the backward pass runs (torch.nn.parallel.DistributedDataParallel)."""
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.schema import Positive
-from lockstep.data.loader import LoadedPart
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import JobSpec, Loss, Outputs, Strategy, refuse
+from lockstep.strategies.base import JobSpec, Strategy, refuse
 from lockstep.strategies.messages import broadcast
 
 # The second name is that of torch before 2.13.
@@ -66,24 +66,14 @@ class DDP(Strategy):
             self.module,
             device_ids=[world.device.index] if on_one_gpu else None,
             init_sync=False,
-            **self.options,
-            **{BUFFERS_IN_FORWARD: False},
+            **(self.options | {BUFFERS_IN_FORWARD: False}),
         )
         self.gradient_divisor = world.size
+        self.waits_for_gradients = not (self.options["find_unused_parameters"] or self.options["static_graph"])
         self.gradient_sync.attach(self.wrapper, world)
 
-    def forward_backward(
-        self, part: LoadedPart, loss: Loss, weight: Tensor, last: bool, outputs: Outputs | None = None
-    ) -> None:
-        if self.wrapper is None:
-            super().forward_backward(part, loss, weight, last, outputs)
-        elif last:
-            super().forward_backward(part, loss, weight, last, outputs)
-            if not (self.options["find_unused_parameters"] or self.options["static_graph"]):
-                self.require_gradients()
-        else:  # gradients are averaged in the backward pass of the step's last part only
-            with self.wrapper.no_sync():
-                super().forward_backward(part, loss, weight, last, outputs)
+    def accumulating(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.wrapper is None else self.wrapper.no_sync()
 
     def replicated_tensors(self) -> dict[str, Tensor]:
         return super().replicated_tensors() if self.gradient_sync.replicas_bitwise_equal else {}

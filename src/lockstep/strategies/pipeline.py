@@ -140,6 +140,3 @@ class Pipeline(Strategy):
 
     def sync_buffers(self) -> None:
         """No two ranks hold the same buffers."""
-
-    def shards(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(named) if self.world.size > 1 else {}

@@ -189,9 +189,6 @@ class Sharded(Strategy):
                 by_copies[self.world.size // parts].append(local_part(gradient))
         return clip_parts(by_copies, max_norm, self.world)
 
-    def shards(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in named.items() if isinstance(tensor, DTensor)}
-
 
 class CutRegion:
     """From the outputs of colwise layers to the inputs of rowwise ones, each rank has a part of an activation.

@@ -1,10 +1,10 @@
 """The contract of a task: what is minimised, and what is measured.
 
-To add one: a class in a file of its own here or of yours, and `conf/task/<name>.yaml` with its `_target_`. A task that
-can show more than numbers has `figures`.
+To add one: a class in a file of its own here or of yours, and `conf/task/<name>.yaml` with its `_target_`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,7 @@ class Task:
     derived: those that `finish` computes from the others.
     counts: what is counted, in the plural.
     ignored: the target that counts nowhere, if there is one.
+    target_weights: (classes,) how much a target of each class counts in the loss, if that differs.
     draws: whether `figures` shows something.
     """
 
@@ -54,6 +55,7 @@ class Task:
     monitor = "loss"
     counts = "samples"
     ignored: int | None = None
+    target_weights: Tensor | None = None
     draws = False
 
     def outputs(self, model: nn.Module, inputs: Any) -> Any:
@@ -68,12 +70,29 @@ class Task:
         raise NotImplementedError
 
     def count(self, targets: Any) -> int | Tensor:
-        """What these targets add to what the sum of the loss is divided by: the samples, which all ranks know.
+        """What these targets add to what the sum of the loss is divided by: the samples, which all ranks know; else a
+        0-d tensor, of tokens that are not ignored or of weights. The ranks then add up their counts in each step."""
+        is_soft = not isinstance(targets, Tensor) or targets.is_floating_point()
+        if self.target_weights is not None and not is_soft:
+            is_counted = torch.ne(targets, -1 if self.ignored is None else self.ignored)
+            return as_float64(self.target_weights[targets.where(is_counted, 0)] * is_counted).sum()
+        if self.ignored is None or is_soft or targets.dim() == 1:
+            return count_samples(targets)
+        return torch.ne(targets, self.ignored).sum()
 
-        A task that counts something else, such as tokens or the weights of classes, returns a 0-d tensor. The ranks
-        then add up their counts in each step.
+    def counts_by_value(self, targets: Any, ignores: bool) -> bool:
+        """Whether ranks have to add up what `count` gives of such targets. Else samples count, whose number all know.
+
+        ignores: whether some of them may be `self.ignored`.
         """
-        return count_samples(targets)
+        is_of_classes = isinstance(targets, Tensor) and targets.dim() > 1 and not targets.is_floating_point()
+        may_be_ignored = ignores and self.ignored is not None and is_of_classes
+        return may_be_ignored or self.target_weights is not None or not self.counts_samples
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether `count` is that of this class."""
+        return type(self).count is Task.count
 
     def finish(self, means: dict[str, float]) -> dict[str, float]:
         """The means of an epoch or an evaluation, perhaps with others that follow from them."""
@@ -99,22 +118,22 @@ class Task:
 
         numbers: of their samples. classes: as dataset.classes. Here: as many targets as samples.
         """
-        rows = next((len(tensor) for tensor in tensors_in(targets) if tensor.dim()), 1)
+        rows = next((len(tensor) for tensor in tensors_in(targets) if tensor.dim()), len(numbers))
         if self.counts_samples and rows != len(numbers):
             what = f"loader.collate_fn makes {rows} targets of {len(numbers)} samples, and a step takes the mean of all"
             raise ConfigError(f"{what}; type task._target_=<module>.<a task whose count says what it counts>")
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """Of the values that a call gives."""
         return [name for name in self.better if name not in self.derived]
 
     def start(self, world: World, progress: Position, dtype: torch.dtype, has_whole_batches: bool = True) -> None:
-        """Called once, before anything is computed: `self.world` and `self.progress` are these from here on, and the
-        tensors and modules among its attributes, such as a teacher, are on the rank's device.
+        """Called once, before anything is computed: tensors and modules among the attributes, such as a teacher, go to
+        the rank's device, modules in the type of the model, `dtype`; float64 only where the device has it.
 
-        progress: `epoch` and `step` say how far the training is. dtype: of the model. Tensors of floats keep their own,
-        but where the device lacks it. has_whole_batches: whether all ranks together pass a whole batch forward at once.
+        progress: `epoch` and `step` say how far the training is. has_whole_batches: whether all ranks together pass a
+        whole batch forward at once.
         """
         self.world, self.progress, self.has_whole_batches = world, progress, has_whole_batches
         device = world.device
@@ -133,55 +152,33 @@ class Task:
             raise ConfigError(f"{what}; type trainer.gradient_accumulation_steps=1 strategy=ddp")
         return self.world.all_gather_samples(tensor)
 
-    def counts_by_value(self, targets: Any, ignores: bool) -> bool:
-        """Whether ranks have to add up what `count` gives of such targets. Else samples count, whose number all know.
-
-        ignores: whether some of them may be `self.ignored`.
-        """
-        return not self.counts_samples
-
-    @property
-    def counts_samples(self) -> bool:
-        """Whether `count` is that of this class."""
-        return type(self).count is Task.count
-
     def sums(self, outputs: Any, targets: Any, ignores: bool = True, found: Any = None) -> Sums:
-        """What these samples add to each mean. ignores: whether some targets may be `self.ignored`. found: what a call
-        gave, if there was one.
-
-        Where no target is, values of the shape of the targets are first averaged over each sample, and samples count.
+        """What these samples add to each mean. ignores: whether some targets may be `self.ignored`; where none may,
+        values of the shape of the targets are first averaged over each sample. found: what a call gave.
         """
         found = self(outputs, targets) if found is None else found
         rows = count_samples(targets)
-        ignored = self.ignored if ignores else None
-        by_target = isinstance(targets, Tensor) and targets.dim() > 1
+        shape = targets.shape if isinstance(targets, Tensor) and targets.dim() > 1 else (rows,)
+        may_be_ignored = ignores and self.ignored is not None
         values, counts = list[Tensor](), list[int | Tensor]()
         for name in self.names:
-            try:
-                value = found[name]
-            except (KeyError, IndexError, TypeError):
-                raise _missing(self, name, found) from None
-            if not isinstance(value, Tensor):
-                raise self._of_wrong_shape(name, value, rows, targets)
-            if value.shape == (rows,):
-                count: int | Tensor = rows
-            elif by_target and value.shape == targets.shape:
-                count = rows if ignored is None else (targets != ignored).sum()
-                value = value.flatten(1).to(_wide(value)).mean(1) if ignored is None else value
-            else:
-                raise self._of_wrong_shape(name, value, rows, targets)
+            value: Any = found.get(name) if isinstance(found, Mapping) else None
+            count: int | Tensor = rows
+            given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if given not in ([rows], [*shape]):
+                what = f"{name_of(self)} gives {name} as {given}, and a value for each sample is wanted"
+                where = f"{[rows]}{f', or {[*shape]}' if len(shape) > 1 else ''}: the ranks add them up"
+                advice = 'reduction="none" where it calls a loss of torch' if given == [] else "a dict of such tensors"
+                raise ConfigError(f"{what}, {where}; type {advice}")
+            if value.dim() > 1 and may_be_ignored:
+                count = (targets != self.ignored).sum()
+            elif value.dim() > 1:
+                value = value.flatten(1).to(_wide(value)).mean(1)
             if name == "loss":
                 count = self.count(targets) if self.counts_by_value(targets, ignores) else rows
             values.append(value.sum(dtype=_wide(value)) if value.is_floating_point() else value.count_nonzero())
             counts.append(count)
         return Sums(values[0], [value.detach() for value in values], counts)
-
-    def _of_wrong_shape(self, name: str, value: Any, rows: int, targets: Any) -> ConfigError:
-        shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        of_targets = f", or {list(targets.shape)}" if isinstance(targets, Tensor) and targets.dim() > 1 else ""
-        what = f"{name_of(self)} gives {name} as {shape}, and a value for each sample is wanted, {[rows]}{of_targets}"
-        advice = 'reduction="none" where it calls a loss of torch' if shape == [] else f"{name} with a value a sample"
-        return ConfigError(f"{what}: the ranks add them up; type {advice}")
 
     def mode(self, objective: str) -> str:
         """ "min" or "max" for an objective such as "val/accuracy". Raises ConfigError if it is not measured."""
@@ -190,13 +187,6 @@ class Task:
             names = " or ".join(f"monitor={split}/{name}" for name in self.better)
             raise ConfigError(f"monitor={objective} is not measured; type {names}")
         return self.better[name]
-
-
-def _missing(task: Task, name: str, found: Any) -> ConfigError:
-    given = ", ".join(found) if isinstance(found, Mapping) else f"a {type(found).__name__}"
-    return ConfigError(
-        f"{name_of(task)} gives {given}, and no {name}; return a dict that has it, as docs/tasks.md shows"
-    )
 
 
 def _wide(value: Tensor) -> torch.dtype:
@@ -223,6 +213,4 @@ def misfit(task: Task, wanted: str, outputs: Any, targets: Any) -> ConfigError:
     found = [list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in (outputs, targets)]
     kind = f", {str(targets.dtype).removeprefix('torch.')}" if isinstance(targets, Tensor) else ""
     what = f"{type(task).__name__} takes {wanted}, and these are {found[0]} and {found[1]}{kind}"
-    advice = "task=regression for targets that are numbers, classification for class numbers, multi_label for labels "
-    advice += "of 0 and 1, language_modelling for a class number at each place of a text; or return one such "
-    return ConfigError(f"{what}; type {advice}tensor, of one of transformers its logits")
+    return ConfigError(f"{what}; type task=<the one for such targets>, or let the model return such a tensor")

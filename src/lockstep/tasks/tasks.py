@@ -1,23 +1,16 @@
 """The tasks of this project: a class at each place, several labels, and numbers."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.config.schema import ClassWeights, Count, Fraction
-from lockstep.data.source import count_samples
 from lockstep.errors import ConfigError
-from lockstep.tasks.base import (
-    Function,
-    Samples,
-    Task,
-    as_float64,
-    at_least_float32,
-    misfit,
-)
+from lockstep.tasks.base import Function, Samples, Task, at_least_float32, misfit
 from lockstep.text import show
 
 LARGEST_EXPONENT = 700.0  # math.exp of more than 709 raises OverflowError
@@ -35,7 +28,7 @@ class CrossEntropy(Task):
     Where targets are probabilities it is divided by the samples, as there. Accuracies count each target once.
 
     label_smoothing: share of a target that is spread over all classes, also in evaluations (Szegedy et al. 2016).
-    class_weights: weight of each class in the loss; balanced: samples / (classes * samples of the class).
+    class_weights: weight of each class in the loss.
     ignored_label: targets with this number count nowhere.
     top: [5] measures top5, too: whether the class is among the 5 best.
     loss: of your own in place of cross entropy.
@@ -55,69 +48,37 @@ class CrossEntropy(Task):
         if loss is not None and class_weights is not None:
             what = f"task.class_weights={show(class_weights)} weighs the task's own loss, which task.loss replaces"
             raise ConfigError(f"{what}; type task.class_weights=null, or task.loss=null")
-        self.label_smoothing, self.own_loss = label_smoothing, without_weights(loss)
-        self.ignored = self.label = ignored_label
-        self.classes_last, self.top = classes_last, list(top or ())
-        self.better = {"loss": "min", "accuracy": "max"} | {f"top{k}": "max" for k in self.top}
-        self.weight: Tensor | None = None
-        self.draws = not classes_last
-        if class_weights is not None and class_weights != "balanced":  # else the data will tell
-            if not any(class_weights):
-                what = f"task.class_weights={show(list(class_weights))} has no weight above 0, so no sample counts"
-                raise ConfigError(f"{what}; type task.class_weights=balanced")
-            self.weight = torch.tensor(class_weights, dtype=torch.float64)
+        self.label_smoothing, self.own_loss, self.ignored = label_smoothing, loss, ignored_label
+        self.classes_last, self.top, self.draws = classes_last, list(top or ()), not classes_last
+        self.better = {"loss": "min", "accuracy": "max"}
+        if class_weights is not None:
+            self.target_weights = torch.tensor(class_weights, dtype=torch.float64)
         if classes_last:
-            self.counts, self.monitor = "tokens", "loss"
-            self.better = {"loss": "min", "perplexity": "min"} | {f"top{k}": "max" for k in self.top}
-            self.derived = ["perplexity"]
+            self.counts, self.monitor, self.derived = "tokens", "loss", ["perplexity"]
+            self.better = {"loss": "min", "perplexity": "min"}
+        self.better |= {f"top{k}": "max" for k in self.top}
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         if not self._fits(outputs, targets):
             wanted = "(N, T, classes) and (N, T)" if self.classes_last else "(N, classes, ...) and (N, ...)"
             raise misfit(self, f"logits and class numbers {wanted}", outputs, targets)
-        logits, is_soft = at_least_float32(self._classes_second(outputs)), targets.is_floating_point()
-        if self.own_loss is not None:
-            loss = self.own_loss(logits, targets)
-        else:
-            loss = self._cross_entropy(logits, targets.to(logits.dtype) if is_soft else targets)
-        labels = targets.argmax(1) if is_soft else targets
-        found = {"loss": loss}
+        rows, is_soft = at_least_float32(self._rows(outputs)), targets.is_floating_point()
+        classes = targets.to(rows.dtype) if is_soft else targets.flatten()
+        labels, found = classes.argmax(1) if is_soft else classes, {}
+        if self.own_loss is None:
+            weight = None if self.target_weights is None else self.target_weights.to(rows.dtype)
+            options: Any = {"ignore_index": self.ignored, "label_smoothing": self.label_smoothing, "reduction": "none"}
+            found["loss"] = F.cross_entropy(rows, classes, weight, **options)
         if "accuracy" in self.better:
-            found["accuracy"] = logits.argmax(1) == labels
+            found["accuracy"] = rows.argmax(1) == labels
         for k in self.top:
-            best = logits.topk(min(k, logits.shape[1]), dim=1).indices
-            found[f"top{k}"] = (best == labels.unsqueeze(1)).any(1)
+            best = rows.topk(min(k, rows.shape[1]), dim=1).indices
+            found[f"top{k}"] = (best == labels[:, None]).any(1)
+        found = {name: value.view(labels.shape if is_soft else targets.shape) for name, value in found.items()}
+        if self.own_loss is not None:
+            logits = at_least_float32(self._classes_second(outputs))
+            found["loss"] = self.own_loss(logits, classes if is_soft else targets)
         return found
-
-    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """One for each target."""
-        weight = None if self.weight is None else self.weight.to(logits.dtype)
-        ignored = self.label
-        if logits.is_cuda and logits.dim() > 2 and torch.are_deterministic_algorithms_enabled():
-            rows = logits.movedim(1, -1).flatten(0, -2)  # CUDA has such a kernel for rows only
-            options: Any = {"ignore_index": ignored, "reduction": "none", "label_smoothing": self.label_smoothing}
-            return F.cross_entropy(rows, targets.flatten(), weight, **options).view_as(targets)
-        return F.cross_entropy(
-            logits, targets, weight, ignore_index=ignored, reduction="none", label_smoothing=self.label_smoothing
-        )
-
-    def count(self, targets: Tensor) -> int | Tensor:
-        if self.weight is not None and not targets.is_floating_point():
-            is_counted = torch.ne(targets, self.label)
-            return as_float64(self.weight[targets.where(is_counted, 0)] * is_counted).sum()
-        if targets.is_floating_point() or targets.dim() == 1:
-            return count_samples(targets)
-        return torch.ne(targets, self.label).sum()
-
-    def counts_by_value(self, targets: Tensor, ignores: bool) -> bool:
-        if not isinstance(targets, Tensor):
-            return False  # the call will say so
-        is_plain = targets.is_floating_point() or targets.dim() == 1 or not ignores
-        return self.weight is not None or type(self).count is not CrossEntropy.count or not is_plain
-
-    @property
-    def counts_samples(self) -> bool:
-        return type(self).count is CrossEntropy.count
 
     def finish(self, means: dict[str, float]) -> dict[str, float]:
         if "perplexity" not in self.better:
@@ -129,9 +90,9 @@ class CrossEntropy(Task):
         return at_least_float32(self._classes_second(outputs)).softmax(1)
 
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
-        logits = at_least_float32(self._classes_second(outputs))
-        named = {"prediction": logits.argmax(1)}
-        return named | ({"probability": logits.softmax(1)} if logits.dim() == 2 else {})
+        probability = self.scores(outputs)
+        named = {"prediction": self._classes_second(outputs).argmax(1)}
+        return named | ({"probability": probability} if probability.dim() == 2 else {})
 
     def figures(self, *samples: Any) -> dict[str, Tensor]:
         from lockstep.tasks.reports import class_figures  # imports Pillow
@@ -154,40 +115,37 @@ class CrossEntropy(Task):
     def _classes_second(self, outputs: Tensor) -> Tensor:
         return outputs.movedim(-1, 1) if self.classes_last else outputs
 
+    def _rows(self, outputs: Tensor) -> Tensor:
+        """(n, classes) for all places: CUDA has deterministic kernels for these alone."""
+        return (outputs if self.classes_last else outputs.movedim(1, -1)).flatten(0, -2)
+
     def _fits(self, outputs: Any, targets: Any) -> bool:
         if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.dim() < 2:
             return False
-        samples, *places = outputs.shape
-        classes = places.pop(-1 if self.classes_last else 0)
-        wanted = [samples, classes, *places] if targets.is_floating_point() else [samples, *places]
-        return classes > 1 and [*targets.shape] == wanted
+        samples, classes, *places = self._classes_second(outputs).shape
+        wanted = [samples, classes] if targets.is_floating_point() else [samples, *places]
+        return classes > 1 and [*targets.shape] == wanted and not (targets.is_floating_point() and places)
 
 
 class MultiLabel(Task):
     """Binary cross entropy over logits (N, labels) and targets (N, labels) of 0 and 1, averaged over a sample's labels.
 
     accuracy: the share of right labels. all_right: of samples with all labels right. A label is predicted where its
-    logit is above 0.
-
-    loss: of your own in place of it.
+    logit is above 0. loss: of your own.
     """
 
     better = {"loss": "min", "accuracy": "max", "all_right": "max"}
     monitor = "accuracy"
 
     def __init__(self, loss: Function | None = None) -> None:
-        self.own_loss = without_weights(loss)
+        self.own_loss = loss or partial(F.binary_cross_entropy_with_logits, reduction="none")
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         if not _are_alike(outputs, targets) or outputs.dim() != 2:
             raise misfit(self, "outputs and targets (N, labels)", outputs, targets)
         logits = at_least_float32(outputs)
-        if self.own_loss is None:
-            loss = F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none")
-        else:
-            loss = self.own_loss(logits, targets.to(logits))
         right = (outputs > 0) == (targets > 0)
-        return {"loss": loss, "accuracy": right.float(), "all_right": right.all(1)}
+        return {"loss": self.own_loss(logits, targets.to(logits)), "accuracy": right.float(), "all_right": right.all(1)}
 
     def scores(self, outputs: Tensor) -> Tensor:
         return at_least_float32(outputs).sigmoid()
@@ -207,16 +165,14 @@ class MultiLabel(Task):
 class Regression(Task):
     """Squared error and absolute error over outputs and targets (N, values), averaged over the values of a sample.
 
-    Where a sample has one value, either may be (N,).
-
-    loss: of your own in place of the squared error.
+    Where a sample has one value, either may be (N,). loss: of your own in place of the squared error.
     """
 
     better = {"loss": "min", "mae": "min"}
     draws = True
 
     def __init__(self, loss: Function | None = None) -> None:
-        self.own_loss = without_weights(loss)
+        self.own_loss = loss or partial(F.mse_loss, reduction="none")
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         if _is_one_value(outputs) and _is_one_value(targets):
@@ -224,9 +180,8 @@ class Regression(Task):
         if not _are_alike(outputs, targets):  # torch would broadcast them, and compare each with each
             raise misfit(self, "outputs and targets of one shape", outputs, targets)
         values = at_least_float32(outputs)
-        error = values - targets.to(values.dtype)
-        loss = error.square() if self.own_loss is None else self.own_loss(values, targets.to(values.dtype))
-        return {"loss": loss, "mae": error.detach().abs()}
+        truth = targets.to(values.dtype)
+        return {"loss": self.own_loss(values, truth), "mae": (values.detach() - truth).abs()}
 
     def scores(self, outputs: Tensor) -> Tensor:
         return at_least_float32(outputs)
@@ -238,14 +193,6 @@ class Regression(Task):
         from lockstep.tasks.reports import value_figures  # imports Pillow
 
         return value_figures(samples)
-
-
-def without_weights(loss: Function | None) -> Function | None:
-    """Raise ConfigError for a loss with weights, which no optimizer would train."""
-    if isinstance(loss, nn.Module) and (names := [name for name, _ in loss.named_parameters()]):
-        what = f"task.loss has weights of its own ({', '.join(names)}), which nothing trains"
-        raise ConfigError(f"{what}; type model._target_=<a net that has them, and outputs what the loss needs>")
-    return loss
 
 
 def _are_alike(outputs: Any, targets: Any) -> bool:

@@ -25,9 +25,10 @@ class GraphedStep(Step):
     def __init__(self, *, warmup: Count, **parts: Any) -> None:
         super().__init__(**parts)
         device = self.strategy.world.device
-        reason = refusal(device.type, self.strategy.world.size, self.scales, self.skip is not None)
-        if reason is not None:
-            raise ConfigError(f"step=cuda_graph {reason}")
+        if device.type != "cuda" or self.strategy.world.size > 1:
+            raise ConfigError("step=cuda_graph records what one rank computes on a GPU; type step=default")
+        if self.scales or self.skip is not None:  # the host would have to wait for a value
+            raise ConfigError("step=cuda_graph cannot leave out updates; type watch.nan=stop trainer.precision=bf16")
         self.draws = Draws(self.draws.seed, device, by_sample=False)
         for group in self.optimizer.param_groups:  # a plain number would be recorded
             group["lr"] = torch.full((), float(group["lr"]), device=device)
@@ -50,9 +51,8 @@ class GraphedStep(Step):
         for part, recorded in zip(batch.parts, self.recorded.parts, strict=True):
             for now, place in zip(_tensors(part), _tensors(recorded), strict=True):
                 place.copy_(now, non_blocking=True)
-        self.draws.begin_step(self.progress.step)
         for part in batch.parts:
-            self.draws.of_part(part, batch.count)
+            self.draws.of_part(self.progress.step, part, batch.count)
         assert self.graph is not None
         self.graph.replay()
         for values, counts in self.measured:
@@ -70,7 +70,7 @@ class GraphedStep(Step):
             part._replace(inputs=map_tensors(torch.clone, part.inputs), targets=map_tensors(torch.clone, part.targets))
             for part in batch.parts
         ]
-        self.recorded, weight = Batch(batch.number, batch.count, parts), self.weight(batch)
+        self.recorded, weight = Batch(batch.number, batch.count, parts), self.begin(batch)
         if self.pending is not None:
             what = "step=cuda_graph replays a step, and this task counts targets by their values"
             raise ConfigError(f"{what}, another number in each step; type step=default")
@@ -87,17 +87,6 @@ class GraphedStep(Step):
                 self.average.update()
         self.measured = [entry[1:] for entry in self.meter.waiting]
         self.meter.discard(self.progress.step + 1)
-
-
-def refusal(device: str, ranks: int, scales: bool, skips: bool) -> str | None:
-    """Why such a run cannot have its steps recorded, and what to type; None: it can."""
-    if device != "cuda":
-        return "records what a GPU computes, and this rank has none; type step=default"
-    if ranks > 1:
-        return f"is for one rank, and here are {ranks}; type step=default, or launch=env"
-    if scales:
-        return "cannot wait for the loss scale of fp16; type trainer.precision=bf16"
-    return "cannot leave out updates; type watch.nan=stop" if skips else None
 
 
 def _tensors(part: Any) -> list[Tensor]:

@@ -1,12 +1,11 @@
 """An exponential moving average of the weights, stored as this rank stores the weights: whole or in parts."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lockstep.config.schema import Fraction
@@ -16,55 +15,32 @@ from lockstep.models.base import all_names
 RUNNING_STATISTICS = ("running_mean", "running_var")  # what torch's norms call them
 
 
-class WeightAverage:
-    """The contract: what is evaluated, exported and sampled in the place of the trained weights."""
-
-    def update(self) -> None:
-        """After each step."""
-
-    def applied(self) -> AbstractContextManager[None]:
-        """Inside the block the weights are the average. Begin it in training mode: some modules keep other weights in
-        evaluations."""
-        raise NotImplementedError
-
-    def check(self) -> None:
-        """Raise ConfigError if the model has other tensors now than those that are averaged."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """{name: average} of this rank's part, under all names that a tensor has; empty before the first update."""
-        raise NotImplementedError
-
-    def load_state_dict(self, averages: Mapping[str, Tensor]) -> None:
-        """The reverse. Empty: from the next update on."""
-        raise NotImplementedError
-
-
-class Average(WeightAverage):
-    """The average of a model's weights over the steps of a run (Polyak and Juditsky 1992), from the first update on.
+class Average:
+    """The average of a model's weights over the steps of a run (Polyak and Juditsky 1992), from the first update on. It
+    is evaluated, exported and sampled in their place.
 
     Of its floating-point and complex parameters, and of the buffers that are called running_mean or running_var and
-    saved with them. Averaged weights give other activations than the latest ones, so a norm needs the average of its
-    statistics, too. All other buffers keep their latest values: the mean of two unit vectors, counters or codes is
-    none. The average of a type of fewer than 32 bits is kept in float32.
+    saved with them: averaged weights give other activations than the latest ones. All other buffers keep their latest
+    values: the mean of two unit vectors, counters or codes is none. The average of a type of fewer than 32 bits is kept
+    in float32.
 
     decay: such as 0.999: of the last 1000 steps or so.
     """
 
     def __init__(self, model: nn.Module, decay: Fraction) -> None:
         self.model, self.average_into = model, get_ema_multi_avg_fn(decay)
+        named: dict[str, Tensor] = dict(model.named_parameters())
         saved = model.state_dict().keys()
-        named: dict[str, Tensor] = {
-            name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()
-        }
         for name, buffer in model.named_buffers():
-            is_statistic = name.rpartition(".")[2] in RUNNING_STATISTICS and buffer.is_floating_point()
-            named |= {name: buffer} if is_statistic and name in saved else {}
-        self.weights: dict[str, Tensor] = {name: tensor.detach() for name, tensor in named.items()}
-        self.averages: dict[str, Tensor] = {}
+            if name in saved and name.rpartition(".")[2] in RUNNING_STATISTICS:
+                named[name] = buffer
+        self.weights = {name: w.detach() for name, w in named.items() if w.is_floating_point() or w.is_complex()}
+        self.averages: dict[str, Tensor] = {}  # empty before the first update
         self.groups: list[tuple[list[Tensor], list[Tensor]]] = []  # torch cannot mix types, or DTensors with others
 
     @torch.no_grad()
     def update(self) -> None:
+        """After each step."""
         if not self.averages:
             self._keep({name: weight.to(_average_type(weight), copy=True) for name, weight in self.weights.items()})
             return
@@ -74,14 +50,16 @@ class Average(WeightAverage):
 
     def _keep(self, averages: dict[str, Tensor]) -> None:
         self.averages = averages
-        kinds = {
-            name: (type(average), getattr(average, "device_mesh", None), self.weights[name].dtype)
-            for name, average in averages.items()
-        }
-        groups = [[name for name in kinds if kinds[name] == kind] for kind in dict.fromkeys(kinds.values())]
-        self.groups = [([averages[n] for n in names], [self.weights[n] for n in names]) for names in groups]
+        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for name, average in averages.items():
+            kind = type(average), getattr(average, "device_mesh", None), self.weights[name].dtype
+            ours, theirs = groups.setdefault(kind, ([], []))
+            ours.append(average)
+            theirs.append(self.weights[name])
+        self.groups = [*groups.values()]
 
     def check(self) -> None:
+        """Raise ConfigError if the model has other tensors now than those that are averaged."""
         now = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         others = [name for name, weight in self.weights.items() if _place(now.get(name)) != _place(weight)]
         if others:
@@ -90,10 +68,10 @@ class Average(WeightAverage):
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """They are copied, since a strategy may hold views of them."""
-        with torch.no_grad():
-            before = {name: weight.clone() for name, weight in self.weights.items()}
-            self._copy(self.averages)
+        """Inside the block the weights are the average: copies, since a strategy may hold views of them. Begin it in
+        training mode: some modules keep other weights in evaluations."""
+        before = {name: weight.clone() for name, weight in self.weights.items()}
+        self._copy(self.averages)
         try:
             yield
         finally:
@@ -106,64 +84,13 @@ class Average(WeightAverage):
             self.weights[name].copy_(value)
 
     def state_dict(self) -> dict[str, Tensor]:
+        """{name: average} of this rank's part, under all names that a tensor has."""
         names = all_names(self.model)
         return {name: average for first, average in self.averages.items() for name in names[first]}
 
     def load_state_dict(self, averages: Mapping[str, Tensor]) -> None:
         known = {name: weight for name, weight in self.weights.items() if name in averages}
         self._keep({name: averages[name].to(_average_type(weight)) for name, weight in known.items()})
-
-
-class OptimizersAverage(WeightAverage):
-    """The average that an optimizer keeps itself, as those without a schedule do (Defazio et al. 2024).
-
-    Its method `eval` puts the average into the model, and `train` the weights that are trained. A snapshot has both.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.optimizer.train()
-        self.loaded: dict[str, Tensor] = {}  # of a snapshot until the next step: an evaluation restores no optimizer
-
-    def update(self) -> None:
-        self.loaded = {}
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        weights = dict(self.model.named_parameters())
-        before = {name: weight.detach().clone() for name, weight in weights.items()}
-        if self.loaded:
-            self._copy(weights, self.loaded)
-        else:
-            self.optimizer.eval()
-        try:
-            yield
-        finally:
-            self.optimizer.train()
-            self._copy(weights, before)  # the way back is rounded
-
-    @torch.no_grad()
-    def _copy(self, weights: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-        for name in weights.keys() & values.keys():
-            weights[name].copy_(values[name])
-
-    def state_dict(self) -> dict[str, Tensor]:
-        with self.applied():
-            return {
-                name: weight.detach().clone() for name, weight in self.model.named_parameters(remove_duplicate=False)
-            }
-
-    def load_state_dict(self, averages: Mapping[str, Tensor]) -> None:
-        self.loaded = dict(averages)
-
-
-def own_average(model: nn.Module, optimizer: Optimizer, has_other: bool) -> OptimizersAverage | None:
-    """What an optimizer averages itself; None if it does not. has_other: whether trainer.ema asks for an average."""
-    if not all(callable(getattr(optimizer, method, None)) for method in ("train", "eval")):
-        return None
-    if has_other:
-        raise ConfigError(f"{type(optimizer).__name__} averages the weights itself; type trainer.ema=null")
-    return OptimizersAverage(model, optimizer)
 
 
 def _average_type(weight: Tensor) -> torch.dtype:

@@ -4,7 +4,6 @@ import csv
 import io
 import logging
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,8 +21,8 @@ from lockstep.data.source import class_names, count_samples
 from lockstep.distributed import signals
 from lockstep.distributed.backend import float64_device
 from lockstep.distributed.world import World
-from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly, TrainingDiverged
-from lockstep.failures import reporter
+from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly, TrainingDiverged
+from lockstep.failures.record import heartbeat
 from lockstep.files import write_whole
 from lockstep.loggers.base import Loggers
 from lockstep.tasks.base import Samples, Task, as_float64
@@ -76,7 +75,7 @@ def evaluate(
         for number, part in enumerate(loader.evaluation(run.config.evaluation.batch_size), start=1):
             numbers = part.numbers
             strategy.evaluate(part, count)
-            reporter.heartbeat()
+            heartbeat.beat()
             if (number < ASKED_EVERY or number % ASKED_EVERY == 0) and run.world.any_of([signals.stop_requested()])[0]:
                 on_stop()
     means = meter.means(run.world.all_reduce_sum(meter.flush()))
@@ -87,7 +86,7 @@ def evaluate(
 def evaluating(run: Run, loader: Loader) -> Iterator[None]:
     """Inside the block the model holds the averaged weights, and evaluates without gradients. After it, its buffers and
     all random states are what they were."""
-    reporter.enter("evaluation")
+    heartbeat.enter("evaluation")
     strategy = run.strategy
     # Not inference_mode: buffers that FSDP creates inside it could not be used for training afterwards.
     with run.averaged_weights(), torch.no_grad(), seeded(fold_in(loader.seed, EVALUATION, loader.share[0])):
@@ -102,20 +101,16 @@ def evaluating(run: Run, loader: Loader) -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """After the block the buffers, and the weights of an embedding with max_norm, are what they were before it.
-
-    Some modules change them in an evaluation, too, such as the observers of a quantisation: each rank by its share, and
-    the training would go on with what the test data has left.
-    """
+    """After the block the buffers, and the weights of an embedding with max_norm, are what they were before it: some
+    modules change them in an evaluation, too, and the training would go on with what the test data has left."""
     owned = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     owned += [(module, "weight") for module in embeddings if module.max_norm is not None]
     before = [(getattr(module, name), getattr(module, name).clone()) for module, name in owned]
     yield
     for (module, name), (tensor, copy) in zip(owned, before, strict=True):
-        now = getattr(module, name)
-        if now is tensor and now.shape == copy.shape:
-            now.copy_(copy)
+        if getattr(module, name) is tensor and tensor.shape == copy.shape:
+            tensor.copy_(copy)
         else:
             setattr(module, name, copy)
 
@@ -130,9 +125,11 @@ class Metrics:
     def __init__(self, metrics: Mapping[str, Any], samples: int) -> None:
         self.metrics, self.samples = metrics, samples
         self.kept = list[tuple[Tensor, Tensor, Tensor]]()  # (scores, targets, numbers)
-        self.by_sample = {name for name, metric in metrics.items() if keeps_samples(metric)}
-        for metric in metrics.values():
+        self.by_sample = set[str]()
+        for name, metric in metrics.items():
             metric.reset()
+            if any(isinstance(state, list) for state in metric.metric_state.values()):
+                self.by_sample.add(name)
 
     def add(self, scores: Tensor, targets: Tensor, numbers: Tensor) -> None:
         """numbers: (N,) of the samples in the data set."""
@@ -156,23 +153,16 @@ class Metrics:
             metric.distributed_available_fn = lambda syncs=syncs: syncs
             if name in self.by_sample:
                 metric.update(*whole)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # of a rank without samples
-                value = metric.compute()
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                what = f"evaluation.metrics.{name} gives {value}, and one number is wanted"
-                raise ConfigError(f"{what}; type +evaluation.metrics.{name}.average=macro")
-            found[name] = float(value)
+            found[name] = float(metric.compute())
         return found
 
     def _whole(self, run: Run) -> list[Tensor]:
         """The scores and targets of all samples, on every rank, in the order of the data set."""
-        columns = [torch.cat(column) for column in zip(*self.kept, strict=True)]
+        columns, device = [torch.cat(column) for column in zip(*self.kept, strict=True)], run.meter.device
         mine = [[list(column.shape[1:]), str(column.dtype).removeprefix("torch.")] for column in columns[:2]]
         forms = next(filter(None, run.world.all_gather_json(mine)))  # of a pipeline, one rank has the outputs
         wholes = []
         for place, (shape, dtype) in enumerate(forms):
-            device = run.meter.device
             whole = torch.zeros(self.samples, *shape, dtype=torch.float64, device=device)
             if columns:
                 whole[columns[2].to(device)] = columns[place].to(device, torch.float64)
@@ -180,20 +170,15 @@ class Metrics:
         return wholes
 
 
-def keeps_samples(metric: Any) -> bool:
-    return any(isinstance(state, list) for state in metric.metric_state.values())
-
-
 class SampleResults:
     """What an evaluation says of each sample.
 
-    columns: an attribute after `reduce`, as `Samples`. samples: how many were evaluated: some may have no label, or
-    cannot be read. errors: {metric: standard error of its mean over the samples}; of an accuracy that is 0 or 1 their
-    number tells it.
+    samples: of the split. draws: whether predictions, too.
+    Attributes after `reduce`: columns, as `Samples`. samples: how many were evaluated. errors: {metric: standard error
+    of its mean over the samples}, but of an accuracy that is 0 or 1, whose number tells it.
     """
 
-    def __init__(self, task: Task, samples: int | None, draws: bool = False) -> None:
-        """samples: of the split; None: of a stream, whose samples are counted only. draws: whether predictions, too."""
+    def __init__(self, task: Task, samples: int, draws: bool = False) -> None:
         self.task, self.length, self.draws = task, samples, draws
         self.samples, self.errors = 0, dict[str, float]()
         self.kept = list[tuple[Tensor, Tensor]]()  # (numbers, rows of `COLUMNS`)
@@ -202,8 +187,6 @@ class SampleResults:
     def add(self, found: Mapping[str, Tensor], outputs: Any, targets: Any, numbers: Tensor) -> None:
         """found: what the task gave for these samples of this rank."""
         self.samples += count_samples(targets)
-        if self.length is None:
-            return
         loss = self._each(found["loss"], targets)
         row = {"seen": torch.ones_like(loss), "loss": loss, "target": _one_value(targets)}
         if self.task.ignored is not None and isinstance(targets, Tensor) and targets.dim() == 1:
@@ -225,8 +208,6 @@ class SampleResults:
 
     def reduce(self, world: World) -> None:
         self.samples = sum(world.all_gather_json(self.samples))
-        if self.length is None:
-            return
         whole = torch.zeros(self.length, len(COLUMNS), dtype=torch.float64, device=float64_device(world.device))
         for numbers, rows in self.kept:
             whole[numbers.to(whole.device)] = rows.to(whole.device)
@@ -239,25 +220,21 @@ class SampleResults:
             if len(column) > 1 and not is_binary and not column.isnan().any():
                 self.errors[metric] = float(column.std() / len(column) ** 0.5)
 
-    def lines(self, loader: Loader) -> Iterator[str]:
-        """Of a CSV file with the columns number, file, target, loss, right: those that there are."""
+    def table(self, loader: Loader) -> dict[str, Sequence[Any]]:
+        """{column: a value for each sample} of number, file, target, loss and right: those that there are."""
         files, classes = files_of(loader), class_names(loader.reader.dataset)
-        plain = {
-            name: [int(one) if one.is_integer() else one for one in self.columns[name].tolist()]
-            for name in ("target", "right")
-            if not self.columns[name].isnan().all()
-        }
-        columns = {"number": self.columns["number"].tolist()}
+        always = ("number", "loss")
+        known = {name: c.tolist() for name, c in self.columns.items() if name in always or not c.isnan().all()}
+        known |= {name: [*map(_shown, known[name])] for name in known.keys() & {"target", "right"}}
         if files:
-            columns["file"] = [files[number] for number in columns["number"]]
-        if "target" in plain:
-            columns["target"] = [classes[one] if one in range(len(classes)) else one for one in plain["target"]]
-        columns["loss"] = self.columns["loss"].tolist()
-        columns |= {name: plain[name] for name in plain.keys() & {"right"}}
-        for row in ([*columns], *zip(*columns.values(), strict=True)):
-            line = io.StringIO()
-            csv.writer(line, lineterminator="\n").writerow(row)
-            yield line.getvalue()
+            known["file"] = [files[number] for number in known["number"]]
+        if "target" in known:
+            known["target"] = [classes[one] if one in range(len(classes)) else one for one in known["target"]]
+        return {name: known[name] for name in ("number", "file", "target", "loss", "right") if name in known}
+
+
+def _shown(value: float) -> float:
+    return int(value) if value.is_integer() else value
 
 
 def _one_value(values: Any) -> Tensor | None:
@@ -284,28 +261,31 @@ class Evaluator:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, on_stop: Callable[[], NoReturn], step: int | None = None) -> dict[str, float]:
-        """As `evaluate`, and the loggers get images of the weights of `step`; None: the present step. A collective.
+        """As `evaluate`, of the weights of `step`, and the loggers get images; None: the present step. A collective.
 
         Raises TrainingDiverged if the loss is NaN or infinite.
         """
         run, loader = self.run, self.loader
-        length = None if loader.is_stream else len(loader.reader)
-        draws = self.images > 0 and length is not None and run.task.draws
-        results = SampleResults(run.task, length, draws) if draws or self.file is not None else None
+        step = run.progress.step if step is None else step
+        draws = self.images > 0 and run.task.draws
+        results = SampleResults(run.task, len(loader.reader), draws) if draws or self.file is not None else None
         metrics = Metrics(self.metrics, len(loader.reader)) if self.metrics else None
         means = evaluate(run, loader, on_stop, results, metrics)
         if not math.isfinite(means["loss"]):
-            raise self._diverged(means["loss"])
+            name = {"val": "validation"}.get(self.name, self.name)
+            what, broken = f"the {name} loss is {means['loss']} at step {step}", broken_in(loader, run)
+            if broken:
+                raise TrainingDiverged(f"{what}; in the {name} data {sentence_about(broken)}", OTHER_DATA)
+            raise TrainingDiverged(what, SMALLER_STEPS)
         for callback in run.callbacks:
             callback.on_evaluation(run, self.name, means)
         if results is None:
             return means
         results.reduce(run.world)
         self.facts = {"samples": results.samples, "errors": results.errors}
-        if self.file is not None and run.world.is_rank_zero and length is not None:
+        if self.file is not None and run.world.is_rank_zero:
             write_samples(self.file, results, loader)
         if draws:
-            step = run.progress.step if step is None else step
             self.loggers.draw(self.name, partial(self._figures, results.columns), step)
         return means
 
@@ -314,19 +294,13 @@ class Evaluator:
         found = self.run.task.figures(samples, self.loader.shown, classes, self.images)
         return {f"{self.name}/{name}": image for name, image in found.items()}
 
-    def _diverged(self, loss: float) -> TrainingDiverged:
-        """The error, with the samples that hold a NaN. A collective."""
-        name = {"val": "validation"}.get(self.name, self.name)
-        what, broken = f"the {name} loss is {loss} at step {self.run.progress.step}", broken_in(self.loader, self.run)
-        if not broken:
-            return TrainingDiverged(what, SMALLER_STEPS)
-        return TrainingDiverged(f"{what}; in the {name} data {sentence_about(broken)}", OTHER_DATA)
-
 
 def write_samples(file: Path, results: SampleResults, loader: Loader) -> None:
     """A full disk costs the file, and a warning."""
+    table, text = results.table(loader), io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([[*table], *zip(*table.values(), strict=True)])
     try:
-        write_whole(file, "".join(results.lines(loader)), sync=False)
+        write_whole(file, text.getvalue(), sync=False)
     except OSError as error:
         log.warning("%s cannot be written (%s); the run goes on", file, error)
 

@@ -1,13 +1,12 @@
 """The training of a run, from its first epoch to its last evaluation. It is the same for any number of processes."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.loader import Batch
-from lockstep.failures import reporter
+from lockstep.failures.record import heartbeat
 from lockstep.loggers.base import EpochSummary, Loggers, RunInfo
 from lockstep.runs.record import FINISHED, PAUSED
 from lockstep.training.evaluate import Evaluations
@@ -37,22 +36,29 @@ def fit(
     run.clock.start(run.clock.before, run.progress.step)
     for callback in run.callbacks:
         callback.on_fit_start(run, loggers)
-    with snapshots.explaining_errors():
-        while not run.finished:
-            summary = train_epoch(run, batches, exchange)
-            if run.evaluation_due:
-                evaluated = {each.name: each(snapshots.stop_before_evaluation) for each in evaluations.of_each}
-                summary.metrics.update(evaluated)
-                if run.objective is not None and run.update_best(value_of(run.objective, evaluated)):
-                    snapshots.save("best")
-            finish_epoch(run, summary, loggers, snapshots)
-        if not evaluated:  # nothing is evaluated at each epoch, or a finished run was started again: all is logged
-            evaluated = {each.name: each(snapshots.stop) for each in evaluations.of_each}
-        reporter.enter("export")
-        snapshots.export()
-        is_paused, result = run.reached_limit == "trainer.pause_after", None
-        if evaluations.test is not None and not is_paused:
-            result = test(run, evaluations, evaluated, snapshots, loggers, tested)
+    while not run.finished:
+        begin_epoch(run, exchange)
+        for batch in islice(batches, run.steps_left):
+            run.step(batch)
+            run.progress.advance(batch)
+            for callback in run.callbacks:
+                callback.on_step_end(run)
+            if run.progress.step >= exchange.due and exchange():
+                break
+        summary = end_epoch(run, exchange)
+        if run.evaluation_due:
+            evaluated = {each.name: each(snapshots.stop_before_evaluation) for each in evaluations.of_each}
+            summary.metrics.update(evaluated)
+            if run.objective is not None and run.update_best(value_of(run.objective, evaluated)):
+                snapshots.save("best")
+        finish_epoch(run, summary, loggers, snapshots)
+    if not evaluated:  # nothing is evaluated at each epoch, or a finished run was started again: all is logged
+        evaluated = {each.name: each(snapshots.stop) for each in evaluations.of_each}
+    heartbeat.enter("export")
+    snapshots.export()
+    is_paused, result = run.reached_limit == "trainer.pause_after", None
+    if evaluations.test is not None and not is_paused:
+        result = test(run, evaluations, evaluated, snapshots, loggers, tested)
     for callback in run.callbacks:
         callback.on_fit_end(run)
     last = {} if run.objective is None else evaluated["val"]
@@ -62,29 +68,14 @@ def fit(
     return run.progress.best if run.progress.best is not None else value_of(run.objective, evaluated)
 
 
-def train_epoch(run: Run, batches: Iterator[Batch], exchange: Exchange) -> EpochSummary:
-    """The rest of one epoch: from `run.progress.samples` to its end, or to a limit."""
-    begin_epoch(run, exchange)
-    for batch in islice(batches, run.steps_left):
-        run.step(batch)
-        run.progress.advance(batch)
-        for callback in run.callbacks:
-            callback.on_step_end(run)
-        if run.progress.step >= exchange.due and exchange():
-            break
-    return end_epoch(run, exchange)
-
-
 def begin_epoch(run: Run, exchange: Exchange) -> None:
     """Before the first step of an epoch, or of the rest of one."""
     progress = run.progress
-    reporter.enter("train")
-    reporter.epoch_starts(progress.epoch + 1)
-    reporter.training_on(run.samples_of_batch)
+    heartbeat.enter("train", run.samples_of_batch, progress.epoch + 1)
     progress.evaluation_pending = False
     run.strategy.module.train()
     if progress.samples == 0:
-        run.step.draws.begin_epoch()
+        run.step.draws.begin_epoch(progress.step)
         run.meter.clear()
     exchange.begin_epoch()
 
@@ -99,8 +90,7 @@ def end_epoch(run: Run, exchange: Exchange) -> EpochSummary:
         raise diverged(run, f"the loss is {means['loss']}", run.meter.first_non_finite())
     speed, counted = exchange.samples_per_second(), dict[str, float]()
     if run.task.counts != "samples" and speed is not None:
-        per_sample = float(totals[len(run.meter.names)]) / run.progress.samples
-        counted[run.task.counts] = speed * (run.step.targets_per_sample or per_sample)
+        counted[run.task.counts] = speed * float(totals[len(run.meter.names)]) / run.progress.samples
     run.end_epoch()
     return EpochSummary(
         epoch=run.progress.epoch + (run.progress.samples > 0),
@@ -133,14 +123,13 @@ def test(
 ) -> Mapping[str, Any]:
     """The number of the run, as `RunInfo.test`: of the test set, with the weights that were chosen. It is read once."""
     assert evaluations.test is not None
-    step = run.progress.step
-    chosen = step if run.progress.best_step is None else run.progress.best_step
-    found = None if tested is None or tested["step"] != chosen else tested
-    is_logged = found is not None
-    if found is None and chosen == step and "test" in evaluated:
-        is_logged = True
+    step, best_step = run.progress.step, run.progress.best_step
+    chosen, is_logged = step if best_step is None else best_step, True
+    if tested is not None and tested["step"] == chosen:
+        found = tested
+    elif chosen == step and "test" in evaluated:
         found = {"step": step, "metrics": evaluated["test"], **evaluations.test.facts}
-    if found is None:
+    else:
         is_logged, chosen = "test" in evaluated, snapshots.take_best()
         metrics = evaluations.test(snapshots.stop_before_test, chosen)
         found = {"step": chosen, "metrics": metrics, **evaluations.test.facts}

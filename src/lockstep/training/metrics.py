@@ -54,18 +54,20 @@ class Meter:
             columns = [torch.stack(column) for column in zip(*values, strict=True)]
             self.losses.append((list(steps), columns[0]))
             sums = [column.to(self.device).sum(0, dtype=torch.float64) for column in columns]
-            known = [sum(one for one in column if isinstance(one, int)) for column in zip(*counts, strict=True)]
+            by_name = [*zip(*counts, strict=True)]
+            # Plain numbers, as most tasks count, cross to the device at once.
+            known = [0 if isinstance(column[0], Tensor) else sum(column) for column in by_name]
             here = torch.tensor(known, dtype=torch.float64).to(self.device, non_blocking=True)
             self.totals += torch.stack([*sums, *here])
-            for place, column in enumerate(zip(*counts, strict=True), start=len(self.names)):
-                others = [one.to(self.device, torch.float64) for one in column if isinstance(one, Tensor)]
-                if others:
-                    self.totals[place] += torch.stack(others).sum()
+            for place, column in enumerate(by_name, start=len(self.names)):
+                if isinstance(column[0], Tensor):
+                    self.totals[place] += torch.stack(column).to(self.device).sum(dtype=torch.float64)
         return self.totals
 
     def means(self, totals: Tensor) -> dict[str, float]:
         """{name: mean} of totals over all ranks; empty if nothing was counted."""
-        values, counts = totals.tolist()[: len(self.names)], totals.tolist()[len(self.names) :]
+        numbers = totals.tolist()
+        values, counts = numbers[: len(self.names)], numbers[len(self.names) :]
         if not any(counts):
             return {}
         named = {name: value / (count or 1) for name, value, count in zip(self.names, values, counts, strict=True)}
@@ -74,10 +76,8 @@ class Meter:
     def first_non_finite(self) -> int | None:
         """The first of the steps that are kept whose loss is NaN or infinite on some rank. A collective."""
         self.flush()
-        found = [(steps, losses.tolist()) for steps, losses in self.losses]
-        bad = [
-            step for steps, losses in found for step, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)
-        ]
+        pairs = [pair for steps, losses in self.losses for pair in zip(steps, losses.tolist(), strict=True)]
+        bad = [step for step, loss in pairs if not math.isfinite(loss)]
         everyones = self.world.all_gather_json(min(bad, default=None))
         return min((step for step in everyones if step is not None), default=None)
 

@@ -78,43 +78,42 @@ def diverged(run: Run, what: str, step: int | None) -> TrainingDiverged:
     """
     if step is None:
         return TrainingDiverged(what, SMALLER_STEPS)
-    loader, position = run.loaders.train, run.progress
-    skipped = run.progress.step - step + 1  # steps back from here, all in this epoch
-    start = max(0, -(-position.samples // run.batch_size) - skipped) * run.batch_size
-    parts, mine = loader.numbers_at(position.epoch, start), list[int]()
-    for numbers in parts:
-        mine += broken_samples(*loader.read(numbers, position.epoch))
-    samples = [number for numbers in parts for number in loader.whole(numbers).tolist()]
-    everyones = run.world.all_gather_json({"samples": samples, "broken": mine})
-    broken = [number for rank in everyones for number in rank["broken"]]
-    ranks = [rank for rank, found in enumerate(everyones) if found["broken"]] or range(len(everyones))
-    where = " and ".join(
-        f"on rank {rank} with the samples {first_of(everyones[rank]['samples'], SAMPLES_NAMED)}" for rank in ranks
-    )
-    sentence = f"{what} at step {step} {where}"
-    if not broken:
+    loader, progress = run.loaders.train, run.progress
+    steps_of_epoch = -(-progress.samples // run.batch_size)
+    start = max(0, steps_of_epoch - (progress.step - step + 1)) * run.batch_size  # all steps back are in this epoch
+    samples, broken = list[int](), list[int]()
+    for request in loader.requests_at(progress.epoch, start):
+        numbers = loader.whole(request.numbers)
+        broken += broken_samples(numbers, *loader.read(request))
+        samples += numbers[loader.before :].tolist()
+    everyones = run.world.all_gather_json([samples, broken])
+    ranks = [rank for rank, (_, bad) in enumerate(everyones) if bad] or range(len(everyones))
+    of_ranks = [f"on rank {rank} with the samples {first_of(everyones[rank][0], SAMPLES_NAMED)}" for rank in ranks]
+    sentence, all_broken = f"{what} at step {step} {' and '.join(of_ranks)}", [n for _, bad in everyones for n in bad]
+    if not all_broken:
         return TrainingDiverged(sentence, SMALLER_STEPS)
     advice = f"{OTHER_DATA}, or to leave out their batches type watch.nan=skip"
-    return TrainingDiverged(f"{sentence}; {sentence_about(broken)}", advice)
+    return TrainingDiverged(f"{sentence}; {sentence_about(all_broken)}", advice)
 
 
-def broken_samples(indices: Tensor, inputs: Any, targets: Any) -> list[int]:
-    """Those of a batch with NaN or infinite values. indices: the numbers of its samples (N,). On a GPU the host waits.
+def broken_samples(numbers: Any, inputs: Any, targets: Any) -> list[int]:
+    """Those of a batch with NaN or infinite values. numbers: an array (N,) of its samples. On a GPU the host waits.
 
     A tensor with other rows than samples, such as sequences that a collate_fn packs, names none.
     """
     found = set[int]()
     for tensor in filter(torch.is_floating_point, [*tensors_in(inputs), *tensors_in(targets)]):
-        if tensor.shape[:1] == indices.shape:
+        if tensor.shape[:1] == numbers.shape:
             is_broken = ~tensor.isfinite().reshape(len(tensor), tensor.shape[1:].numel()).all(1)
-            found |= set(indices.to(tensor.device)[is_broken].tolist())
+            found |= set(numbers[is_broken.cpu().numpy()].tolist())
     return sorted(found)
 
 
 def broken_in(loader: Loader, run: Run) -> list[int]:
     """The samples of an evaluation that hold NaN or infinite values. A collective."""
-    parts = loader.evaluation(run.config.evaluation.batch_size)
-    mine = [found for part in parts for found in broken_samples(loader.whole(part.numbers), part.inputs, part.targets)]
+    mine = list[int]()
+    for part in loader.evaluation(run.config.evaluation.batch_size):
+        mine += broken_samples(loader.whole(part.numbers.numpy()), part.inputs, part.targets)
     return [number for rank in run.world.all_gather_json(mine) for number in rank]
 
 

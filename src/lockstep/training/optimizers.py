@@ -1,6 +1,6 @@
 """The optimizer of a run: parameter groups by rule, and Muon beside another one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -23,12 +23,14 @@ Rule = tuple[str, list[str], dict[str, Any]]
 
 def rules_of(parameters: Parameters) -> list[Rule]:
     """What `parameters` says of hyperparameters of their own."""
-    rules = [
-        ("parameters.groups", _patterns(group), {name: value for name, value in group.items() if name != "match"})
-        for group in parameters.groups
-    ]
+    rules = list[Rule]()
+    for group in parameters.groups:
+        match: Any = group["match"]
+        patterns = [match] if isinstance(match, str) else [*map(str, match)]
+        values = {name: value for name, value in group.items() if name != "match"}
+        rules.append(("parameters.groups", patterns, values))
     if parameters.no_decay:
-        rules.append(("parameters.no_decay", [str(name) for name in parameters.no_decay], {"weight_decay": 0.0}))
+        rules.append(("parameters.no_decay", [*map(str, parameters.no_decay)], {"weight_decay": 0.0}))
     return rules
 
 
@@ -42,11 +44,6 @@ def require_fit(optimizer: Optimizer, rules: Sequence[Rule]) -> None:
                 raise ConfigError(f"{what}; type {key}=[] or one of these")
 
 
-def _patterns(group: dict[str, Any]) -> list[str]:
-    match = group["match"]
-    return [str(name) for name in match] if isinstance(match, Sequence) and not isinstance(match, str) else [str(match)]
-
-
 def parameter_groups(model: nn.Module, world: World, rules: Sequence[Rule]) -> list[Any]:
     """What an optimizer takes: the trained parameters, in groups if there are rules. A collective.
 
@@ -56,26 +53,20 @@ def parameter_groups(model: nn.Module, world: World, rules: Sequence[Rule]) -> l
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not rules:
         return list(trained.values()) or [{"params": []}]  # a rank of a pipeline may hold frozen layers only
-    matched = [_matched(model, world, key, patterns) for key, patterns, _ in rules]
-    kinds = {name: [number for number, names in enumerate(matched) if name in names] for name in trained}
-    everyones = [kind for there in world.all_gather_json(list(kinds.values())) for kind in there]
+    matched = [[matching_parameters(model, pattern) for pattern in patterns] for _, patterns, _ in rules]
+    kinds = {name: [name in set().union(*found) for found in matched] for name in trained}
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    everyones = world.all_gather_json([[[bool(some) for some in found] for found in matched], names, [*kinds.values()]])
+    of_all = [name for _, there, _ in everyones for name in there]
+    for (key, patterns, _), *found in zip(rules, *(flags for flags, _, _ in everyones), strict=True):
+        require_matches(key, patterns, map(any, zip(*found, strict=True)), of_all)
     groups = []
-    for kind in sorted(set(map(tuple, everyones))):
-        group: dict[str, Any] = {"params": [trained[name] for name in trained if kinds[name] == list(kind)]}
-        for number in kind:
-            group |= rules[number][2]
+    for kind in sorted({tuple(kind) for _, _, there in everyones for kind in there}):
+        group: dict[str, Any] = {"params": [trained[name] for name in trained if tuple(kinds[name]) == kind]}
+        for (_, _, values), applies in zip(rules, kind, strict=True):
+            group |= values if applies else {}
         groups.append(group)
     return groups
-
-
-def _matched(model: nn.Module, world: World, key: str, patterns: list[str]) -> set[str]:
-    """The parameters of this rank that a rule names."""
-    found = [matching_parameters(model, pattern) for pattern in patterns]
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    everyones = world.all_gather_json([[bool(some) for some in found], names])
-    has_match = [any(flags) for flags in zip(*(flags for flags, _ in everyones), strict=True)]
-    require_matches(key, patterns, has_match, [name for _, there in everyones for name in there])
-    return set[str]().union(*found)
 
 
 def can_fuse(model: nn.Module) -> bool:
@@ -119,12 +110,10 @@ class MuonWithAdamW(Optimizer):
         betas: Annotated[Sequence[Fraction], Len(2, 2)],
         fused: bool | None,
     ) -> None:
-        groups = _as_groups(params)
-        matrices, others = ([_part(group, of_muon, 2, 2) for group in groups] for of_muon in (True, False))
+        matrices, others = _parted(params, lambda weight: weight.dim() == 2)
         self.muon = torch.optim.Muon(matrices, lr, momentum=momentum, weight_decay=weight_decay)
-        self.adamw = torch.optim.AdamW(
-            others, adamw_lr, (betas[0], betas[1]), weight_decay=weight_decay, fused=fused is True
-        )
+        decays = betas[0], betas[1]
+        self.adamw = torch.optim.AdamW(others, adamw_lr, decays, weight_decay=weight_decay, fused=fused is True)
         known = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": tuple(betas), "use_muon": True}
         super().__init__([*self.muon.param_groups, *self.adamw.param_groups], known)
         self._share()
@@ -171,10 +160,10 @@ class MuonWithSGD(Optimizer):
         sgd_momentum: Fraction,
         weight_decay: NotNegative,
     ) -> None:
-        groups = _as_groups(params)
+        matrices, others = _parted(params, lambda weight: weight.dim() >= 2)
         of_muon, of_sgd = {"lr": lr, "momentum": momentum}, {"lr": sgd_lr, "momentum": sgd_momentum}
-        matrices = [of_muon | _part(group, True, 2, None) | {"use_muon": True} for group in groups]
-        others = [of_sgd | _part(group, False, 2, None) | {"use_muon": False} for group in groups]
+        matrices = [of_muon | group | {"use_muon": True} for group in matrices]
+        others = [of_sgd | group | {"use_muon": False} for group in others]
         known = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "steps": steps, "use_muon": True}
         super().__init__([*matrices, *others], known)
 
@@ -204,17 +193,18 @@ class MuonWithSGD(Optimizer):
         return gradient.add(velocity, alpha=momentum)
 
 
-def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Parameters, or groups of them -> groups."""
+def _parted(params: Iterable[Any], is_matrix: Callable[[Tensor], bool]) -> list[list[dict[str, Any]]]:
+    """Parameters, or groups of them -> groups with what is Muon's, and as many with the others."""
     groups = list(params)
-    return groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
-
-
-def _part(group: dict[str, Any], of_muon: bool, least: int, most: int | None) -> dict[str, Any]:
-    """The group with those of its parameters that are Muon's, of `least` to `most` dimensions, or with the others."""
-    is_muons = [group.get("use_muon", True) and least <= p.dim() <= (most or p.dim()) for p in group["params"]]
-    chosen = [parameter for parameter, is_one in zip(group["params"], is_muons, strict=True) if is_one == of_muon]
-    return group | {"params": chosen}
+    groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
+    return [
+        [
+            group
+            | {"params": [p for p in group["params"] if (group.get("use_muon", True) and is_matrix(p)) == of_muon]}
+            for group in groups
+        ]
+        for of_muon in (True, False)
+    ]
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:

@@ -40,24 +40,17 @@ def digest(tensor: Tensor) -> Tensor:
     It is the sum of all values, read as 64-bit words, times odd weights that depend on the position, modulo 2**64. A
     change of one bit changes a word by a power of two, and an odd multiple of that is never 0 modulo 2**64.
     """
-    words = _words(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach())
-    length = words.numel()
-    if length <= PIECE:
-        return (words * _odd_weights(words.device)[:length]).sum()
-    whole = length // PIECE * PIECE
-    rows = [(some * _odd_weights(words.device)).sum(1) for some in words[:whole].view(-1, PIECE).split(64)]
-    return digest(torch.cat([*rows, digest(words[whole:]).view(1)]))
-
-
-def _words(values: Tensor) -> Tensor:
-    """(n,) int64: the bytes of `values` in their logical order, with zeros up to whole words. Mostly without a copy."""
+    values = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     flat = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
-    size = flat.element_size()
-    if flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:
-        return flat.view(torch.int64)
-    words = torch.zeros(-(-flat.numel() * size // 8), dtype=torch.int64, device=flat.device)
-    words.view(flat.dtype)[: flat.numel()] = flat
-    return words
+    bytes = flat.numel() * flat.element_size()
+    if bytes % 8 or flat.storage_offset() * flat.element_size() % 8:  # zeros up to whole words
+        words = torch.zeros(-(-bytes // 8), dtype=torch.int64, device=flat.device)
+        words.view(flat.dtype)[: flat.numel()] = flat
+    else:
+        words = flat.view(torch.int64)
+    if len(words) <= PIECE:
+        return (words * _odd_weights(words.device)[: len(words)]).sum()
+    return digest(torch.stack([digest(rows) for rows in words.split(PIECE)]))
 
 
 @cache

@@ -6,6 +6,7 @@ first dimension, or second one, is the batch. A model needs no change.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,35 +18,28 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lockstep.compat import dispatch_mode, gamma_functions
+from lockstep.compat import dispatch_mode
 from lockstep.data.loader import LoadedPart
 from lockstep.data.partition import fold_in, seed_numpy_and_random
 
 BLOCKS = 8  # of a global batch, at most: each is drawn from a seed of its own
 BLOCK_SIZE = 16384  # numbers in a block, at least: a call takes as long as these
 FILLERS = ("bernoulli_", "uniform_", "normal_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_")
-OF_TORCH = """
-rand randn randint rand_like randn_like randint_like randperm bernoulli normal multinomial poisson binomial
-dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout
-feature_alpha_dropout_ native_dropout rrelu rrelu_ lstm gru rnn_tanh rnn_relu
-"""
-OF_LAYERS = """
-dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu rrelu_ gumbel_softmax
-fractional_max_pool2d fractional_max_pool3d scaled_dot_product_attention multi_head_attention_forward
-"""
+WORDS = re.compile(
+    "rand|normal|uniform|bernoulli|multinomial|poisson|binomial|exponential|cauchy|geometric|gamma|dirichlet|"
+    "dropout|rrelu|lstm|gru|rnn|attention|gumbel|fractional"
+)
 MAY_DRAW = {
-    *(getattr(torch, name) for name in OF_TORCH.split()),
-    *(getattr(F, name) for name in OF_LAYERS.split()),
-    *(getattr(Tensor, name) for name in (*FILLERS, "bernoulli", "multinomial")),
-    *gamma_functions(),
+    getattr(place, name)
+    for place in (torch, F, Tensor)
+    for name in dir(place)
+    if WORDS.search(name) and callable(getattr(place, name))
 }
 """Their operations are looked at one by one, which takes some microseconds for each."""
 BATCH_DIMENSIONS = {  # those of what they draw inside, if not the first or the second
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), (1,)),
     F.multi_head_attention_forward: (0,),
 }
-
-
 UNWATCHED = nullcontext()
 
 
@@ -58,12 +52,11 @@ class Draws:
 
     def __init__(self, seed: int, device: torch.device, by_sample: bool) -> None:
         self.seed, self.by_sample, self.samples = seed, by_sample, SampleDraws()
-        index = device.index or 0
         self.generators = [torch.default_generator]
         if device.type == "cuda":
-            self.generators.append(torch.cuda.default_generators[index])
+            self.generators.append(torch.cuda.default_generators[device.index or 0])
         self.is_mps = device.type == "mps"
-        self.is_watched, self.step, self.step_seed = True, 0, 0
+        self.first: int | None = None  # the step of this epoch in which a model is looked at that has drawn nothing
 
     @property
     def has_drawn(self) -> bool:
@@ -71,38 +64,29 @@ class Draws:
 
     def restore(self, has_drawn: bool) -> None:
         """Go on from a snapshot in the middle of an epoch: the same draws belong to samples as without the stop."""
-        self.is_watched = self.samples.has_drawn = has_drawn
+        self.samples.has_drawn = has_drawn
 
-    def begin_epoch(self) -> None:
-        self.is_watched = True
+    def begin_epoch(self, step: int) -> None:
+        """step: the first one of the epoch, counted from 0."""
+        self.first = step
 
-    def begin_step(self, step: int) -> None:
-        """step: counted from 0."""
-        self.step, self.step_seed = step, fold_in(self.seed, step)
-
-    def of_part(self, part: LoadedPart, count: int) -> AbstractContextManager[Any]:
+    def of_part(self, step: int, part: LoadedPart, count: int) -> AbstractContextManager[Any]:
         """The block in which `part` of a batch of `count` samples is passed forward and backward.
 
         numpy and random give all parts the same numbers: one that decides about a layer, or mixes a batch, is that of
         one process.
         """
-        seed_numpy_and_random(self.step_seed)
+        seed = fold_in(self.seed, step)
+        seed_numpy_and_random(seed)
         if not self.by_sample:
-            self.set_seed(fold_in(self.seed, self.step, part.number))
-            return UNWATCHED
-        self.set_seed(self.step_seed)
-        return self.samples.of(part.start, len(part.numbers), count) if self.is_watched else UNWATCHED
-
-    def end_step(self) -> None:
-        """A model that has drawn nothing is not looked at until the next epoch begins."""
-        self.is_watched = self.samples.has_drawn
-
-    def set_seed(self, seed: int) -> None:
-        """torch.manual_seed does this too, and takes 0.5 ms where torch could use a GPU."""
-        for generator in self.generators:
+            seed = fold_in(self.seed, step, part.number)
+        for generator in self.generators:  # torch.manual_seed takes 0.5 ms where torch could use a GPU
             generator.manual_seed(seed)
         if self.is_mps:
             torch.mps.manual_seed(seed)
+        if self.by_sample and (step == self.first or self.samples.has_drawn):
+            return self.samples.of(part.start, len(part.numbers), count)
+        return UNWATCHED
 
 
 class SampleDraws(TorchFunctionMode):
@@ -170,11 +154,6 @@ class SampleDraws(TorchFunctionMode):
                 return dimension
         return 0 if 0 in self.dimensions and shape[0] and shape[0] % self.rows == 0 else None
 
-    def by_all(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """`func`, which draws the same on all ranks."""
-        self.has_drawn = True
-        return func(*args, **kwargs)
-
     def by_rank(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """`func`, whose draws differ between ranks, if it draws: an attention need not."""
         generators = [torch.default_generator, *torch.cuda.default_generators]
@@ -209,45 +188,40 @@ class _Operators(dispatch_mode()):  # type: ignore[misc]
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        match str(func.overloadpacket).removeprefix("aten."), args:
-            case ("rand_like" | "randn_like") as name, (like,):
-                return self._fill(torch.empty_like(like, **kwargs), "uniform_" if name == "rand_like" else "normal_")
-            case ("rand" | "randn") as name, (size,):
-                return self._fill(torch.empty(size, **kwargs), "uniform_" if name == "rand" else "normal_")
-            case "randint_like", (like, *bounds):
-                return self._fill(torch.empty_like(like, **kwargs), "random_", *bounds[:-1] or [0], bounds[-1])
-            case "randint", (*bounds, size):
-                kwargs = {"dtype": torch.int64, **kwargs}
-                return self._fill(torch.empty(size, **kwargs), "random_", *bounds[:-1] or [0], bounds[-1])
-            case "bernoulli", (Tensor() as probabilities,):
-                draws = torch.empty_like(probabilities, memory_format=torch.contiguous_format)
-                return (self._fill(draws, "uniform_") < probabilities).to(probabilities.dtype)
-            case "bernoulli", (Tensor() as like, p):
+        name = str(func.overloadpacket).removeprefix("aten.")
+        match name, args:
+            case (("rand_like" | "randn_like" | "randint_like"), (like, *bounds)):
+                return self._fill(torch.empty_like(like, **kwargs), name, *bounds)
+            case (("rand" | "randn" | "randint"), (*bounds, size)):
+                kwargs = {"dtype": torch.int64, **kwargs} if name == "randint" else kwargs
+                return self._fill(torch.empty(size, **kwargs), name, *bounds)
+            case "bernoulli", (Tensor() as p,):
+                return (self._fill(torch.empty(p.shape, device=p.device), "uniform_") < p).to(p.dtype)
+            case "bernoulli_", (Tensor() as tensor, Tensor() as p):
+                return tensor.copy_(self._fill(torch.empty(tensor.shape, device=tensor.device), "uniform_") < p)
+            case "bernoulli", (like, p):
                 return self._fill(torch.empty_like(like), "bernoulli_", p)
-            case "bernoulli_", (Tensor() as tensor, Tensor() as probabilities):
-                draws = torch.empty(tensor.shape, device=tensor.device)
-                return tensor.copy_(self._fill(draws, "uniform_") < probabilities)
-            case "normal", (mean, std) if isinstance(mean, Tensor) or isinstance(std, Tensor):
-                like = mean if isinstance(mean, Tensor) else std
-                shape = torch.broadcast_shapes(*(value.shape for value in args if isinstance(value, Tensor)))
-                return self._fill(like.new_empty(shape), "normal_") * std + mean
-            case "normal", (mean, std, size):
-                return self._fill(torch.empty(size, **kwargs), "normal_", mean, std)
+            case "normal", (mean, std, *size):
+                tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
+                shape = size[0] if size else torch.broadcast_shapes(*(value.shape for value in tensors))
+                drawn = tensors[0].new_empty(shape) if tensors else torch.empty(shape, **kwargs)
+                return self._fill(drawn, "normal_") * std + mean
             case "native_dropout", (input, p, True) if 0 < p < 1:
                 mask = self._fill(torch.empty_like(input), "bernoulli_", 1 - p)
                 return input * mask / (1 - p), mask.bool()
-            case "rrelu_with_noise", (input, noise, lower, upper, True):
-                slopes = self._fill(torch.empty_like(noise), "uniform_", lower, upper)
-                return input * noise.copy_(slopes.where(input <= 0, 1))
-            case name, (Tensor() as tensor, *numbers) if name in FILLERS:
+            case _, (Tensor() as tensor, *numbers) if name in FILLERS:
                 return self._fill(tensor, name, *numbers, **kwargs)
-            case (("_sample_dirichlet" | "multinomial"), (Tensor() as row, *_)) if row.numel() == row.shape[-1]:
-                return self.draws.by_all(func, *args, **kwargs)
-            case "_standard_gamma", (Tensor() as number, *_) if number.numel() == 1:
-                return self.draws.by_all(func, *args, **kwargs)
+            case (("_sample_dirichlet" | "multinomial"), (row, *_)) if row.numel() == row.shape[-1]:
+                self.draws.has_drawn = True  # one draw is the same on all ranks
+                return func(*args, **kwargs)
+            case "_standard_gamma", (number, *_) if number.numel() == 1:
+                self.draws.has_drawn = True
+                return func(*args, **kwargs)
         return self.draws.by_rank(func, *args, **kwargs)
 
     def _fill(self, tensor: Tensor, name: str, *numbers: Any, **kwargs: Any) -> Tensor:
+        name = {"rand": "uniform_", "randn": "normal_", "randint": "random_"}.get(name.removesuffix("_like"), name)
+
         def fill(part: Tensor, generator: torch.Generator) -> None:
             getattr(part, name)(*numbers, **kwargs | {"generator": generator})
 

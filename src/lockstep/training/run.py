@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,14 +13,14 @@ import torch
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.failures import reporter
+from lockstep.failures.record import heartbeat
 from lockstep.strategies.base import Strategy
 from lockstep.tasks.base import Task
 
 if TYPE_CHECKING:
     from lockstep.data.loader import Batch, Loader
     from lockstep.training.callbacks import Callback
-    from lockstep.training.ema import WeightAverage
+    from lockstep.training.ema import Average
     from lockstep.training.metrics import Meter
     from lockstep.training.schedules import Schedule
     from lockstep.training.step import Step
@@ -62,7 +62,7 @@ class Progress:
         """An optimizer step over `batch` is done."""
         self.samples += batch.count
         self.step += 1
-        reporter.step_ended(self.epoch + 1, self.step)
+        heartbeat.step_ended(self.epoch + 1, self.step)
 
 
 class Loaders(NamedTuple):
@@ -99,12 +99,12 @@ class Run:
     progress: Progress
     loaders: Loaders
     batch_size: int
-    average: "WeightAverage | None" = None
+    clock: "Clock"
+    average: "Average | None" = None
     objective: str | None = None
     direction: str = "min"
     callbacks: "Sequence[Callback]" = ()
     hyperparameters: "Sequence[dict[str, Any]]" = ()
-    clock: "Clock" = field(default_factory=lambda: Clock())
 
     @property
     def world(self) -> World:
@@ -120,14 +120,11 @@ class Run:
         return len(self.loaders.train)
 
     @property
-    def steps_per_epoch(self) -> int:
-        return -(-self.epoch_samples // self.batch_size)
-
-    @property
     def place(self) -> int:
         """The step of a run with this batch size that is as far from the end of the epoch."""
-        left = -(-(self.epoch_samples - self.progress.samples) // self.batch_size)
-        return (self.progress.epoch + 1) * self.steps_per_epoch - left
+        samples = self.epoch_samples - self.progress.samples
+        per_epoch, left = (-(-count // self.batch_size) for count in (self.epoch_samples, samples))
+        return (self.progress.epoch + 1) * per_epoch - left
 
     @property
     def finished(self) -> bool:
@@ -137,19 +134,14 @@ class Run:
     def reached_limit(self) -> str | None:
         """The config key of the limit that the run has reached, None if it can train on."""
         trainer, progress, patience = self.config.trainer, self.progress, self.config.evaluation.patience
-        if progress.evaluation_pending:
-            return None
-        if trainer.max_steps is not None and progress.step >= trainer.max_steps:
-            return "trainer.max_steps"
-        if progress.step >= self.clock.last_step:
-            return "trainer.max_time"
-        if patience is not None and progress.evals_since_best >= patience:
-            return "evaluation.patience"
-        if progress.epoch >= trainer.epochs:
-            return "trainer.epochs"
-        if trainer.pause_after is not None and progress.epoch >= trainer.pause_after:
-            return "trainer.pause_after"
-        return None
+        limits = {
+            "trainer.max_steps": trainer.max_steps is not None and progress.step >= trainer.max_steps,
+            "trainer.max_time": progress.step >= self.clock.last_step,
+            "evaluation.patience": patience is not None and progress.evals_since_best >= patience,
+            "trainer.epochs": progress.epoch >= trainer.epochs,
+            "trainer.pause_after": trainer.pause_after is not None and progress.epoch >= trainer.pause_after,
+        }
+        return None if progress.evaluation_pending else next((key for key in limits if limits[key]), None)
 
     @property
     def steps_left(self) -> int:
@@ -160,8 +152,10 @@ class Run:
 
     def samples_of_batch(self) -> list[int]:
         """The numbers in the data set of the samples that this rank computes in this step."""
-        parts = self.loaders.train.numbers_at(self.progress.epoch, self.progress.samples)
-        return [number for part in parts for number in part.tolist()]
+        loader, numbers = self.loaders.train, list[int]()
+        for request in loader.requests_at(self.progress.epoch, self.progress.samples):
+            numbers += request.numbers[loader.before :].tolist()
+        return numbers
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Inside the block the model has its averaged weights, if the run keeps any. Begin it in training mode."""
@@ -199,12 +193,11 @@ class Run:
         if progress.samples or is_extra or math.isnan(value):
             return False
         self.schedule.evaluated(value)
+        progress.evals_since_best += 1
         best = progress.best
         if best is None or (value < best if self.direction == "min" else value > best):
             progress.best, progress.best_step, progress.evals_since_best = value, progress.step, 0
-            return True
-        progress.evals_since_best += 1
-        return False
+        return progress.evals_since_best == 0
 
     def forget_best(self) -> None:
         """Evaluations from now on measure something else than those before."""
@@ -219,22 +212,22 @@ class Clock:
     """
 
     def __init__(self, limit: float = math.inf) -> None:
-        self.limit, self.before, self.started = limit, 0.0, time.monotonic()
-        self.last_step = math.inf
+        self.limit, self.last_step = limit, math.inf
+        self.before, self.started = 0.0, time.monotonic()
 
     @property
     def seconds(self) -> float:
         return self.before + time.monotonic() - self.started
+
+    @property
+    def is_over(self) -> bool:
+        return self.seconds >= self.limit
 
     def start(self, before: float, step: int) -> None:
         """Training begins, or goes on after `before` seconds and `step` steps."""
         self.before, self.started = before, time.monotonic()
         if before >= self.limit:
             self.last_step = step
-
-    @property
-    def is_over(self) -> bool:
-        return self.seconds >= self.limit
 
     def end_at(self, step: int) -> None:
         """All ranks have agreed that the run ends at this step."""

@@ -7,7 +7,8 @@ stepped after every optimizer step, or a `Schedule`.
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Lt
@@ -137,15 +138,17 @@ class TorchSchedule(Schedule):
     ) -> None:
         self.optimizer, self.interval = optimizer, steps_per_epoch if every == "epoch" else 1
         self.warmup, self.number = int(warmup_epochs * steps_per_epoch), 0
-        self.base = [float(group["lr"]) for group in optimizer.param_groups]
-        self.schedule = require_schedule(schedule(optimizer))
-        self.rates = [float(group["lr"]) for group in optimizer.param_groups]  # of the schedule, without the warm-up
+        self.base = self._rates()
+        self.schedule = schedule(optimizer)
+        if not callable(getattr(self.schedule, "step", None)):
+            found = "None" if self.schedule is None else f"an object of {type(self.schedule).__name__}"
+            what = f"scheduler._target_ returns {found}, and a scheduler of torch is wanted"
+            raise ConfigError(f"{what}; type return before the scheduler in that function, or scheduler=constant")
+        self.rates = self._rates()  # of the schedule, without the warm-up
         self._warm_up()
 
     def __call__(self, step: int) -> None:
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            set_lr(group, rate)  # some schedules go on from what they find
-        with warnings.catch_warnings():
+        with self._moving(), warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", "Detected call of `lr_scheduler.step"
             )  # before the optimizer's, in a resume
@@ -153,11 +156,21 @@ class TorchSchedule(Schedule):
                 self.number += 1
                 if self.number % self.interval == 0:
                     self.move()
-        self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self._warm_up()
 
     def move(self) -> None:
         self.schedule.step()
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """In the block the optimizer has the schedule's own rates: some schedules go on from what they find."""
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            set_lr(group, rate)
+        yield
+        self.rates = self._rates()
+        self._warm_up()
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def _warm_up(self) -> None:
         if self.number < self.warmup:
@@ -195,11 +208,8 @@ class Plateau(TorchSchedule):
         """Only an evaluation moves it on."""
 
     def evaluated(self, value: float) -> None:
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            set_lr(group, rate)
-        self.schedule.step(value)
-        self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self._warm_up()
+        with self._moving():
+            self.schedule.step(value)
 
     def forget_best(self) -> None:
         self.schedule.best, self.schedule.num_bad_epochs = self.schedule.mode_worse, 0
@@ -211,15 +221,6 @@ class Plateau(TorchSchedule):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rates = [base * factor for base, factor in zip(self.base, state["factors"], strict=True)]
         self.schedule.load_state_dict(state["schedule"])
-
-
-def require_schedule(made: Any) -> Any:
-    """Raises ConfigError for what is no scheduler."""
-    if not callable(getattr(made, "step", None)):
-        found = "None" if made is None else f"an object of {type(made).__name__}"
-        what = f"scheduler._target_ returns {found}, and a scheduler of torch is wanted"
-        raise ConfigError(f"{what}; type return before the scheduler in that function, or scheduler=constant")
-    return made
 
 
 def as_schedule(made: Any, optimizer: Optimizer) -> Schedule:

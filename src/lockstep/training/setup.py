@@ -47,13 +47,12 @@ CAST = {
 
 
 def cast(module: nn.Module, precision: str) -> None:
-    """Give the parameters and buffers of `module` the types of `precision`, in place.
+    """Give the parameters and buffers of `module` the types of `CAST`, in place.
 
-    float32 and complex64 become float64 and complex128 for fp64, float32 becomes bfloat16 for bf16-true, and they stay
-    for the others. Any other type was chosen by the module's author, and stays: `Module.to` would take the imaginary
-    part of complex weights away. In bfloat16 running statistics would not move: a norm that has them stays as a whole,
-    since torch wants its weights in their type. A tensor whose elements share memory, as `expand` makes it, becomes an
-    ordinary one: no value could be loaded into it.
+    Any other type was chosen by the module's author, and stays: `Module.to` would take the imaginary part of complex
+    weights away. In bfloat16 running statistics would not move: a norm that has them stays as a whole, since torch
+    wants its weights in their type. A tensor whose elements share memory, as `expand` makes it, becomes an ordinary
+    one: no value could be loaded into it.
     """
     types, kept = CAST.get(precision, {}), set[Tensor]()
     if precision == "bf16-true":
@@ -67,18 +66,16 @@ def cast(module: nn.Module, precision: str) -> None:
 
 
 def model_memory_format(model: nn.Module, channels_last: bool | str, device: torch.device) -> torch.memory_format:
-    """The layout of images and convolution weights; "auto" is channels_last for models with convolutions.
+    """The layout of images and convolution weights; "auto" is channels_last for models with convolutions: on a CPU the
+    convolutional net is 1.4 times as fast in it.
 
-    On a CPU the convolutional net is 1.4 times as fast in it: max-pooling is slower in the other layout. But a model
-    with a `damaging_layer` stays contiguous there. Raises ConfigError if channels_last is True for such a model.
+    Not with a `damaging_layer`: then it raises ConfigError if channels_last is True.
     """
     damaging = damaging_layer(model) if device.type == "cpu" else None
     if channels_last is True and damaging is not None:
-        raise ConfigError(
-            f"trainer.channels_last=true would damage memory: torch's backward pass of a 1x1 convolution with a stride "
-            f"above 1 and fewer than 8 input channels ({damaging}) writes past its end in that layout on CPUs; "
-            f"type trainer.channels_last=auto"
-        )
+        what = "trainer.channels_last=true would damage memory: torch's backward pass of a 1x1 convolution with a "
+        what += f"stride above 1 and fewer than 8 input channels ({damaging}) writes past its end in that layout"
+        raise ConfigError(f"{what} on CPUs; type trainer.channels_last=auto")
     if channels_last == "auto":
         has_convolutions = any(isinstance(module, nn.Conv2d) for module in model.modules())
         channels_last = has_convolutions and damaging is None and device.type != "mps"  # has few kernels for it
@@ -86,12 +83,8 @@ def model_memory_format(model: nn.Module, channels_last: bool | str, device: tor
 
 
 def damaging_layer(model: nn.Module) -> str | None:
-    """The name of a layer whose backward pass damages memory on CPUs without AVX-512 if it is channels_last.
-
-    Seen in torch 2.14.1 (oneDNN) with a kernel of 1x1, a stride above 1, one group and 1 to 7 input channels: wrong
-    gradients, a corrupted heap or an endless loop. Other kernels, groups and transposed convolutions are right.
-    `tests/drills/test_cpu_kernels.py` compares them all.
-    """
+    """The name of a layer whose backward pass damages memory on CPUs without AVX-512 if it is channels_last: seen in
+    torch 2.14.1 (oneDNN), compared with all others in `tests/drills/test_cpu_kernels.py`."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.Conv2d) or module.kernel_size != (1, 1) or max(module.stride) == 1:
             continue
@@ -108,19 +101,10 @@ def prepare_model(
     memory_format: torch.memory_format,
     compile: bool | str,
 ) -> nn.Module:
-    """The model on `device`, in the layout and type that it computes in.
-
-    compile: True, or a mode of torch.compile: "reduce-overhead" records CUDA graphs, "max-autotune" tries kernels.
-    """
-    if (
-        precision in ("bf16", "bf16-true")
-        and world.device.type == "cpu"
-        and world.is_rank_zero
-        and not has_native_bf16()
-    ):
-        log.warning(
-            "this CPU has no bfloat16: %s is up to 8 times slower than fp32; type trainer.precision=fp32", precision
-        )
+    """The model on `device`, in the layout and type that it computes in. compile: True, or a mode of torch.compile."""
+    if precision.startswith("bf16") and world.device.type == "cpu" and world.is_rank_zero and not has_native_bf16():
+        what = "this CPU has no bfloat16: %s is up to 8 times slower than fp32; type trainer.precision=fp32"
+        log.warning(what, precision)
     cast(model, precision)
     model = model.to(device)
     if memory_format == torch.channels_last and not has_lazy_layers(model):  # without shapes there is no layout yet
@@ -161,37 +145,32 @@ class _Checkpointed(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return super().forward(*args, **kwargs)
-        options: Any = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), _as_now(self))}
+        again = _as_now(self)
+        options: Any = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), again)}
         return checkpoint(super().forward, *args, **options, **kwargs)
 
 
 def _as_now(block: nn.Module) -> AbstractContextManager[None]:
     """A block in which `block` computes as it does now: running statistics and counters in buffers move once in a step,
     and numpy and random draw the same again, as torch does."""
-    then = {place: buffer.clone() for place, buffer in _buffers(block).items()}
+    places = [(module, name) for module in block.modules() for name, _ in module.named_buffers(recurse=False)]
+    then = [getattr(*place).clone() for place in places]
     numpy_state, state = np.random.get_state(), random.getstate()
+
+    def put(buffers: list[Tensor]) -> None:
+        for place, buffer in zip(places, buffers, strict=True):
+            setattr(*place, buffer)
 
     @contextmanager
     def again() -> Iterator[None]:
-        now = _buffers(block)
+        now = [getattr(*place) for place in places]
         with random_states_kept():
             np.random.set_state(numpy_state)
             random.setstate(state)
-            _set(then)
+            put(then)
             try:
                 yield
             finally:
-                _set(now)
+                put(now)
 
     return again()
-
-
-def _buffers(block: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
-    return {
-        (module, name): buffer for module in block.modules() for name, buffer in module.named_buffers(recurse=False)
-    }
-
-
-def _set(buffers: dict[tuple[nn.Module, str], Tensor]) -> None:
-    for (module, name), buffer in buffers.items():
-        setattr(module, name, buffer)

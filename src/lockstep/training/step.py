@@ -12,7 +12,6 @@ from torch import Tensor
 from lockstep.data.loader import Batch
 from lockstep.strategies.base import Loss, Outputs, Strategy
 from lockstep.tasks.base import Task
-from lockstep.training.ema import WeightAverage
 from lockstep.training.metrics import Meter
 from lockstep.training.nonfinite import SkipNonFinite
 from lockstep.training.rng import Draws
@@ -23,11 +22,11 @@ from lockstep.training.schedules import Schedule
 class Step:
     """Forward, backward, averaging, clipping, update.
 
-    A subclass passes the keyword arguments that it does not take itself on to this constructor. What it keeps in
-    `state_dict` is in the snapshot.
+    A subclass passes the keyword arguments that it does not take itself on to this constructor.
 
     scaler: of the loss, for fp16; else one that does nothing. ignores: whether some targets may count nowhere.
-    progress: how far the run is; `progress.step` steps are done. average: of the weights. skip: for watch.nan=skip.
+    progress: how far the run is; `progress.step` steps are done. average: as
+    `lockstep.training.ema.Average`. skip: for watch.nan=skip.
     unit: an attribute, after how many steps all ranks hold the same.
     """
 
@@ -45,7 +44,7 @@ class Step:
         draws: Draws,
         progress: Progress,
         max_grad_norm: float | None = None,
-        average: WeightAverage | None = None,
+        average: Any = None,
         skip: SkipNonFinite | None = None,
         ignores: bool = True,
     ) -> None:
@@ -57,63 +56,50 @@ class Step:
         self.grad_norm: Tensor | None = None  # of the last step, before it was clipped
         self.weights: dict[int, Tensor] = {}  # {samples of a batch: what multiplies the sum of the losses}
         self.pending: tuple[Any, Tensor, Tensor] | None = None  # (what waits for the counts, the weight)
-        self.targets_per_sample: int | None = None  # where each of them counts
 
     def __call__(self, batch: Batch) -> None:
         self.optimizer.zero_grad()
-        self.forward_backward(batch)
+        weight = self.begin(batch)
+        for part in batch.parts:
+            with self.draws.of_part(self.progress.step, part, batch.count):
+                self.strategy.forward_backward(part, self.loss, weight, part is batch.parts[-1])
         self.update()
 
     def forward_backward(self, batch: Batch, loss: Loss | None = None, outputs: Outputs | None = None) -> None:
-        """The gradient of the mean loss over the global batch, added to `.grad`, averaged over the ranks.
+        """For steps of your own: the gradient of the mean loss over the global batch is added to `.grad`, averaged over
+        the ranks.
 
         loss: (outputs, targets) -> the summed loss of these samples, 0-d, in the place of the task's; it is not
         measured. outputs: (model, inputs) -> what the loss takes, in the place of the task's. Both are for a second
         pass of a step: a sample counts once a step in the metrics.
         """
-        chosen = self.loss if loss is None else self._with_weight(loss)
-        self.draws.begin_step(self.progress.step)
-        if self.skip is not None:
-            self.skip.begin()
-        weight = self.weight(batch)
+        weight, chosen = self.begin(batch), self.loss if loss is None else loss
+        if loss is not None and self.pending is not None:
+            self._fill_in()
         for part in batch.parts:
-            with self.draws.of_part(part, batch.count):
+            with self.draws.of_part(self.progress.step, part, batch.count):
                 self.strategy.forward_backward(part, chosen, weight, part is batch.parts[-1], outputs)
-        self.draws.end_step()
 
-    def weight(self, batch: Batch) -> Tensor:
+    def begin(self, batch: Batch) -> Tensor:
         """0-d: what multiplies the sum of a part's losses before the backward pass, W / N.
 
         N is the count of the whole global batch, and W what the averaging of gradients divides by. A mean of the ranks'
         means would be wrong wherever ranks have unequally many samples or tokens. Where the ranks have to add up their
         counts, they do so during the forward pass, and `loss` fills the weight in.
         """
+        if self.skip is not None:
+            self.skip.begin()
         weight = self.weights.get(batch.count)
         if weight is None:
             device, dtype = self.strategy.world.device, self.strategy.loss_type
             # torch.tensor would wait for a GPU
             weight = torch.full((), self.strategy.gradient_divisor / batch.count, device=device, dtype=dtype)
-            targets = batch.parts[0].targets if batch.parts else None
-            if targets is not None and self.task.counts_by_value(targets, self.ignores):
-                counts = [_as_tensor(self.task.count(part.targets), self.meter.device) for part in batch.parts]
-                wait, total = self.strategy.sum_counts(torch.stack(counts))
-                self.pending = wait, total, weight
+            if batch.parts and self.task.counts_by_value(batch.parts[0].targets, self.ignores):
+                counts = [as_tensor(self.task.count(part.targets), self.meter.device) for part in batch.parts]
+                self.pending = *self.strategy.sum_counts(torch.stack(counts)), weight
                 return weight
             self.weights[batch.count] = weight
-            if isinstance(targets, Tensor) and len(targets):
-                self.targets_per_sample = targets[0].numel()
         return self.scaler.scale(weight) if self.scales else weight
-
-    def _with_weight(self, loss: Loss) -> Loss:
-        """`loss`, and then the weight is complete."""
-
-        def summed(outputs: Any, targets: Any) -> Tensor:
-            found = loss(outputs, targets)
-            if self.pending is not None:
-                self._fill_in()
-            return found
-
-        return summed
 
     def _fill_in(self) -> None:
         assert self.pending is not None
@@ -158,8 +144,7 @@ class Step:
             self.schedule(self.progress.step + self.progress.ahead + 1)
 
     def synchronise(self) -> None:
-        """At an epoch's end: bring what all ranks shall hold the same to all of them, where that is not so after each
-        step."""
+        """At an epoch's end: bring what all ranks shall hold the same to all of them, where each step does not."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a snapshot keeps of this step, beside the run's own: tensors and plain values."""
@@ -169,7 +154,7 @@ class Step:
         """The reverse, before the first step of a resumed run."""
 
 
-def _as_tensor(count: int | Tensor, device: torch.device) -> Tensor:
+def as_tensor(count: int | Tensor, device: torch.device) -> Tensor:
     """0-d, in float64."""
     if isinstance(count, Tensor):
         return count.to(device).double()

@@ -1,20 +1,21 @@
-"""Which rank failed first, why a process ended as far as the system confirms it, and what that means in plain words."""
+"""What the end of a rank means in plain words, and what to type."""
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from lockstep.failures.monitored_rank import MonitoredRank
 from lockstep.source_code import is_project
 
 # The words of the CPU's allocator, whose error has no type of its own, of C++, of oneDNN and of the system.
 OUT_OF_MEMORY = "can't allocate memory|out of memory|bad_alloc|could not create a memory|Cannot allocate memory"
+SHAPES = "shapes cannot be multiplied|must match the size|size mismatch|expected input|invalid for input of size"
+SHAPES += "|Expected .*dimension|doesn't match the broadcast shape|shape mismatch|normalized_shape"
+NUMBERS = r"dtype.* got (UInt\d+|Bool|Short|Int|Long|Char) |Input type \((short|int|long|unsigned|bool)"
+NUMBERS += r"|not implemented for '(UInt\d+|Bool)"
 
 # Exception type or words of its message -> what it means, and what to type or do. They choose an explanation only.
 MEANINGS: tuple[tuple[str, str, str], ...] = (
-    (r"^TrainingDiverged: ", "a loss, a gradient or a weight is not finite", "do what the message says, then resume"),
-    (r"^RanksDiffer: ", "ranks that must hold the same weights do not", "do what the message says, then resume"),
     (
         r"expected input\[.*\] to have \d+ channels",
         "the images have another number of channels than the model was made for",
@@ -34,14 +35,12 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
     ),
     (r"No space left on device", "the disk is full", "free some space, or type hydra.run.dir=<another disk>"),
     (
-        r"shapes cannot be multiplied|must match the size|size mismatch|expected input|invalid for input of size"
-        r"|Expected .*dimension|doesn't match the broadcast shape|shape mismatch|normalized_shape",
+        SHAPES,
         "the shapes of the data and of the model do not fit together",
         "change the model or the data set at the line above; python src/train.py --cfg job shows their values",
     ),
     (
-        r"dtype.* got (UInt\d+|Bool|Short|Int|Long|Char) |Input type \((short|int|long|unsigned|bool)"
-        r"|not implemented for '(UInt\d+|Bool)",
+        NUMBERS,
         "the model got whole numbers or truth values, and computes with fractions; only samples of uint8 are scaled",
         "return floats from __getitem__, such as x.astype(numpy.float32), or change the type at the line above",
     ),
@@ -78,11 +77,6 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "write x = x + y in place of x += y, and inplace=False; torch.autograd.set_detect_anomaly(True) shows where",
     ),
     (
-        r"does not support sparse gradients",
-        "an embedding with sparse=True has sparse gradients, and this optimizer cannot use them",
-        "type optimizer=sgd, or make the embedding with sparse=False",
-    ),
-    (
         r"does not require grad and does not have a grad_fn",
         "the loss depends on no weight that is trained",
         "take detach(), torch.no_grad() and item() out of what the loss is made of, or freeze fewer weights",
@@ -91,11 +85,6 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         r"Expected to mark a variable ready only once",
         "a weight got its gradient twice in one backward pass, as from torch.utils.checkpoint with use_reentrant=True",
         "type strategy.find_unused_parameters=false, or pass use_reentrant=False to checkpoint",
-    ),
-    (
-        r"cannot be called on meta tensors",
-        "a pipeline finds shapes without values, and the model's forward pass decides by values",
-        "type strategy=ddp, or compute with torch.where in place of if, .item() and x[mask]",
     ),
     (
         r"DataLoader worker.* (killed|exited)",
@@ -117,13 +106,11 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "NCCL could not pass data between GPUs, or another rank is lost",
         "look at the other ranks' logs for an error, then type backend.debug=WARN to see NCCL's own words",
     ),
-    (r"CUDA error", "a GPU kernel failed, perhaps before this line", "put CUDA_LAUNCH_BLOCKING=1 before the command"),
     (
         r"FileNotFoundError|No such file",
         "a file is missing on this machine",
         "check data_dir and the paths in the config",
     ),
-    (r"PermissionError", "this user may not use a file", "change its permissions, or the path in the config"),
     (
         r"LeftEarly",
         "the code at this line ends the rank before the end of the run",
@@ -135,25 +122,20 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "install it, or put PYTHONPATH=<its folder> before the command",
     ),
 )
-PROJECTS_CODE = (
-    "see whether the values at this line are what your config, data and classes should give it; if they are, the "
-    "mistake is Lockstep's"
-)
+PROJECTS_CODE = "see whether the values at this line are what your config, data and classes should give it; if they "
+PROJECTS_CODE += "are, the mistake is Lockstep's"
 LOST_RANK = (
     "raised where ranks wait for each other: another rank or its machine is lost or did not answer within "
     "backend.timeout, or the call at this line has a mistake of its own",
     "look at the other ranks' logs for an error, then at this line; type backend.timeout=<more seconds> if a rank was "
     "only slow",
 )
+STACK = "the Python stack above shows the call that crashed"
+UNKNOWN_KILL = "look in the system's log (dmesg, journalctl) for what killed it, then resume"
 SIGNALS: dict[str, tuple[str, str]] = {
-    "SIGKILL": (
-        "killed, cause not known",
-        "look in the system's log (dmesg, journalctl) for what killed it, then resume",
-    ),
-    "SIGSEGV": ("native code crashed (segmentation fault)", "the Python stack above shows the call that crashed"),
+    "SIGKILL": ("killed, cause not known", UNKNOWN_KILL),
+    "SIGSEGV": ("native code crashed (segmentation fault)", STACK),
     "SIGBUS": ("native code crashed (bus error), as when /dev/shm or a mapped file is full", "free some space there"),
-    "SIGFPE": ("native code crashed (arithmetic error)", "the Python stack above shows the call that crashed"),
-    "SIGILL": ("native code crashed (illegal instruction)", "install a build of torch for this processor"),
     "SIGTERM": ("another program asked it to end (SIGTERM)", "resume when that program allows it"),
     "SIGABRT": (
         "native code ended the process (abort): its memory is damaged if glibc's words are on the screen (corrupted, "
@@ -166,60 +148,39 @@ SIGNALS: dict[str, tuple[str, str]] = {
 }
 
 
-def first_to_fail(ranks: Sequence[MonitoredRank]) -> MonitoredRank | None:
-    """The rank that failed first; None if none has failed.
-
-    It is the cause of a hang, or the rank whose end or exception is no error of communication, the earliest of several:
-    a rank that is lost makes the others fail, and these can say so before the monitor sees its end. If all ranks fail
-    in communication, it is the earliest of those that ended by themselves. One that the monitor killed comes last.
-    """
-
-    def key(rank: MonitoredRank) -> tuple[bool, bool, bool, float]:
-        is_ended_by_monitor = rank.killed_by_monitor and rank.failure is None
-        return not rank.is_cause_of_hang, is_ended_by_monitor, is_consequence(rank.failure), rank.failed_at
-
-    return min((rank for rank in ranks if rank.has_failed), key=key, default=None)
-
-
-def is_consequence(failure: Mapping[str, Any] | None) -> bool:
-    """Whether an exception, or the first failure of a report, may only tell that another rank is lost."""
-    return failure is not None and failure["kind"] == "exception" and bool(failure.get("is_communication"))
-
-
 def known_meaning(failure: Mapping[str, Any]) -> tuple[str, str] | None:
     """(what it means, what to type) of an exception that is often met. failure: see lockstep.failures.record."""
-    for pattern, meaning, advice in MEANINGS:
-        if re.search(pattern, f"{failure['type']}: {failure['message']}"):
-            return meaning, advice
-    return None
+    words = f"{failure['type']}: {failure['message']}"
+    return next(((means, advice) for pattern, means, advice in MEANINGS if re.search(pattern, words)), None)
 
 
 def explain_exception(failure: Mapping[str, Any]) -> tuple[str, str]:
     """(what it means, what to type) in plain words. failure: see lockstep.failures.record."""
-    known = known_meaning(failure)
-    if known is not None:
+    if known := known_meaning(failure):
         return known
-    if failure["is_communication"]:
+    if failure["is_echo"]:
         return LOST_RANK
     if is_project(failure.get("file", "")):
         return "the code of Lockstep raised this exception", PROJECTS_CODE
     return "the code at this line raised this exception", "correct its cause, then type the command that resumes"
 
 
-def explain_exit(rank: MonitoredRank) -> tuple[str, str, str]:
-    """(short name, what it means, what to type) of a process that ended without a word."""
-    code = rank.exit_code
-    if code is None and rank.out_of_memory:
-        code = -signal.SIGKILL  # its parent, such as Slurm, has taken the exit code
-    if code is None:
-        meaning, advice = SIGNALS["SIGKILL"]
-        return "its parent has taken the exit code", f"{meaning}; or it left by a call of exit()", advice
-    if code >= 0:
-        meaning = f"its program left with exit code {code} before the end of the run, in the phase {rank.page.phase!r}"
+def explain_exit(code: int | None, phase: str, out_of_memory: bool) -> tuple[str, str, str]:
+    """(short name, what it means, what to type) of a process that ended without a word.
+
+    code: as Python's subprocess has it, None if it is not known. out_of_memory: whether the kernel has killed a process
+    of its control group for want of memory.
+    """
+    if code is None and not out_of_memory:
+        meaning = f"{SIGNALS['SIGKILL'][0]}; or it left by a call of exit()"
+        return "its starter has taken the exit code", meaning, UNKNOWN_KILL
+    if code is not None and code >= 0:
+        meaning = f"its program left with exit code {code} before the end of the run, in the phase {phase!r}"
         return f"exit code {code}", meaning, "remove the call of exit() in your code, or raise an exception there"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    number = signal.SIGKILL if code is None else -code
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     meaning, advice = SIGNALS.get(name, (f"ended by {name}, cause not known", "resume"))
-    if name == "SIGKILL" and rank.out_of_memory:
+    if name == "SIGKILL" and out_of_memory:
         meaning = "the system killed it because the machine, its container or its Slurm job has no memory left"
         advice = "type trainer.batch_size=<half>, or give the job more memory (for Slurm: --mem)"
     return name, meaning, advice
