@@ -98,6 +98,18 @@ def test_a_batch_smaller_than_the_number_of_ranks_is_legal(tmp_path: Path) -> No
     assert distance(weights(tmp_path / "alone"), weights(tmp_path / "piped")) < 1e-11
 
 
+def test_a_sample_counts_once_however_many_stages_read_it(tmp_path: Path) -> None:
+    words = [*SMALL[2:], "trainer.batch_size=301", "trainer.epochs=2", "optimizer.lr=0.05", "logger=[]"]
+    words.append("task.class_weights=[1,2,0,4,5,6,0.7,8,9,10]")
+    in_world(1, train_all, [composed(*words, f"run_dir={tmp_path / 'alone'}")])
+    runs = {"piped": [], "parts": ["trainer.gradient_accumulation_steps=2"]}
+    piped = [*words, "strategy=pipeline"]
+    configs = [composed(*piped, *more, f"run_dir={tmp_path / name}") for name, more in runs.items()]
+    in_world(3, train_all, configs)
+    for name in runs:
+        assert distance(weights(tmp_path / "alone"), weights(tmp_path / name)) < 1e-11, name
+
+
 def test_images_that_grow_pass_between_stages_in_their_size(tmp_path: Path) -> None:
     words = ["model=linear", "model._target_=support.models.of_any_size", "trainer.precision=fp64", "logger=[]"]
     words += [

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -136,11 +137,17 @@ class Sharded(Strategy):
         if self.precision == "bf16" and not any(isinstance(module, BatchNorm) for module in self.model.modules()):
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         self.blocks = [*blocks_to_wrap(self.model, self.wrap_classes, self.wrap_min_parameters), self.module]
-        for block in self.blocks:
+        self.waits_for_gradients = True
+        self.calls, self.used, self.watched = list[int](), set[str](), set[str]()  # blocks and weights of this step
+        self.expected: list[int] | None = None  # the calls of each step, on each rank
+        for number, block in enumerate(self.blocks):
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
             # The loss is weighted for a sum over ranks, and gloo has no average.
             block.set_gradient_divide_factor(1.0)
             block.set_force_sum_reduction_for_comms(True)
+            if hasattr(block, "set_reduce_scatter_unused_params"):
+                block.set_reduce_scatter_unused_params(True)  # else gradients are added up by their places
+            block.register_forward_pre_hook(partial(self._note_uses, number))
 
     def forward_backward(
         self, part: LoadedPart, loss: Loss, weight: Tensor, last: bool, outputs: Outputs | None = None
@@ -151,9 +158,40 @@ class Sharded(Strategy):
             self.region.outside = None  # a style of torch's may not have left it
         super().forward_backward(part, loss, weight, last, outputs)
         if last and self.blocks:
-            self.require_gradients()  # torch adds up those of a block by their places
+            self._require_same_uses()
         if last and self.tensor > 1:
             self._average_whole_weights()
+
+    def _note_uses(self, number: int, block: nn.Module, inputs: Any) -> None:
+        """Of a block whose weights fully_shard has just gathered: these get the gradients."""
+        if block.training:
+            self.calls.append(number)
+        if len(self.watched) == len(self.trained):
+            return
+        parts = dict(self.trained)
+        for name, weight in self.model.named_parameters():
+            if weight.requires_grad and name not in self.watched and weight is not parts[name]:
+                self.watched.add(name)
+                weight.register_post_accumulate_grad_hook(partial(self._use, name))
+
+    def _use(self, name: str, weight: Tensor) -> None:
+        self.used.add(name)
+
+    def _require_same_uses(self) -> None:
+        """Before the update. Ranks that call blocks in another order have gathered parts of several blocks as one, and
+        a weight that no rank has used has a gradient of zeros, by which an optimizer would move it."""
+        calls, used, self.calls, self.used = self.calls, self.used, [], set()
+        for name, weight in self.trained:
+            if name not in used:
+                weight.grad = None
+        self.require_gradients()
+        everyone = [calls]
+        if self.expected is None:
+            everyone = self.world.all_gather_json(calls)
+            self.expected = everyone[0]
+        if any(there != self.expected for there in everyone):
+            what = f"strategy={self.name} needs the same blocks in the same order on all ranks, in all steps"
+            raise ConfigError(f"{what}; type strategy=ddp strategy.find_unused_parameters=true")
 
     @torch.no_grad()
     def _average_whole_weights(self) -> None:
