@@ -180,6 +180,32 @@ def test_a_small_gpt_with_tied_weights_has_ddps_numbers(tmp_path: Path) -> None:
         assert distance(weights(tmp_path / "ddp"), weights(tmp_path / name)) < 1e-9
 
 
+class InOrderOfRanks(nn.Module):
+    """The rank decides which of two layers of one shape comes first, as a router of experts may by its samples."""
+
+    def __init__(self, shape: list[int], classes: int) -> None:
+        super().__init__()
+        self.pair, self.last = nn.ModuleList([nn.Linear(shape[0], shape[0]) for _ in range(2)]), nn.Linear(shape[0], 10)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        first, second = self.pair if torch.distributed.get_rank() == 0 else reversed(self.pair)
+        outputs: torch.Tensor = self.last(first(inputs) + second(inputs))
+        return outputs
+
+
+def refusal(cfg: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        train(cfg)
+    return str(refused.value)
+
+
+def test_ranks_that_call_blocks_in_another_order_are_refused_before_the_update(tmp_path: Path) -> None:
+    words = ["dataset=random", "model=linear", f"model._target_={__name__}.InOrderOfRanks", "strategy=fsdp"]
+    cfg = composed(*words, "strategy.wrap_min_parameters=1", "logger=[]", f"run_dir={tmp_path}")
+    for sentence in in_world(2, refusal, cfg):
+        assert "the same blocks in the same order on all ranks, in all steps; type strategy=ddp" in sentence
+
+
 def test_lists_of_parameters_and_transposed_parameters_have_ddps_numbers(tmp_path: Path) -> None:
     odd = ["dataset=random", "model=linear", "model._target_=support.models.OddParameters", "trainer.precision=fp64"]
     odd += ["trainer.max_steps=3", "optimizer.fused=false", "logger=[]"]
