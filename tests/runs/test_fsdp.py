@@ -185,7 +185,8 @@ class InOrderOfRanks(nn.Module):
 
     def __init__(self, shape: list[int], classes: int) -> None:
         super().__init__()
-        self.pair, self.last = nn.ModuleList([nn.Linear(shape[0], shape[0]) for _ in range(2)]), nn.Linear(shape[0], 10)
+        self.pair = nn.ModuleList([nn.Linear(shape[0], shape[0]) for _ in range(2)])
+        self.last = nn.Linear(shape[0], classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         first, second = self.pair if torch.distributed.get_rank() == 0 else reversed(self.pair)
