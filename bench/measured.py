@@ -8,7 +8,6 @@ python src/train.py callbacks=[{_target_:measured.Steps}] +logger.measured._targ
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ import torch
 from record import Record
 
 from lockstep.config.schema import Count
-from lockstep.data.loader import Batch
 from lockstep.data.source import DataSource, Splits, Tensors
 from lockstep.data.vision import TorchvisionImages
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
 from lockstep.training import loop
 from lockstep.training.callbacks import Callback
+from lockstep.training.exchange import Exchange
 from lockstep.training.run import Run
 
 RECORD = Record()
@@ -32,21 +31,20 @@ class Steps(Callback):
     """A lap of training reaches to the epoch's means over all ranks, which no callback sees."""
 
     def on_fit_start(self, run: Run, logger: Logger) -> None:
-        self.train_epoch = train_epoch = loop.train_epoch
-
-        def measured(run: Run, batches: Iterator[Batch], *others: Any) -> EpochSummary:
-            return self.epoch(run, batches, lambda batches: train_epoch(run, batches, *others))
-
-        loop.train_epoch = measured
+        self.own = loop.begin_epoch, loop.end_epoch
+        loop.begin_epoch, loop.end_epoch = self.begins, self.ends
 
     def on_fit_end(self, run: Run) -> None:
-        loop.train_epoch = self.train_epoch
+        loop.begin_epoch, loop.end_epoch = self.own
 
-    def epoch(self, run: Run, batches: Iterator[Batch], train: Callable[[Iterator[Batch]], EpochSummary]) -> Any:
-        before = run.progress.samples
+    def begins(self, run: Run, exchange: Exchange) -> None:
+        self.before = run.progress.samples
         RECORD.start()
-        summary = train(batches)
-        RECORD.lap("training", (run.progress.samples or run.epoch_samples) - before)
+        self.own[0](run, exchange)
+
+    def ends(self, run: Run, exchange: Exchange) -> EpochSummary:
+        summary = self.own[1](run, exchange)
+        RECORD.lap("training", (run.progress.samples or run.epoch_samples) - self.before)
         if "BENCH_RECORD" in os.environ:
             RECORD.write()
         RECORD.start()
@@ -61,23 +59,19 @@ class SyncCounts(Steps):
 
     WARM_UP = 5
 
-    def epoch(self, run: Run, batches: Iterator[Batch], train: Callable[[Iterator[Batch]], EpochSummary]) -> Any:
+    def begins(self, run: Run, exchange: Exchange) -> None:
         self.number, self.places = -self.WARM_UP, dict[str, int]()
         RECORD.extra = {"places": self.places, "steps": 0}
-        end_epoch = loop.end_epoch
+        self.catching = warnings.catch_warnings(record=True)
+        self.caught: Any = self.catching.__enter__()
+        warnings.simplefilter("always")
+        super().begins(run, exchange)
 
-        def uncounted(*arguments: Any) -> EpochSummary:
-            if torch.cuda.is_available():
-                torch.cuda.set_sync_debug_mode("default")
-            return end_epoch(*arguments)
-
-        loop.end_epoch = uncounted
-        try:
-            with warnings.catch_warnings(record=True) as self.caught:
-                warnings.simplefilter("always")
-                return super().epoch(run, batches, train)
-        finally:
-            loop.end_epoch = end_epoch
+    def ends(self, run: Run, exchange: Exchange) -> EpochSummary:
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("default")
+        self.catching.__exit__(None, None, None)
+        return super().ends(run, exchange)
 
     def on_step_end(self, run: Run) -> None:
         super().on_step_end(run)

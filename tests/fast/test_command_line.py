@@ -144,14 +144,6 @@ def test_the_values_of_the_run_count_where_a_file_says_another_one_today(
     assert with_values(monkeypatch, "mode=find_lr", f"resume={run}", "model=mlp").model.width == 128
 
 
-def test_a_mode_of_a_preset_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The words of the run would be missing."""
-    hydra_cfg = OmegaConf.create({"overrides": {"task": ["experiment=x"]}, "runtime": {"choices": {"mode": "export"}}})
-    monkeypatch.setattr(HydraConfig, "get", lambda: hydra_cfg)
-    with pytest.raises(ConfigError, match="are typed, and no preset has them; type mode=... resume=..."):
-        cli.with_values_of_run(as_composed("run_dir=.", "mode=export", f"resume={run_of(tmp_path, [], {})}"))
-
-
 def test_a_run_folder_holds_a_run_of_one_config(tmp_path: Path) -> None:
     record = record_of("model=mlp", argv=["src/train.py"])
     run = run_of(tmp_path / "run", [], {"model": {"_target_": "lockstep.models.tutorial.mlp", "width": 9}})

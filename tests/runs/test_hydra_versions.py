@@ -41,7 +41,7 @@ COMMANDS = [
     (["model=mlpp"], 2, "type model=mlp,"),
     (["optimizer.lr=("], 2, "optimizer.lr=( cannot be read; type"),
     (["trainer.epochs=many"], 2, "trainer.epochs=many should be a valid integer; type trainer.epochs=5"),
-    (["optimizer.lr", "=", "0.1"], 2, "type optimizer.lr=0.1\n"),
+    (["optimizer.lr", "=", "0.1"], 2, "type optimizer.lr=<value>\n"),
     (["--optimizer.lr", "0.1"], 2, "unrecognized arguments: --optimizer.lr"),
     (["--config-name=nothing", "--config-dir=."], 2, "nothing is no config"),
 ]

@@ -316,9 +316,8 @@ class Watchdog:
         if folder is not None:
             write_whole(folder / VERDICT, json.dumps(failure), sync=False)
         others = [pid for rank, pid in self.ranks.items() if rank != self.rank]
-        deadline = time.monotonic() + END_SECONDS * (self.show is not None)  # a launcher ends them itself
-        while any(process_state(pid) not in ("", "Z", "X") for pid in others) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        if self.show is not None:  # a launcher ends them itself
+            _await_end(others)
         for pid in (*others, os.getpid()):
             for started in children(pid):  # a program that it waits for would go on without it
                 with suppress(OSError):
@@ -327,9 +326,16 @@ class Watchdog:
             for pid in others:
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
+            _await_end(others)  # what is killed may still write into the folder
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
         os._exit(EXIT_HANG)
+
+
+def _await_end(pids: list[int]) -> None:
+    deadline = time.monotonic() + END_SECONDS
+    while any(process_state(pid) not in ("", "Z", "X") for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _facts(told: dict[str, Any]) -> Facts:

@@ -93,7 +93,8 @@ class ProgressBarLogger(Logger):
             progress, epochs = self.run.progress, self.run.config.trainer.epochs
             self.bar.set_description(f"epoch {progress.epoch + 1}/{epochs}", refresh=False)
             self.bar.set_postfix(loss=f"{metrics['train/running_loss']:.4f}", refresh=False)
-            self.bar.update(progress.samples - self.bar.n)
+            self.bar.n = progress.samples
+            self.bar.refresh()
 
     def epoch(self, summary: EpochSummary) -> None:
         self.bar.reset()

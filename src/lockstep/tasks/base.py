@@ -162,7 +162,10 @@ class Task:
         may_be_ignored = ignores and self.ignored is not None
         values, counts = list[Tensor](), list[int | Tensor]()
         for name in self.names:
-            value: Any = found.get(name) if isinstance(found, Mapping) else None
+            if not isinstance(found, Mapping) or name not in found:
+                gives = ", ".join(found) if isinstance(found, Mapping) else f"a {type(found).__name__}"
+                raise ConfigError(f"{name_of(self)} gives {gives}, and no {name}; return a dict that has it")
+            value: Any = found[name]
             count: int | Tensor = rows
             given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             if given not in ([rows], [*shape]):

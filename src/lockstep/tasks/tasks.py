@@ -74,7 +74,8 @@ class CrossEntropy(Task):
         for k in self.top:
             best = rows.topk(min(k, rows.shape[1]), dim=1).indices
             found[f"top{k}"] = (best == labels[:, None]).any(1)
-        found = {name: value.view(labels.shape if is_soft else targets.shape) for name, value in found.items()}
+        if targets.dim() > 1 and not is_soft:
+            found = {name: value.view(targets.shape) for name, value in found.items()}
         if self.own_loss is not None:
             logits = at_least_float32(self._classes_second(outputs))
             found["loss"] = self.own_loss(logits, classes if is_soft else targets)
@@ -117,6 +118,8 @@ class CrossEntropy(Task):
 
     def _rows(self, outputs: Tensor) -> Tensor:
         """(n, classes) for all places: CUDA has deterministic kernels for these alone."""
+        if outputs.dim() == 2:
+            return outputs
         return (outputs if self.classes_last else outputs.movedim(1, -1)).flatten(0, -2)
 
     def _fits(self, outputs: Any, targets: Any) -> bool:

@@ -110,7 +110,8 @@ class Exchange:
         wait = run.world.all_reduce_async(vector)
         if vector.is_cuda:
             wait()  # in the GPU's queue
-            vector = torch.empty_like(vector, device="cpu", pin_memory=True).copy_(vector, non_blocking=True)
+            host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+            vector = host.copy_(vector, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
             wait = event.synchronize

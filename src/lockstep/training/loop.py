@@ -90,7 +90,8 @@ def end_epoch(run: Run, exchange: Exchange) -> EpochSummary:
         raise diverged(run, f"the loss is {means['loss']}", run.meter.first_non_finite())
     speed, counted = exchange.samples_per_second(), dict[str, float]()
     if run.task.counts != "samples" and speed is not None:
-        counted[run.task.counts] = speed * float(totals[len(run.meter.names)]) / run.progress.samples
+        per_sample = float(totals[len(run.meter.names)]) / run.progress.samples
+        counted[run.task.counts] = speed * (run.step.targets_per_sample or per_sample)
     run.end_epoch()
     return EpochSummary(
         epoch=run.progress.epoch + (run.progress.samples > 0),

@@ -26,7 +26,7 @@ def rules_of(parameters: Parameters) -> list[Rule]:
     rules = list[Rule]()
     for group in parameters.groups:
         match: Any = group["match"]
-        patterns = [match] if isinstance(match, str) else [*map(str, match)]
+        patterns = [str(each) for each in (match if isinstance(match, list | tuple) else [match])]
         values = {name: value for name, value in group.items() if name != "match"}
         rules.append(("parameters.groups", patterns, values))
     if parameters.no_decay:

@@ -54,6 +54,7 @@ class Step:
         self.ignores, self.scales = ignores, scaler.is_enabled()
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.grad_norm: Tensor | None = None  # of the last step, before it was clipped
+        self.targets_per_sample = 0  # where all targets count; 0 where it is not known
         self.weights: dict[int, Tensor] = {}  # {samples of a batch: what multiplies the sum of the losses}
         self.pending: tuple[Any, Tensor, Tensor] | None = None  # (what waits for the counts, the weight)
 
@@ -99,6 +100,9 @@ class Step:
                 self.pending = *self.strategy.sum_counts(torch.stack(counts)), weight
                 return weight
             self.weights[batch.count] = weight
+            targets = batch.parts[0].targets if batch.parts else None
+            if isinstance(targets, Tensor) and len(targets):
+                self.targets_per_sample = targets[0].numel()
         return self.scaler.scale(weight) if self.scales else weight
 
     def _fill_in(self) -> None:
