@@ -120,7 +120,8 @@ class PowerSGD(GradientSync):
     is_exact = False
     replicas_bitwise_equal = False  # on some CPUs a few weights differ between ranks in their last bit
     needs_hooks = True
-    refused = ("watch.nan=skip",)  # it adds the error of each step to the next, a NaN too
+    # It adds the error of each step to the next, a NaN too; over gloo torch's hook waits for a GPU that has no gradients.
+    refused = ("watch.nan=skip", "backend=gloo beside a GPU")
 
     def __init__(
         self, rank: Count, start_step: Annotated[int, Ge(2)], min_compression: Positive, epsilon: NotNegative

@@ -99,6 +99,7 @@ class VirtualRanks(Strategy):
         if self.computed == 0:
             self.buffers_before = [getattr(*place).clone() for place in (*self.floats, *self.others)]
             self.gradients_before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+            self.uses_all = True
         for parameter in self.parameters:
             parameter.grad = None
         before = versions(self.weights)
@@ -116,7 +117,9 @@ class VirtualRanks(Strategy):
         """With this virtual rank's results. The next one begins with the buffers that this one began with."""
         row, (*views, counted) = self.rows[self.computed], self.views[self.computed]
         used, *moved = views[len(self.parameters) :]
-        used.copy_(torch.tensor([parameter.grad is not None for parameter in self.parameters]))
+        has = [parameter.grad is not None for parameter in self.parameters]
+        self.uses_all &= all(has)
+        used.fill_(1) if all(has) else used.copy_(torch.tensor(has))  # which would wait for a GPU
         for view, parameter in zip(views, self.parameters, strict=False):
             view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
         for view, place, before in zip(moved, self.floats, self.buffers_before, strict=False):
@@ -136,7 +139,8 @@ class VirtualRanks(Strategy):
         *views, samples = self.views[0]
         used, *moved = views[len(self.parameters) :]
         # With zeros for a gradient, weight decay would move what no rank has used.
-        every = zip(self.parameters, views, used.tolist(), self.gradients_before, strict=False)
+        are_used = [1.0] * len(self.parameters) if self.uses_all else used.tolist()
+        every = zip(self.parameters, views, are_used, self.gradients_before, strict=False)
         for parameter, view, is_used, before in every:
             parameter.grad = before if not is_used else view if before is None else before.add_(view)
         for place, before, view in zip(self.floats, self.buffers_before, moved, strict=False):
