@@ -120,7 +120,7 @@ class PowerSGD(GradientSync):
     is_exact = False
     replicas_bitwise_equal = False  # on some CPUs a few weights differ between ranks in their last bit
     needs_hooks = True
-    # It adds the error of each step to the next, a NaN too; over gloo torch's hook waits for a GPU that has no gradients.
+    # It adds the error of each step to the next, a NaN too; over gloo torch's hook waits for an idle GPU.
     refused = ("watch.nan=skip", "backend=gloo beside a GPU")
 
     def __init__(
