@@ -37,7 +37,7 @@ from lockstep.runs.samples import NAME as SAMPLES
 from lockstep.snapshots.checkpointer import Checkpointer
 from lockstep.snapshots.fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
-from lockstep.strategies.base import model_dtype, refuse_changing_weights
+from lockstep.strategies.base import model_dtype
 from lockstep.tasks.base import Task
 from lockstep.training.callbacks import Callback
 from lockstep.training.evaluate import Evaluations, Evaluator
@@ -194,22 +194,23 @@ def build_model(config: RunConfig, world: World, parts: Parts, task: Task, reade
     trainer, strategy = config.trainer, parts.strategy
     with seeded(config.seed):
         torch.set_default_dtype(torch.float32)  # a file of the user's may have set another: `trainer.precision` decides
-        with strategy.building(world.size):
-            model = instantiate_as(nn.Module, config.model, "model")
+        model = instantiate_as(nn.Module, config.model, "model")
         torch.set_default_dtype(torch.float32)  # a constructor, too
         memory_format = model_memory_format(model, trainer.channels_last, world.device)
-        device, dtype = strategy.device_before_setup(world), model_dtype(trainer.precision)
+        device = torch.device("cpu") if strategy.cut_on_cpu and world.size > 1 else world.device
         model = prepare_model(model, world, device, trainer.precision, memory_format, trainer.compile)
-        converter = InputConverter(dtype, memory_format, config.dataset.get("mean"), config.dataset.get("std"))
+        converter = InputConverter(
+            model_dtype(trainer.precision), memory_format, config.dataset.get("mean"), config.dataset.get("std")
+        )
         set_weights_from_data(model, reader, converter, device)
     load_initial_weights(model, config.parameters.init, config.parameters.new_layers)
     freeze(model, config.parameters.freeze)
-    if strategy.syncs_batch_norm(config.sync_bn.mode, world.size):
+    can_sync = "sync_bn=on" not in strategy.refused
+    shares, mode = strategy.data_share_of(world.size), config.sync_bn.mode
+    if mode == "on" or (mode == "auto" and can_sync and shares > 1):
         convert_sync_batch_norm(model, world)
-    elif world.size == 1 or strategy.supports_sync_bn:
+    elif world.size == 1 or can_sync:
         convert_sync_batch_norm(model, world, nn.SyncBatchNorm)  # torch's refuses tensors of a CPU
-    refuse_changing_weights(model, world.size)
-    strategy.validate_model(model, world.size)
     checkpoint_activations(model, trainer.checkpoint_activations)
     strategy.setup(model, task.outputs, world, parts.gradient_sync, trainer.precision)
     return converter.to(world.device)
@@ -223,7 +224,7 @@ def build_loaders(
     world = strategy.world
     batch_size = check_batch_size(config, strategy.data_share_of(world.size)) if trains else trainer.batch_size
     plan = partial(strategy.parts, micro_batches=trainer.gradient_accumulation_steps)
-    options = (converter, world.device, plan, strategy.evaluation_share(world), batch_size)
+    options = (converter, world.device, plan, strategy.data_share(world), batch_size)
     return {name: loader_of(config, reader, name == "train" and trains, *options) for name, reader in readers.items()}
 
 

@@ -210,11 +210,16 @@ def flight_records() -> list[bytes]:
 
 
 def versions(tensors: "Sequence[Tensor]") -> list[int]:
-    """How often each tensor has been changed in place: a backward pass that adds to it counts.
-
-    Missing: an AttributeError, since nothing else tells a gradient of zeros from none.
-    """
+    """How often each tensor has been changed in place. Missing: an AttributeError."""
     return [tensor._version for tensor in tensors]
+
+
+def has_gradient_hooks(tensor: Any) -> bool:
+    """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on a weight: torch has no question.
+
+    Missing: no, and strategies that make other weights of a model's go on without the hooks.
+    """
+    return any(getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
 def plain_functions() -> AbstractContextManager[None]:
@@ -226,19 +231,6 @@ def plain_functions() -> AbstractContextManager[None]:
 
     block: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return block
-
-
-def gradient_hooks(tensor: Any) -> "list[Callable[[Tensor], Tensor | None]]":
-    """Those of `register_hook` on a weight. Missing: none, and no warning tells what they change."""
-    return list((getattr(tensor, "_backward_hooks", None) or {}).values())
-
-
-def has_gradient_hooks(tensor: Any) -> bool:
-    """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on a weight: torch has no question.
-
-    Missing: no, and strategies that make other weights of a model's go on without the hooks.
-    """
-    return bool(gradient_hooks(tensor) or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def is_of_transform(tensor: Any) -> bool:

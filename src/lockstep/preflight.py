@@ -72,7 +72,7 @@ def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
     strategy = instantiate_as(Strategy, config.strategy, "strategy")
     gradient_sync = instantiate_as(GradientSync, config.gradient_sync, "gradient_sync")
     launcher.validate()
-    check_options(config, launcher, mode, strategy, gradient_sync)
+    check_options(config, launcher, mode, strategy)
     return Parts(launcher, mode, strategy, gradient_sync)
 
 
@@ -107,9 +107,7 @@ def check_optimizer(config: RunConfig) -> None:
         raise ConfigError(f"{what}; type parameters.groups=[{{match:fc,lr:0.1}}]")
 
 
-def check_options(
-    config: RunConfig, launcher: Launcher, mode: Mode, strategy: "Strategy", gradient_sync: "GradientSync"
-) -> None:
+def check_options(config: RunConfig, launcher: Launcher, mode: Mode, strategy: "Strategy") -> None:
     """Raise ConfigError for options that contradict each other."""
     from lockstep.build import direction_of
     from lockstep.data.partition import seeded
@@ -134,7 +132,6 @@ def check_options(
         raise ConfigError(f"{what}; type watch.nan=stop, or trainer.precision=bf16")
     check_mode(config, mode, job)
     strategy.validate(job)
-    strategy.validate_gradient_sync(gradient_sync, job)
     if mode.trains and config.snapshot.mirror is not None:
         mirror: Any = instantiate(config.snapshot.mirror)
         mirror.require_free(config.resume, Path(config.run_dir))
@@ -183,9 +180,8 @@ def job_spec(config: RunConfig, launcher: Launcher) -> "JobSpec":
         deterministic=trainer.deterministic,
         nan=config.watch.nan,
         save_unit=interval(config.snapshot.every)[1],
-        optimizer=locate("optimizer", config.optimizer["_target_"]),
-        fused_optimizer=config.optimizer.get("fused") is True,
         has_own_step=locate("step", config.step["_target_"]) is not Step,
+        gradient_sync=locate("gradient_sync", config.gradient_sync["_target_"]),
     )
 
 

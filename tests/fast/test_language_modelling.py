@@ -2,17 +2,13 @@
 
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.config.nodes import instantiate
 from lockstep.errors import ConfigError
 from lockstep.tasks.tasks import CrossEntropy
-from support.configs import composed
-from support.small_text import small_gpt
 
 TASK, IGNORED = CrossEntropy(classes_last=True), -100
 
@@ -34,9 +30,3 @@ def test_the_mean_is_over_the_tokens_that_count() -> None:
 def test_outputs_that_are_not_one_row_a_token_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{list(shape)} and [2, 3]") + ".*; type task="):
         TASK.sums(torch.zeros(shape), torch.zeros(2, 3, dtype=torch.int64))
-
-
-def test_tied_weights_are_refused_in_a_pipeline(tmp_path: Path) -> None:
-    piped = composed(*small_gpt(tmp_path), "strategy=pipeline")
-    with pytest.raises(ConfigError, match="a weight of head is also one of another .*type model.tied=false"):
-        instantiate(piped.strategy).validate_model(instantiate(piped.model), 2)

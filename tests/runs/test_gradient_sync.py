@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lockstep.distributed.world import World, join_world
-from support.configs import composed, with_values
-from support.worlds import distance, in_world, train_all, weights
+from support.worlds import in_world
 
 LENGTHS = [0, 1, 2, 3, 4, 5, 6, 7, 11, 64, 1000, 4097]
 SUMS = ["ring_sum", "server_sum", "shared_memory"]
@@ -112,15 +111,3 @@ def rank_zero_exits() -> tuple[float, str] | None:
 def test_ranks_that_share_memory_notice_at_once_that_one_is_gone() -> None:
     _, answer = in_world(2, rank_zero_exits, limit=40)
     assert answer == (2.0, "rank 0 is gone: closed by peer")
-
-
-def test_bf16_gradients_work_with_model_parallel(tmp_path: Path) -> None:
-    base = composed(
-        "model=toy_parallel", "strategy=model_parallel", "gradient_sync=bf16", "trainer.max_steps=3", "logger=[]"
-    )
-    ddp = composed("model=toy_parallel", "gradient_sync=bf16", "trainer.max_steps=3", "logger=[]")
-    exact = composed("model=toy_parallel", "trainer.max_steps=3", "logger=[]", f"run_dir={tmp_path / 'exact'}")
-    configs = [with_values(base, f"run_dir={tmp_path / 'halves'}"), with_values(ddp, f"run_dir={tmp_path / 'ddp'}")]
-    in_world(2, train_all, [*configs, exact])
-    assert distance(weights(tmp_path / "ddp"), weights(tmp_path / "halves")) < 1e-6
-    assert distance(weights(tmp_path / "exact"), weights(tmp_path / "halves")) > 1e-5

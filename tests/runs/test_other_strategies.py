@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.strategies.one_process import UnevenDataParallel, part_sizes, rank_devices
+from lockstep.strategies.one_process import UnevenDataParallel, part_places, rank_devices
 from support.commands import ema
 from support.configs import composed
 from support.digits import PAIRS_ON_TEST
@@ -64,7 +64,7 @@ def test_layers_called_with_none_tuples_and_keywords_can_be_spread_over_devices(
     [(7, 1, 0.5, [7]), (9, 3, 1.0, [3, 3, 3]), (7, 2, 0.5, [2, 5]), (10, 4, 0.5, [1, 3, 3, 3]), (1, 3, 0.1, [1, 0, 0])],
 )
 def test_the_first_gpu_may_take_fewer_samples(samples: int, devices: int, first_share: float, sizes: list[int]) -> None:
-    assert part_sizes(samples, devices, first_share) == sizes
+    assert [place.stop - place.start for place in part_places(samples, devices, first_share)] == sizes
 
 
 def test_samples_are_scattered_in_order_and_a_gpu_without_samples_is_left_out() -> None:
@@ -75,13 +75,6 @@ def test_samples_are_scattered_in_order_and_a_gpu_without_samples_is_left_out() 
     sent, options = layer.scatter((torch.arange(1).view(-1, 1),), None, ["cpu", "cpu", "cpu"])
     assert [batch.flatten().tolist() for (batch,) in sent] == [[0]]
     assert len(options) == 1
-
-
-def test_every_layer_of_a_cpu_rank_is_on_the_cpu() -> None:
-    from lockstep.distributed.world import World
-
-    world = World(0, 1, torch.device("cpu"), None, 60, None)  # type: ignore[arg-type]
-    assert rank_devices(world, 3) == [torch.device("cpu")] * 3
 
 
 def steps_between_synchronisations(cfg: Any) -> list[int]:

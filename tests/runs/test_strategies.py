@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.errors import StoppedEarly
-from support.commands import ON_TEST, Command, ema, wait_for
+from support.commands import ON_TEST, ema, wait_for
 from support.configs import composed
 from support.digits import PAIRS_ON_TEST
 from support.run_folders import newest_snapshot
@@ -113,11 +113,3 @@ def test_half_precision_and_sync_bn_stay_near_ddps_numbers(tmp_path: Path, strat
     plain = trained(2, tmp_path / "plain", *[[*few, *run] for run in runs])
     for (_, found), (_, expected) in zip(spread, plain, strict=True):
         assert distance(expected, found) < 0.05
-
-
-def test_a_pipeline_by_one_command(train: Any, tmp_path: Path) -> None:
-    piped = ["strategy=pipeline", "launch=fork", "model=mlp", "trainer.epochs=1", "trainer.precision=fp64"]
-    run: Command = train(*piped, "hydra.run.dir=piped")
-    alone: Command = train(*piped[2:], "hydra.run.dir=alone")
-    assert run.epochs == alone.epochs
-    assert len(run.epochs) == 1

@@ -12,10 +12,8 @@ REFUSED = [  # in the first step; what a later one leaves out is a hang, whose c
     for way in ("two, all_reduce", "two, ring", "three, parameter_server", "fsdp, two")
 ]
 REFUSED += [Combination("LateExperts", "tensors", "fsdp, two"), Combination("Unused", "tensors", "two, ring")]
-EQUAL = [
-    Combination("Experts", "tensors", "two, unused", "accumulation", after="resume"),
-    Combination("Unused", "tensors", "fsdp, two", "adamw"),
-]
+REFUSED += [Combination("Unused", "tensors", "fsdp, two")]
+EQUAL = [Combination("Experts", "tensors", "two, unused", "accumulation", after="resume")]
 
 
 @pytest.mark.parametrize(("chosen", "result"), [(REFUSED, "refused"), (EQUAL, "equal")])

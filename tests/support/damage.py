@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lockstep.data import Tensors
 from lockstep.models.tutorial import mlp
+from lockstep.strategies.base import local_part
 from lockstep.training.callbacks import Callback
-from lockstep.training.replicas import local_part
 from support.digits import digits
 
 

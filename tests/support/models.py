@@ -1,10 +1,8 @@
 """Models and data sets of a user, which are not part of this project."""
 
 import math
-import resource
 import weakref
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -136,11 +134,11 @@ class Recurrent(nn.Module):
 
 
 class Scale(nn.Module):
-    """Keeps its factors (1,) in a tensor that is no buffer."""
+    """Its factors (1,) are a buffer that no state dict has."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.factors = torch.full((1,), 2.0, dtype=torch.float64)
+        self.register_buffer("factors", torch.full((1,), 2.0), persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs * self.factors
@@ -211,15 +209,6 @@ def watched_layers(shape: list[int], classes: int, width: int = 128, depth: int 
     return model
 
 
-def layers_within(shape: list[int], classes: int, depth: int, limit: float | None) -> nn.Sequential:
-    """Linear layers as wide as the inputs, in a process that may get `limit` MB more memory of its own from here on."""
-    if limit is not None and torch.empty(0).device.type == "cpu":  # not where the model is built without weights
-        lines = Path("/proc/self/status").read_text().splitlines()
-        (used,) = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData")]
-        resource.setrlimit(resource.RLIMIT_DATA, (used + int(limit * 1e6),) * 2)
-    return nn.Sequential(*[nn.Linear(shape[0], shape[0]) for _ in range(depth)], nn.Linear(shape[0], classes))
-
-
 def of_any_size(shape: list[int], classes: int) -> nn.Sequential:
     """A small net for images of any height and width."""
     channels = [shape[0], 8, 8, 8]
@@ -277,13 +266,6 @@ class OddTensors(nn.Module):
         rows = torch.view_as_real(self.layer(inputs.flatten(1)) * self.filter).sum(-1)
         outputs = (rows * self.gain + self.shift).to(inputs.dtype)
         return outputs if self.empty is None else outputs + self.empty.sum()
-
-
-def whole_inside(shape: list[int], classes: int) -> nn.Sequential:
-    """Two linear layers around a weight that tensor parallelism leaves whole, and one behind them."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(math.prod(shape), 32), nn.PReLU(), nn.Linear(32, 16), nn.PReLU(), nn.Linear(16, classes)
-    )
 
 
 class MadeInForward(nn.Module):

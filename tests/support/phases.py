@@ -91,11 +91,12 @@ class LateDDP(DDP):
             gradient_as_bucket_view=True, static_graph=False, bucket_cap_mb=25, find_unused_parameters=False
         )
 
-    def binds_one_device(self) -> bool:
+    @property
+    def binds_one_device(self) -> bool:  # type: ignore[override]
         """A rank asks it before it meets the others, and in the first steps once more."""
         if read_rank_info().rank and not in_phase(Path(), "meeting"):
             linger("meeting")
-        return super().binds_one_device()
+        return True
 
 
 class SlowLogger(Logger):

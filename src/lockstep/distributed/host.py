@@ -58,15 +58,6 @@ def keep_freed_memory() -> None:
     _call_c("mallopt", M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def return_large_blocks() -> None:
-    """Make glibc return blocks of 16 MiB and more as soon as they are freed, unlike `keep_freed_memory`.
-
-    Blocks of weights that are gathered and freed leave holes, from which small tensors take a piece, so that the next
-    block does not fit: 32 layers of 38 MB on 4 ranks of fsdp took 5.0 GB a rank, and take 1.0 GB so.
-    """
-    _call_c("mallopt", M_MMAP_THRESHOLD, 1 << 24)
-
-
 def end_with_parent(number: int = signal.SIGTERM, parent: int | None = None) -> None:
     """Make the kernel send a signal to this process when its parent dies: kill -9 of a launcher must leave no ranks.
 

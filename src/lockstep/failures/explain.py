@@ -61,6 +61,12 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "check the targets of the samples above, and dataset.classes",
     ),
     (
+        r"fully_shard doesn't support|FSDP expects|_chunk_cat expects|on ScriptModules|param must be a Parameter|"
+        r"parameter name can|sharding strategy|Sharding propagation|mixed torch.Tensor and DTensor|placement changes",
+        "this strategy cannot cut the model, or the optimizer cannot step on parts of weights",
+        "type strategy=ddp",
+    ),
+    (
         r"Expected to have finished reduction",
         "some parameters got no gradient in a step",
         "type strategy.find_unused_parameters=true",

@@ -182,7 +182,7 @@ def join(
         RankLogs() as logs,
         exits_are_failures("this rank left before the end of the training"),
         heartbeat.recording(),
-        join_world(**vars(config.backend), bind_device=parts.strategy.binds_one_device()) as world,
+        join_world(**vars(config.backend), bind_device=parts.strategy.binds_one_device) as world,
         hold_run_folder(config.run_dir, world) if holds else nullcontext(HeldFolder(Path(config.run_dir))) as held,
     ):
         set_determinism(config.seed, config.trainer.deterministic, config.trainer.tf32)

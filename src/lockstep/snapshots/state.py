@@ -22,7 +22,6 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.compat import shape_and_offsets_of_part
 from lockstep.errors import ConfigError
-from lockstep.strategies.messages import on_disk
 from lockstep.text import first_line
 from lockstep.training.run import Run
 
@@ -234,8 +233,7 @@ def as_held(section: str, named: Mapping[str, Any], like: Mapping[str, Any], pat
         cut = other if hasattr(other, "to_local") and other.shape == value.shape else None
         shape, offsets = (value.shape, (0,) * value.dim()) if cut is None else shape_and_offsets_of_part(cut)
         if value.is_meta:
-            empty = torch.empty(shape, dtype=value.dtype, device="cpu" if cut is None else cut.device)
-            local = on_disk(empty) if cut is None else empty
+            local = torch.empty(shape, dtype=value.dtype, device="cpu" if cut is None else cut.device)
             wanted[place] = local, tuple(offsets)
         else:
             local = value if cut is None else value[tuple(slice(b, b + n) for b, n in zip(offsets, shape, strict=True))]

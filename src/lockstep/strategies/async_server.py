@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.config.schema import Count
+from lockstep.data import partition
 from lockstep.data.loader import Batch
 from lockstep.data.partition import Part
 from lockstep.distributed.world import World
@@ -31,43 +32,39 @@ class AsyncParameterServer(Strategy):
     sync_every: optimizer steps after which all ranks synchronise.
     """
 
+    name = "async_parameter_server"
+    # Workers compute different batches at the same time, gradients are applied in the order they arrive, and no rank
+    # knows all of them.
+    refused = (
+        *Strategy.refused,
+        "snapshot.every=<n>steps",
+        "sync_bn=on",
+        "trainer.deterministic=true",
+        "trainer.precision=fp16",
+        "watch.nan=skip",
+    )
     replicas_equal = False
-    supports_sync_bn = False  # workers compute different batches at the same time
     passes_whole_batches = False
 
     def __init__(self, sync_every: Count) -> None:
         self.sync_every = sync_every
 
     def validate(self, job: JobSpec) -> None:
-        name = "strategy=async_parameter_server"
+        super().validate(job)
         if job.world_size < 2:
-            raise ConfigError(f"{name} has no worker in a world of 1; type launch=spawn launch.nproc_per_node=3")
-        if job.sync_bn == "on":
-            raise ConfigError(f"{name} computes different batches at the same time; type sync_bn=off")
-        if job.deterministic:
-            raise ConfigError(f"{name} applies gradients in the order they arrive; type trainer.deterministic=false")
-        if job.precision == "fp16":
-            raise ConfigError(f"{name} would scale each worker's fp16 loss differently; type trainer.precision=bf16")
-        if job.nan == "skip":
-            raise ConfigError(f"{name} has no gradient that all ranks know; type watch.nan=stop, or strategy=ddp")
-        if job.save_unit == "step":
-            raise ConfigError(
-                f"{name} saves only when its ranks synchronise; type snapshot.every=1epochs or snapshot.every=10min"
-            )
+            what = "strategy=async_parameter_server has no worker in a world of 1"
+            raise ConfigError(f"{what}; type launch=spawn launch.nproc_per_node=3")
 
     def data_share_of(self, world_size: int) -> int:
         return 1  # a worker computes whole batches
 
     def data_share(self, world: World) -> tuple[int, int]:
-        return 0, 1
-
-    def evaluation_share(self, world: World) -> tuple[int, int]:
-        return world.rank, world.size
+        return world.rank, world.size  # of an evaluation
 
     def parts(self, number: int, count: int, micro_batches: int) -> Sequence[Part]:
         """Workers take turns. The server has no work."""
         turn = number % (self.world.size - 1) + 1
-        return super().parts(number, count, micro_batches) if turn == self.world.rank else []
+        return partition.parts(count, micro_batches, 0, 1) if turn == self.world.rank else []
 
     def sum_counts(self, counts: Tensor) -> tuple[Any, Tensor]:
         return _no_wait, counts.sum().double()  # this rank has the whole batch

@@ -4,16 +4,16 @@ The base class serves a plain module, whole on every rank. A strategy overrides 
 To add one: a class in a file of its own here, and `conf/strategy/<name>.yaml` with its `_target_`.
 """
 
-import logging
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
-from lockstep import compat
 from lockstep.data import partition
 from lockstep.data.loader import LoadedPart
 from lockstep.data.partition import Part
@@ -26,8 +26,6 @@ from lockstep.strategies.messages import broadcast
 
 if TYPE_CHECKING:
     from lockstep.strategies.gradient_sync import GradientSync
-
-log = logging.getLogger(__name__)
 
 Outputs = Callable[[nn.Module, Any], Any]
 """(model, inputs) -> what a task takes: `Task.outputs`, or that of a Step's second pass."""
@@ -50,91 +48,118 @@ class JobSpec:
     deterministic: bool
     nan: str  # "stop" or "skip"
     save_unit: str  # "epoch", "step" or "min"
-    optimizer: Any  # the class, or whatever `optimizer._target_` names
-    fused_optimizer: bool
     has_own_step: bool
+    gradient_sync: Any  # the class
 
 
-AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# What a strategy or a gradient sync may refuse: {what: (whether a job asks for it, what to type instead)}.
+REFUSABLE: dict[str, tuple[Callable[[JobSpec], bool], str]] = {
+    "a gradient_sync of DDP": (lambda job: job.gradient_sync.needs_hooks, "gradient_sync=auto, or strategy=ddp"),
+    "a step of your own": (lambda job: job.has_own_step, "step=default, or strategy=ddp"),
+    "backend=gloo beside a GPU": (
+        lambda job: job.device_type == "cpu" and torch.cuda.device_count() > 0,
+        "backend=nccl, or gradient_sync=auto",
+    ),
+    "several ranks": (lambda job: job.world_size > 1, "strategy=ddp, or launch=env"),
+    "snapshot.every=<n>steps": (lambda job: job.save_unit == "step", "snapshot.every=1epochs or snapshot.every=10min"),
+    "sync_bn=on": (lambda job: job.sync_bn == "on", "sync_bn=off"),
+    "trainer.compile": (lambda job: bool(job.compile), "trainer.compile=false"),
+    "trainer.deterministic=true": (lambda job: job.deterministic, "trainer.deterministic=false"),
+    "trainer.gradient_accumulation_steps": (
+        lambda job: job.gradient_accumulation_steps > 1,
+        "trainer.gradient_accumulation_steps=1",
+    ),
+    "trainer.precision=fp16": (lambda job: job.precision == "fp16", "trainer.precision=bf16"),
+    "watch.nan=skip": (lambda job: job.nan == "skip", "watch.nan=stop"),
+}
+
+
+def refuse(who: str, refused: Iterable[str], job: JobSpec) -> None:
+    """Raise ConfigError if `job` asks for one of `refused`, keys of REFUSABLE. who: key=value that refuses it."""
+    for what in refused:
+        is_asked, instead = REFUSABLE[what]
+        if is_asked(job):
+            raise ConfigError(f"{who} cannot have {what}; type {instead}")
 
 
 class Computed(nn.Module):
     """What a strategy wraps: its forward pass is `outputs(model, inputs)`, so all that a task calls lies inside it."""
 
-    def __init__(self, model: nn.Module, outputs: Outputs) -> None:
+    def __init__(self, model: nn.Module, outputs: Outputs, autocast: AbstractContextManager[Any]) -> None:
         super().__init__()
-        self.model, self.outputs = model, outputs
+        self.model, self.outputs, self.autocast = model, outputs, autocast
 
     def forward(self, inputs: Any, outputs: Outputs | None = None) -> Any:
-        return (outputs or self.outputs)(self.model, inputs)
+        with self.autocast:
+            return (outputs or self.outputs)(self.model, inputs)
 
 
 class Strategy:
-    """A plain module, the same on every rank.
+    """A plain module, the same on every rank. `setup` sets the attributes without a value here.
 
-    `module` is what a forward pass calls; `model` is the net inside it, whose parameters carry the names that the
-    model gave them. `ranks_per_model` is how many ranks hold a model together, each a part of it: ranks this far apart
-    hold the same. `counts` is False on a rank whose sums another rank adds up, too. `setup` sets them.
+    module: what a forward pass calls. evaluated: what an evaluation calls, no wrapper that waits for other ranks.
+    model: the net inside, whose parameters carry the names that the model gave them. trained: those of this rank.
+    ranks_per_model: how many ranks hold a model together, each a part of it: ranks this far apart hold the same.
+    counts: False on a rank whose sums another rank adds up, too.
+    gradient_divisor: what averaging divides the sum of the ranks' gradients by. The loss is multiplied by it before.
+    waits_for_gradients: whether ranks average gradients as the backward pass comes to them, of all trained weights.
     """
 
-    module: nn.Module
-    model: nn.Module
     world: World
+    model: nn.Module
+    module: nn.Module
+    evaluated: nn.Module
+    trained: list[tuple[str, nn.Parameter]]
+    gradient_sync: "GradientSync"
+    precision: str
+    autocast: AbstractContextManager[Any]
+    loss_type: torch.dtype
     ranks_per_model: int
     counts: bool
-    loss_type: torch.dtype
+    gradient_divisor: int
+    waits_for_gradients: bool
 
-    supports_sync_bn = True
-    """Whether batch norms of several ranks can add up their statistics in each forward pass."""
+    name = "own"
+    refused: tuple[str, ...] = ("a gradient_sync of DDP",)
+    """Keys of REFUSABLE. With "sync_bn=on" among them sync_bn=auto is off."""
     passes_whole_batches = True
     """Whether a rank passes its share of a batch forward at once."""
     replicas_equal = True
     """Whether all ranks hold the same weights and gradients, after every step."""
+    binds_one_device = True
+    """Whether a rank computes on one device only."""
+    cut_on_cpu = False
+    """Whether several ranks set up a model on the CPU, as only a part of it goes to `world.device`."""
 
     def validate(self, job: JobSpec) -> None:
         """Raise ConfigError for what this strategy cannot do or would do wrong. Called before any process starts."""
-
-    def validate_gradient_sync(self, gradient_sync: "GradientSync", job: JobSpec) -> None:
-        """Raise ConfigError for a gradient sync that cannot work here. Called before any process starts."""
-        if gradient_sync.needs_hooks:
-            raise ConfigError(
-                f"gradient_sync={gradient_sync.name} is a communication hook of DDP; "
-                f"type strategy=ddp gradient_sync={gradient_sync.name}, or gradient_sync=auto"
-            )
-
-    def validate_model(self, model: nn.Module, world_size: int) -> None:
-        """Raise ConfigError for a model that this strategy cannot spread over `world_size` ranks."""
-
-    def binds_one_device(self) -> bool:
-        """Whether a rank computes on one device only."""
-        return True
-
-    def building(self, world_size: int) -> AbstractContextManager[None]:
-        """Inside the block the model of a run of `world_size` ranks is built, which `setup` takes over later."""
-        return nullcontext()
-
-    def device_before_setup(self, world: World) -> torch.device:
-        """Where the model is that `setup` takes over: the CPU, if only a part of it goes to `world.device`."""
-        return world.device
+        refuse(f"strategy={self.name}", self.refused, job)
 
     def setup(
         self, model: nn.Module, outputs: Outputs, world: World, gradient_sync: "GradientSync", precision: str = "fp32"
     ) -> None:
-        """Take over `model`, which is on `device_before_setup`, and spread it over the ranks.
+        """Take over `model` and spread it over the ranks. Raises ConfigError for a model that cannot be.
 
         outputs: what a forward pass computes. gradient_sync: how DistributedDataParallel averages gradients. precision:
         as trainer.precision.
         """
-        self.world, self.model, self.module = world, model, Computed(model, outputs)
-        self.ranks_per_model, self.counts = 1, True
+        if world.size > 1 and sparse_parameters(model):
+            what = "several ranks add up dense gradients, and the model has an embedding with sparse=True"
+            raise ConfigError(f"{what}; make it with sparse=False, or type launch=env")
+        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+        if world.size > 1 and any(embedding.max_norm is not None for embedding in embeddings):
+            what = "an embedding with max_norm= changes the weights of the samples that a rank sees"
+            raise ConfigError(f"{what}; leave max_norm out, or type launch=env")
+        self.world, self.model, self.gradient_sync, self.precision = world, model, gradient_sync, precision
+        self.ranks_per_model, self.counts, self.gradient_divisor, self.waits_for_gradients = 1, True, 1, False
         self.autocast = autocast(world.device, precision)
         self.loss_type = torch.float64 if model_dtype(precision) == torch.float64 else torch.float32
+        self.module = self.evaluated = Computed(model, outputs, self.autocast)
+        self.spread()
+        self.trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
 
-    def syncs_batch_norm(self, mode: str, world_size: int) -> bool:
-        """Whether batch norm covers the whole global batch. mode: conf/sync_bn's "on", "off" or "auto"."""
-        if mode == "auto":
-            return self.supports_sync_bn and self.data_share_of(world_size) > 1
-        return mode == "on"
+    def spread(self) -> None:
+        """The part of `setup` that differs: wrap, cut or move `model` and `module`."""
 
     # Data: who reads which samples.
 
@@ -143,12 +168,9 @@ class Strategy:
         return world_size
 
     def data_share(self, world: World) -> tuple[int, int]:
-        """(which of the shares of a global batch is this rank's, how many there are)."""
-        return world.rank, world.size
-
-    def evaluation_share(self, world: World) -> tuple[int, int]:
-        """The same of an evaluation."""
-        return self.data_share(world)
+        """(which of the shares of a batch or an evaluation is this rank's, how many there are). Neighbours share."""
+        shares = self.data_share_of(world.size)
+        return world.rank * shares // world.size, shares
 
     def parts(self, number: int, count: int, micro_batches: int) -> Sequence[Part]:
         """This rank's parts of a global batch of `count` samples, the `number`-th of its epoch: one forward pass each.
@@ -168,8 +190,7 @@ class Strategy:
         second pass, such as of a part of the model.
         """
         with nullcontext() if last else self.accumulating():
-            with self.autocast:
-                found = forward(self.module, part.inputs, outputs)
+            found = forward(self.module, part.inputs, outputs)
             loss(found, part.targets).backward(weight)
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -177,17 +198,19 @@ class Strategy:
         return nullcontext()
 
     def require_gradients(self) -> None:
-        """Raise ConfigError for weights that the last step left without a gradient, where all ranks wait for each."""
+        """Raise ConfigError for weights that the last step left without a gradient, if all ranks wait for each."""
+        names = [name for name, weight in self.trained if weight.grad is None] if self.waits_for_gradients else []
+        if names:
+            what = f"no gradient of {first_of(names)} in some step, and all ranks wait for each gradient"
+            freeze = f"parameters.freeze=[{','.join(names[:2])}]"
+            raise ConfigError(f"{what}; type strategy=ddp strategy.find_unused_parameters=true, or {freeze}")
 
     def sum_counts(self, counts: Tensor) -> tuple[Any, Tensor]:
         """counts: (parts,), of each part that this rank has of a global batch. Returns what waits for the others, and
         numbers whose sum is then that of the whole batch."""
-        count = counts.sum().double()
+        sharing = self.world.size // self.data_share_of(self.world.size)  # as many ranks have these samples
+        count = counts.sum().double() / sharing
         return self.world.all_reduce_async(count), count
-
-    def gradient_divisor(self) -> int:
-        """What gradient averaging divides the sum of the ranks' gradients by. The loss is multiplied by it before."""
-        return 1
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """Scale the gradients so that the norm over the whole model is at most `max_norm`. Returns it, 0-d."""
@@ -195,13 +218,7 @@ class Strategy:
 
     def evaluate(self, part: LoadedPart, count: Callable[[Any, Any], None]) -> None:
         """One forward pass without gradients; `count(outputs, targets)` takes its outputs."""
-        with self.autocast:
-            outputs = forward(self.evaluated_module(), part.inputs)
-        count(outputs, part.targets)
-
-    def evaluated_module(self) -> nn.Module:
-        """What an evaluation calls: no wrapper that waits for other ranks."""
-        return self.module
+        count(forward(self.evaluated, part.inputs), part.targets)
 
     # What a rank holds.
 
@@ -218,22 +235,27 @@ class Strategy:
                 tensors.update(module.named_buffers(prefix=name, recurse=False))
         return tensors
 
-    @torch.no_grad()
     def sync_buffers(self) -> None:
-        """Copy rank 0's buffers to every rank: running statistics differ between ranks with sync_bn=off.
+        """Copy rank 0's buffers to every rank: running statistics differ between ranks with sync_bn=off."""
+        if self.world.size > 1:
+            broadcast(list(self.model.buffers()))
 
-        A buffer that has another shape here, as one that grows may have, takes that of rank 0.
-        """
-        if self.world.size == 1:
-            return
-        mine = {name: list(buffer.shape) for name, buffer in self.model.named_buffers()}
-        shapes = self.world.broadcast_json(mine)
-        for name, shape in shapes.items():
-            if mine.get(name) != shape:
-                owner, _, last = name.rpartition(".")
-                module = self.model.get_submodule(owner)
-                setattr(module, last, getattr(module, last).new_empty(shape))
-        broadcast([self.model.get_buffer(name) for name in shapes])
+
+def clip_parts(gradients: Mapping[int, Sequence[Tensor]], max_norm: float, world: World) -> Tensor:
+    """`Strategy.clip_grad_norm` where ranks hold parts. gradients: {how many ranks hold the same values: parts}."""
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    for copies, parts in gradients.items():
+        total += get_total_norm(parts).to(total).square() / copies
+    norm = world.all_reduce_sum(total).sqrt()
+    for part in itertools.chain(*gradients.values()):
+        part.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+    return norm
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is. Without the import of DTensor, which takes long."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 def layer_groups(module: nn.Module, count: int) -> list[dict[str, nn.Module]]:
@@ -259,7 +281,8 @@ def model_dtype(precision: str) -> torch.dtype:
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
     """The autocast context of `precision`. fp32 and fp64 compute in the parameters' own type."""
-    return torch.autocast(device.type, AUTOCAST_TYPES[precision]) if precision in AUTOCAST_TYPES else nullcontext()
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return torch.autocast(device.type, types[precision]) if precision in types else nullcontext()
 
 
 def forward(module: nn.Module, inputs: Any, outputs: Outputs | None = None) -> Any:
@@ -280,44 +303,3 @@ def forward(module: nn.Module, inputs: Any, outputs: Outputs | None = None) -> A
                 stack.enter_context(layer.without_samples())
         ones = map_tensors(lambda tensor: tensor.new_ones(2, *tensor.shape[1:]) if tensor.dim() else tensor, inputs)
         return without_samples(module(ones, *given))
-
-
-def refuse_changing_weights(model: nn.Module, world_size: int) -> None:
-    """Raise ConfigError for a layer whose forward pass changes the weights of the samples that it sees.
-
-    On several ranks these are other weights on each of them.
-    """
-    for name, module in model.named_modules():
-        if world_size > 1 and getattr(module, "max_norm", None) is not None and hasattr(module, "num_embeddings"):
-            what = f"{name or 'the model'} has max_norm={module.max_norm}, so its forward pass changes the weights of "
-            what += "the samples that a rank sees, which are others on each rank"
-            raise ConfigError(f"{what}; leave max_norm out, or type launch=env")
-
-
-def refuse_sparse_gradients(model: nn.Module, world_size: int) -> None:
-    """Raise ConfigError for an embedding whose gradients are sparse, which several ranks do not add up."""
-    if world_size > 1 and sparse_parameters(model):
-        what = "several ranks add up dense gradients, and the model has an embedding with sparse=True"
-        raise ConfigError(f"{what}; make it with sparse=False, or type launch=env")
-
-
-def refuse_gradient_hooks(model: nn.Module, strategy: str) -> None:
-    """Raise ConfigError for a weight with a hook for its gradient: `strategy` makes other tensors of the weights."""
-    names = [name for name, parameter in model.named_parameters() if compat.has_gradient_hooks(parameter)]
-    if names:
-        what = f"{first_of(names)} has a hook for its gradient (register_hook), which strategy={strategy} would lose"
-        raise ConfigError(f"{what}; type strategy=ddp, or change the gradient in a layer's forward pass")
-
-
-def refuse_scripted(model: nn.Module, strategy: str) -> None:
-    """Raise ConfigError for a layer that takes none of the hooks by which `strategy` works."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            what = f"strategy={strategy} cannot wrap {name or 'the model'}, which torch.jit has made"
-            raise ConfigError(f"{what}; type strategy=ddp")
-
-
-def refuse_own_step(job: JobSpec, strategy: str) -> None:
-    if job.has_own_step:
-        what = f"strategy={strategy} computes forward and backward passes itself, and this step calls its own"
-        raise ConfigError(f"{what}; type step=default, or strategy=ddp")

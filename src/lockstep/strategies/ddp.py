@@ -4,16 +4,13 @@ import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.schema import Positive
-from lockstep.distributed.world import World
-from lockstep.errors import ConfigError, first_of
-from lockstep.strategies.base import JobSpec, Outputs, Strategy, refuse_sparse_gradients
-from lockstep.strategies.gradient_sync import GradientSync
-from lockstep.strategies.messages import TYPES_SENT, broadcast
+from lockstep.errors import ConfigError
+from lockstep.strategies.base import JobSpec, Strategy, refuse
+from lockstep.strategies.messages import broadcast
 
 # The second name is that of torch before 2.13.
 ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
@@ -33,6 +30,9 @@ class DDP(Strategy):
     find_unused_parameters: some parameters get no gradient in some steps.
     """
 
+    name = "ddp"
+    refused = ()
+
     def __init__(
         self,
         gradient_as_bucket_view: bool,
@@ -48,56 +48,32 @@ class DDP(Strategy):
         }
 
     def validate(self, job: JobSpec) -> None:
+        super().validate(job)
+        refuse(f"gradient_sync={job.gradient_sync.name}", job.gradient_sync.refused, job)
         if self.options["static_graph"] and job.gradient_accumulation_steps > 1 and job.world_size > 1:
             what = "strategy.static_graph=true needs gradients averaged in every backward pass"
             raise ConfigError(f"{what}; type strategy.static_graph=false, or trainer.gradient_accumulation_steps=1")
 
-    def validate_gradient_sync(self, gradient_sync: GradientSync, job: JobSpec) -> None:
-        gradient_sync.validate(job)
-
-    def validate_model(self, model: nn.Module, world_size: int) -> None:
-        refuse_sparse_gradients(model, world_size)
-
-    def setup(
-        self, model: nn.Module, outputs: Outputs, world: World, gradient_sync: GradientSync, precision: str = "fp32"
-    ) -> None:
-        super().setup(model, outputs, world, gradient_sync, precision)
-        self.bits_equal, self.plain = gradient_sync.replicas_bitwise_equal, self.module
+    def spread(self) -> None:
+        world, parameters = self.world, list(self.model.parameters())
         self.wrapper: DistributedDataParallel | None = None
-        self.waited_for: list[tuple[str, nn.Parameter]] = []  # those without whose gradient no rank gets on
-        if world.size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+        if world.size == 1 or not any(parameter.requires_grad for parameter in parameters):
             return
-        devices = {parameter.device for parameter in model.parameters()}
-        on_one_gpu = devices == {world.device} and world.device.type == "cuda"
-        tensors = [*model.parameters(), *model.buffers()]
-        can_send = all(tensor.dtype in TYPES_SENT and tensor.layout == torch.strided for tensor in tensors)
-        if not can_send:
-            broadcast(tensors)
-        devices_used = [world.device.index] if on_one_gpu else None
-        options = self.options | {BUFFERS_IN_FORWARD: False}
+        for tensor in (*parameters, *self.model.buffers()):
+            broadcast([tensor])  # DDP does so with few types
+        on_one_gpu = world.device.type == "cuda" and {parameter.device for parameter in parameters} == {world.device}
         self.module = self.wrapper = DistributedDataParallel(
-            self.plain, device_ids=devices_used, init_sync=can_send, **options
+            self.module,
+            device_ids=[world.device.index] if on_one_gpu else None,
+            init_sync=False,
+            **(self.options | {BUFFERS_IN_FORWARD: False}),
         )
-        gradient_sync.attach(self.wrapper, world)
-        if not (self.options["find_unused_parameters"] or self.options["static_graph"]):
-            self.waited_for = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.gradient_divisor = world.size
+        self.waits_for_gradients = not (self.options["find_unused_parameters"] or self.options["static_graph"])
+        self.gradient_sync.attach(self.wrapper, world)
 
     def accumulating(self) -> AbstractContextManager[None]:
         return nullcontext() if self.wrapper is None else self.wrapper.no_sync()
 
-    def require_gradients(self) -> None:
-        """torch would find these weights in the next step, after an update with gradients that are not averaged."""
-        names = [name for name, parameter in self.waited_for if parameter.grad is None]
-        if names:
-            what = f"no gradient of {first_of(names)} in some step, and all ranks wait for each gradient"
-            freeze = f"parameters.freeze=[{','.join(names[:2])}]"
-            raise ConfigError(f"{what}; type strategy.find_unused_parameters=true, or {freeze}")
-
-    def gradient_divisor(self) -> int:
-        return 1 if self.wrapper is None else self.world.size
-
-    def evaluated_module(self) -> nn.Module:
-        return self.plain
-
     def replicated_tensors(self) -> dict[str, Tensor]:
-        return super().replicated_tensors() if self.bits_equal else {}
+        return super().replicated_tensors() if self.gradient_sync.replicas_bitwise_equal else {}

@@ -20,7 +20,6 @@ from lockstep.config.schema import Count, NotNegative, Positive
 from lockstep.distributed.shared_memory import SharedMemorySum, SumInPlace
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import JobSpec
 
 Future = torch.futures.Future[Tensor]
 
@@ -31,15 +30,14 @@ class GradientSync:
     replicas_bitwise_equal: whether all ranks have the same bits afterwards, so that their weights can be compared.
     is_exact: whether that gradient is the mean of the ranks' own, up to rounding.
     needs_hooks: whether it works only in a strategy that runs DistributedDataParallel.
+    refused: keys of `lockstep.strategies.base.REFUSABLE`.
     """
 
     name = "all_reduce"
     replicas_bitwise_equal = True
     is_exact = True
     needs_hooks = False
-
-    def validate(self, job: JobSpec) -> None:
-        """Raise ConfigError for what does not go together. Called before any process starts."""
+    refused: tuple[str, ...] = ()
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:
         """Register a communication hook on `module`."""
@@ -95,24 +93,18 @@ class Float16(GradientSync):
     name = "fp16"
     is_exact = False
     needs_hooks = True
+    hook: Callable[[Any, GradBucket], Future] = staticmethod(default_hooks.fp16_compress_hook)
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:
-        module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        # DDP accepts torch's bf16 hook, which it knows by name, with NCCL alone. gloo adds bfloat16 just as well.
+        module.register_comm_hook(None, lambda group, bucket: self.hook(group, bucket))
 
 
-class BFloat16(GradientSync):
+class BFloat16(Float16):
     """All-reduce of bfloat16: half the bytes, 8 bits of precision, float32's range."""
 
     name = "bf16"
-    is_exact = False
-    needs_hooks = True
-
-    def attach(self, module: DistributedDataParallel, world: World) -> None:
-        def hook(group: Any, bucket: GradBucket) -> Future:
-            # DDP accepts torch's hook, which it knows by name, with NCCL alone. gloo adds bfloat16 just as well.
-            return default_hooks.bf16_compress_hook(group, bucket)
-
-        module.register_comm_hook(None, hook)
+    hook = staticmethod(default_hooks.bf16_compress_hook)
 
 
 class PowerSGD(GradientSync):
@@ -128,13 +120,11 @@ class PowerSGD(GradientSync):
     is_exact = False
     replicas_bitwise_equal = False  # on some CPUs a few weights differ between ranks in their last bit
     needs_hooks = True
+    # It adds the error of each step to the next, a NaN too; over gloo torch's hook waits for an idle GPU.
+    refused = ("watch.nan=skip", "backend=gloo beside a GPU")
 
     def __init__(
-        self,
-        rank: Count,
-        start_step: Annotated[int, Ge(2)],
-        min_compression: Positive,
-        epsilon: NotNegative,
+        self, rank: Count, start_step: Annotated[int, Ge(2)], min_compression: Positive, epsilon: NotNegative
     ) -> None:
         self.state_options: dict[str, Any] = {
             "matrix_approximation_rank": rank,
@@ -142,18 +132,6 @@ class PowerSGD(GradientSync):
             "min_compression_rate": min_compression,
             "orthogonalization_epsilon": epsilon,
         }
-
-    def validate(self, job: JobSpec) -> None:
-        if job.nan == "skip":
-            raise ConfigError(
-                "gradient_sync=powersgd adds the error of each step to the next, a NaN too; "
-                "type watch.nan=stop, or gradient_sync=auto"
-            )
-        if job.device_type == "cpu" and torch.cuda.device_count():
-            raise ConfigError(
-                "gradient_sync=powersgd over gloo fails on a machine with a GPU: torch's hook waits for the GPU, and "
-                "the gradients are on the CPU; type backend=nccl, or gradient_sync=auto"
-            )
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook

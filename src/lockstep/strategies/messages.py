@@ -1,10 +1,5 @@
-"""Tensors of several types in one message, without rounding, and large ones in mapped files.
+"""Tensors of several types in one message, without rounding: gloo knows few types, and no backend sparse tensors."""
 
-gloo knows few types, and no backend knows sparse tensors.
-"""
-
-import os
-import tempfile
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +9,6 @@ from torch import Tensor
 # What all backends can send, unlike float8, int16 and unsigned types.
 TYPES_SENT = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
 TYPES_SENT |= {torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool}
-LARGE = 2**25  # bytes, from which a tensor is moved to a mapped file
 
 
 def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
@@ -39,17 +33,3 @@ def broadcast(tensors: Sequence[Tensor], source: int = 0) -> None:
         packed = to_bytes(tensors)
         dist.broadcast(packed, src=source)
         from_bytes(packed, tensors)
-
-
-def on_disk(tensor: Tensor) -> Tensor:
-    """A copy of a large CPU tensor in a file, which is gone when the copy is: where memory is short, the kernel moves
-    it to the disk. Other tensors as they are, and all where the folder that TMPDIR names has no room."""
-    if tensor.device.type != "cpu" or tensor.nbytes < LARGE:
-        return tensor
-    try:
-        with tempfile.NamedTemporaryFile() as file:
-            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # later a full disk would kill the process
-            mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
-    except OSError:
-        return tensor
-    return mapped.view(tensor.shape).copy_(tensor)

@@ -1,7 +1,7 @@
 """One process, several devices: a model spread over them (model_parallel), or a copy on each (data_parallel)."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,13 +9,12 @@ from torch import nn
 
 from lockstep import compat
 from lockstep.config.schema import Count, Positive
-from lockstep.data.partition import fold_in
+from lockstep.data.partition import cut
 from lockstep.data.source import count_samples, map_tensors
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import JobSpec, Outputs, Strategy, autocast, layer_groups, refuse_scripted
+from lockstep.strategies.base import Strategy, layer_groups
 from lockstep.strategies.ddp import DDP
-from lockstep.strategies.gradient_sync import GradientSync
 
 log = logging.getLogger(__name__)
 tree_map = compat.tree_map()
@@ -30,52 +29,43 @@ class ModelParallel(DDP):
     devices: devices of each rank. options: those of DDP.
     """
 
+    name = "model_parallel"
+    binds_one_device = False
+
     def __init__(self, devices: Count, **options: Any) -> None:
         super().__init__(**options)
         self.devices = devices
 
-    def binds_one_device(self) -> bool:
-        return False
-
-    def validate_model(self, model: nn.Module, world_size: int) -> None:
-        super().validate_model(model, world_size)
-        refuse_scripted(model, "model_parallel")
-        layer_groups(model, self.devices)
-
-    def setup(
-        self, model: nn.Module, outputs: Outputs, world: World, gradient_sync: GradientSync, precision: str = "fp32"
-    ) -> None:
-        mine = rank_devices(world, self.devices)
-        for group, device in zip(layer_groups(model, self.devices), mine, strict=True):
+    def spread(self) -> None:
+        mine = rank_devices(self.world, self.devices)
+        for group, device in zip(layer_groups(self.model, self.devices), mine, strict=True):
             for child in group.values():
                 child.to(device)
-                child.register_forward_pre_hook(_MoveInputs(device), with_kwargs=True)
-        model.register_forward_hook(lambda module, inputs, outputs: map_tensors(lambda t: t.to(mine[0]), outputs))
-        super().setup(model, outputs, world, gradient_sync, precision)
+                child.register_forward_pre_hook(inputs_moved_to(device), with_kwargs=True)
+        self.model.register_forward_hook(lambda module, inputs, outputs: map_tensors(lambda t: t.to(mine[0]), outputs))
+        super().spread()
 
 
-class _MoveInputs:
-    """A forward pre-hook that moves a layer's inputs to its device: tensors, and objects such as a PackedSequence."""
+def inputs_moved_to(device: torch.device) -> Callable[..., Any]:
+    """A forward pre-hook that moves a layer's inputs: tensors, and objects such as a PackedSequence."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def can_move(value: Any) -> bool:
+        return hasattr(value, "to")
 
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        def can_move(value: Any) -> bool:
-            return hasattr(value, "to")
+    def move(module: nn.Module, *arguments: Any) -> Any:
+        return tree_map(lambda v: v.to(device) if can_move(v) else v, arguments, is_leaf=can_move)
 
-        return tree_map(lambda v: v.to(self.device) if can_move(v) else v, (inputs, keywords), is_leaf=can_move)
+    return move
 
 
 def rank_devices(world: World, count: int) -> list[torch.device]:
     """The `count` devices of this rank. On GPUs the first is `world.device`, and no two ranks share one."""
     if world.device.type != "cuda":
         return [world.device] * count
-    gpus = torch.cuda.device_count()
-    if world.local_size * count > gpus:
-        what = f"strategy=model_parallel needs {count} GPUs for each of {world.local_size} ranks and this machine has"
-        advice = f"type strategy.devices={max(1, gpus // world.local_size)}, fewer ranks, or backend=gloo"
-        raise ConfigError(f"{what} {gpus}; {advice}")
+    gpus, needed = torch.cuda.device_count(), world.local_size * count
+    if needed > gpus:
+        what = f"strategy=model_parallel needs {needed} GPUs for {world.local_size} ranks, and this machine has {gpus}"
+        raise ConfigError(f"{what}; type strategy.devices={max(1, gpus // world.local_size)}, or backend=gloo")
     return [torch.device("cuda", world.local_rank + number * world.local_size) for number in range(count)]
 
 
@@ -85,77 +75,45 @@ class DataParallel(Strategy):
     first_share: the first GPU's samples relative to another's; it also gathers outputs and gradients.
     """
 
-    supports_sync_bn = False
+    name = "data_parallel"
+    # A copy normalises its part by itself, and a compiled one has the wrong weights.
+    refused = (*Strategy.refused, "several ranks", "sync_bn=on", "trainer.compile")
+    binds_one_device = False
 
     def __init__(self, first_share: Positive) -> None:
         self.first_share = first_share
 
-    def binds_one_device(self) -> bool:
-        return False
-
-    def validate(self, job: JobSpec) -> None:
-        name = "strategy=data_parallel"
-        if job.world_size > 1:
-            what = f"{name} is one process that feeds several GPUs, and {job.world_size} ranks were asked for"
-            raise ConfigError(f"{what}; type strategy=ddp, or start one process")
-        if job.sync_bn == "on":
-            raise ConfigError(f"{name} normalises each GPU's part by itself; type sync_bn=off, or strategy=ddp")
-        if job.compile:
-            what = f"{name} copies the model for every batch, and a compiled copy has the wrong weights"
-            raise ConfigError(f"{what}; type trainer.compile=false")
-
-    def setup(
-        self, model: nn.Module, outputs: Outputs, world: World, gradient_sync: GradientSync, precision: str = "fp32"
-    ) -> None:
-        super().setup(model, outputs, world, gradient_sync, precision)
-        if world.device.type == "cuda":
-            self.module = UnevenDataParallel(self.module, self.first_share, precision)
+    def spread(self) -> None:
+        if self.world.device.type == "cuda":
+            self.module = self.evaluated = UnevenDataParallel(self.module, self.first_share)
         else:
-            log.info("strategy=data_parallel finds no GPU: the model trains as a plain module on %s", world.device)
+            log.info("strategy=data_parallel finds no GPU: the model trains as a plain module on %s", self.world.device)
 
 
 class UnevenDataParallel(nn.DataParallel[nn.Module]):
-    """torch.nn.DataParallel whose first GPU may take a smaller part of each batch. precision: as trainer.precision."""
+    """torch.nn.DataParallel whose first GPU may take a smaller part of each batch."""
 
-    def __init__(self, module: nn.Module, first_share: float, precision: str = "fp32") -> None:
-        super().__init__(_OnOneGPU(module, precision))
+    def __init__(self, module: nn.Module, first_share: float) -> None:
+        super().__init__(module)
         self.first_share = first_share
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
-        batch, start, sent = inputs[0], 0, list[tuple[Any]]()
-        for size, device in zip(
-            part_sizes(count_samples(batch), len(device_ids), self.first_share), device_ids, strict=True
-        ):
-            if size or not sent:
-                part = slice(start, start + size)
-                sent.append((map_tensors(lambda t, p=part, d=device: t[p].to(d, non_blocking=True), batch),))  # type: ignore[misc]
-            start += size
+        places = part_places(count_samples(inputs[0]), len(device_ids), self.first_share)
+        sent = [
+            (map_tensors(lambda t, p=place, d=device: t[p].to(d, non_blocking=True), inputs[0]),)  # type: ignore[misc]
+            for place, device in zip(places, device_ids, strict=True)
+            if place.start < place.stop
+        ]
         return sent, [kwargs or {}] * len(sent)
 
 
-class _OnOneGPU(nn.Module):
-    """What a GPU computes, in a thread. In a new thread autocast would be fp16, and GPUs with one seed would draw the
-    same dropout mask."""
-
-    def __init__(self, module: nn.Module, precision: str) -> None:
-        super().__init__()
-        self.module, self.precision = module, precision
-
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        number = torch.cuda.current_device()
-        if torch.cuda.device_count() > 1:
-            torch.cuda.default_generators[number].manual_seed(fold_in(torch.initial_seed(), number))
-        with autocast(torch.device("cuda"), self.precision):
-            return self.module(*inputs, **options)
-
-
-def part_sizes(samples: int, devices: int, first_share: float) -> list[int]:
-    """How many samples each device gets: the first about `first_share` times as many as another, the others alike.
+def part_places(samples: int, devices: int, first_share: float) -> list[slice]:
+    """Each device's samples: the first has about `first_share` times as many as another, the others alike.
 
     The first device, which holds the weights, gets at least one.
     """
-    if devices == 1:
-        return [samples]
-    first = min(samples, max(1, round(samples * first_share / (devices - 1 + first_share))))
-    each, remainder = divmod(samples - first, devices - 1)
-    return [first] + [each + (number < remainder) for number in range(devices - 1)]
+    others = devices - 1
+    first = min(samples, max(1, round(samples * first_share / (others + first_share))))
+    return [slice(0, first)] + [
+        slice(*(first + end for end in cut(samples - first, others, number))) for number in range(others)
+    ]

@@ -20,10 +20,8 @@ from lockstep.data.partition import Part, cut
 from lockstep.data.source import count_samples
 from lockstep.distributed.shared_memory import SharedMemorySum, tree_sum
 from lockstep.distributed.sync_batch_norm import BatchNorm
-from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, Loss, Outputs, Strategy
-from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.messages import broadcast
 
 
@@ -36,47 +34,36 @@ class VirtualRanks(Strategy):
     count: parts of a global batch, a multiple of the number of ranks.
     """
 
-    supports_sync_bn = False  # each virtual rank is computed by itself
+    name = "virtual_ranks"
+    # Each virtual rank is computed by itself, and a step is in parts already.
+    refused = (*Strategy.refused, "sync_bn=on", "trainer.gradient_accumulation_steps")
     passes_whole_batches = False
 
     def __init__(self, count: Count) -> None:
         self.count = count
 
     def validate(self, job: JobSpec) -> None:
-        name = "strategy=virtual_ranks"
+        super().validate(job)
         if self.count % job.world_size:
             fitting = job.world_size * -(-self.count // job.world_size)
             what = f"strategy.count={self.count} virtual ranks cannot be divided among {job.world_size} ranks"
             raise ConfigError(f"{what}; type strategy.count={fitting}")
-        if job.gradient_accumulation_steps > 1:
-            raise ConfigError(f"{name} computes a step in parts already; type trainer.gradient_accumulation_steps=1")
-        if job.sync_bn == "on":
-            raise ConfigError(f"{name} keeps batch statistics per virtual rank; type sync_bn=off")
         if job.device_type == "cuda" and not job.deterministic:
-            raise ConfigError(f"{name} on GPUs needs deterministic kernels; type trainer.deterministic=true")
+            what = "strategy=virtual_ranks on GPUs needs deterministic kernels"
+            raise ConfigError(f"{what}; type trainer.deterministic=true")
 
-    def validate_model(self, model: nn.Module, world_size: int) -> None:
-        for name, module in model.named_modules():
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                what = "strategy=virtual_ranks gives each virtual rank the tensors before the step, and cannot do so"
-                kept = f"for what {name or 'the model'} keeps beside them (get_extra_state)"
-                raise ConfigError(f"{what} {kept}; type strategy=ddp")
-        types = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-        if len(types) > 1 or any(dtype.is_complex for dtype in types):
-            shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
-            what = f"strategy=virtual_ranks adds up gradients of one real type, and the weights have {shown}"
-            raise ConfigError(f"{what}; type strategy=ddp")
-
-    def setup(
-        self, model: nn.Module, outputs: Outputs, world: World, gradient_sync: GradientSync, precision: str = "fp32"
-    ) -> None:
-        super().setup(model, outputs, world, gradient_sync, precision)
+    def spread(self) -> None:
+        model, world = self.model, self.world
         torch.set_num_threads(1)  # with more, the sums in a convolution depend on how many there are
         per_rank = self.count // world.size
         self.share = range(world.rank * per_rank, (world.rank + 1) * per_rank)  # of the virtual ranks
-        self.names = [name for name, _ in model.named_parameters()]
-        self.weights: list[Tensor] = list(model.parameters())  # frozen ones among them
+        self.weights = list(model.parameters())  # frozen ones among them
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if len({one.dtype for one in self.parameters}) > 1 or any(one.is_complex() for one in self.parameters):
+            raise ConfigError("strategy=virtual_ranks adds up gradients of one real type; type strategy=ddp")
+        if any(type(module).get_extra_state is not nn.Module.get_extra_state for module in model.modules()):
+            what = "strategy=virtual_ranks cannot give each virtual rank what a module keeps beside its tensors"
+            raise ConfigError(f"{what} (get_extra_state); type strategy=ddp")
         # By their owners: a forward pass may put another tensor into the place of a buffer.
         places = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
         self.floats = [place for place in places if getattr(*place).is_floating_point()]
@@ -117,10 +104,9 @@ class VirtualRanks(Strategy):
             parameter.grad = None
         before = versions(self.weights)
         super().forward_backward(part, loss, weight, last, outputs)
-        for name, then, now in zip(self.names, before, versions(self.weights), strict=True):
-            if then != now:
-                what = f"the forward pass changes the weight {name}, and strategy=virtual_ranks makes several in a step"
-                raise ConfigError(f"{what}; type strategy=ddp, or keep it in a buffer (register_buffer)")
+        if versions(self.weights) != before:
+            what = "the forward pass changes the weights, and strategy=virtual_ranks makes several in a step"
+            raise ConfigError(f"{what}; type strategy=ddp, or keep them in a buffer (register_buffer)")
         self._fill_row(count_samples(part.targets), last)
         self.computed += 1
         if last:
@@ -130,19 +116,17 @@ class VirtualRanks(Strategy):
     def _fill_row(self, samples: int, is_last: bool) -> None:
         """With this virtual rank's results. The next one begins with the buffers that this one began with."""
         row, (*views, counted) = self.rows[self.computed], self.views[self.computed]
-        has_gradient, *moved = views[len(self.parameters) :]
-        used = [parameter.grad is not None for parameter in self.parameters]
-        self.uses_all &= all(used)
-        has_gradient.copy_(torch.tensor(used)) if not all(used) else has_gradient.fill_(1)
+        used, *moved = views[len(self.parameters) :]
+        has = [parameter.grad is not None for parameter in self.parameters]
+        self.uses_all &= all(has)
+        used.fill_(1) if all(has) else used.copy_(torch.tensor(has))  # which would wait for a GPU
         for view, parameter in zip(views, self.parameters, strict=False):
             view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
-        counted.fill_(samples)
-        row[self.of_moved] = 0
         for view, place, before in zip(moved, self.floats, self.buffers_before, strict=False):
             now = getattr(*place)
-            if samples:  # constants stay, those too that are infinite
-                view.copy_((now - before).where(now != before, 0))
+            view.copy_((now - before).where(now != before, 0))  # constants stay, those too that are infinite
         row[self.of_moved] *= samples
+        counted.fill_(samples)
         if not is_last:
             for place, before in zip((*self.floats, *self.others), self.buffers_before, strict=True):
                 getattr(*place).copy_(before)
@@ -153,10 +137,11 @@ class VirtualRanks(Strategy):
         self._sum_rows()
         self.computed = 0
         *views, samples = self.views[0]
-        has_gradient, *moved = views[len(self.parameters) :]
+        used, *moved = views[len(self.parameters) :]
         # With zeros for a gradient, weight decay would move what no rank has used.
-        has = [1] * len(self.parameters) if self.uses_all else has_gradient.tolist()
-        for parameter, view, is_used, before in zip(self.parameters, views, has, self.gradients_before, strict=False):
+        are_used = [1.0] * len(self.parameters) if self.uses_all else used.tolist()
+        every = zip(self.parameters, views, are_used, self.gradients_before, strict=False)
+        for parameter, view, is_used, before in every:
             parameter.grad = before if not is_used else view if before is None else before.add_(view)
         for place, before, view in zip(self.floats, self.buffers_before, moved, strict=False):
             getattr(*place).copy_(before + (view / samples).to(before.dtype))

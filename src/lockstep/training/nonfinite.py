@@ -12,8 +12,7 @@ from torch.nn.utils import get_total_norm
 from lockstep.data.loader import Loader
 from lockstep.data.source import tensors_in
 from lockstep.errors import TrainingDiverged, first_of
-from lockstep.strategies.base import Strategy
-from lockstep.training.replicas import local_part
+from lockstep.strategies.base import Strategy, local_part
 from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from lockstep.config.schema import Count, Fraction, NotNegative, Parameters, Pos
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.base import matching_parameters, require_matches, sparse_parameters
-from lockstep.training.replicas import local_part
+from lockstep.strategies.base import local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration: they bring all singular values near 1
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import RanksDiffer, first_of
+from lockstep.strategies.base import local_part
 
 if TYPE_CHECKING:
     from lockstep.training.run import Run
@@ -57,9 +58,3 @@ def _odd_weights(device: torch.device) -> Tensor:
     """PIECE odd int64 numbers, the same on every rank and in every run."""
     draw = torch.Generator().manual_seed(0)
     return (torch.randint(-(2**63), 2**63 - 1, (PIECE,), generator=draw) | 1).to(device)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor as it is. Without the import of DTensor, which takes long."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part

@@ -94,7 +94,7 @@ class Step:
         if weight is None:
             device, dtype = self.strategy.world.device, self.strategy.loss_type
             # torch.tensor would wait for a GPU
-            weight = torch.full((), self.strategy.gradient_divisor() / batch.count, device=device, dtype=dtype)
+            weight = torch.full((), self.strategy.gradient_divisor / batch.count, device=device, dtype=dtype)
             if batch.parts and self.task.counts_by_value(batch.parts[0].targets, self.ignores):
                 counts = [as_tensor(self.task.count(part.targets), self.meter.device) for part in batch.parts]
                 self.pending = *self.strategy.sum_counts(torch.stack(counts)), weight
@@ -110,7 +110,7 @@ class Step:
         (wait, counts, weight), self.pending = self.pending, None
         wait()
         total = counts.sum()
-        value = self.strategy.gradient_divisor() / total.where(total > 0, 1)  # of nothing, the loss is 0
+        value = self.strategy.gradient_divisor / total.where(total > 0, 1)  # of nothing, the loss is 0
         weight.copy_(self.scaler.scale(value.to(weight)) if self.scales else value)
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
