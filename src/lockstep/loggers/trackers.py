@@ -7,7 +7,7 @@ lost there, with one warning; TensorBoard's files have it.
 import logging
 import os
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,7 +114,8 @@ class MLflowLogger(Tracker):
         if known is None:
             mlflow.log_params(dict(info.facts["config"]))
         self.mlflow: Any = mlflow
-        return str(run.info.run_id)
+        self.id = str(run.info.run_id)
+        return self.id
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.sent.append(self.mlflow.log_metrics(metrics, step, synchronous=False))
@@ -125,10 +126,16 @@ class MLflowLogger(Tracker):
     def end(self, info: RunInfo, state: str) -> None:
         """Wait until all is sent: the process ends without its exit handlers."""
         # The queue tries each call for a minute, and a server that is lost may have many of them.
-        try:
-            ThreadPoolExecutor(1).submit(lambda: [call.wait() for call in self.sent]).result(END_SECONDS)
-        finally:
-            self.mlflow.end_run("FINISHED" if state in (FINISHED, PAUSED) else "KILLED")
+        sending = ThreadPoolExecutor(1).submit(self._finish, "FINISHED" if state in (FINISHED, PAUSED) else "KILLED")
+        if not wait([sending], END_SECONDS).done:
+            raise TimeoutError(f"the server has not taken all within {END_SECONDS} s of the end")
+        sending.result()
+
+    def _finish(self, status: str) -> None:
+        """Not by mlflow.end_run: each thread has its own active run."""
+        self.mlflow.MlflowClient().set_terminated(self.id, status)
+        for call in self.sent:
+            call.wait()
 
 
 class TrackioLogger(Tracker):
