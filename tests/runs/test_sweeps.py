@@ -19,7 +19,7 @@ REFUSED = {
     "value": ("optimizer.lr=0.1,-1,0.01", "the job optimizer.lr=-1: torch.optim.SGD refuses its arguments ("),
     "strategy": (
         "launch=torchrun gradient_sync=ring,powersgd strategy=ddp,fsdp",
-        "the job gradient_sync=ring strategy=fsdp: gradient_sync=",
+        "the job gradient_sync=ring strategy=fsdp: strategy=fsdp cannot have",
     ),
     "argument": (
         "model=mlp +model.depht=1,2",
