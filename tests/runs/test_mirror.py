@@ -100,7 +100,8 @@ def test_a_store_that_is_lost_ends_nothing(start, tmp_path):
         time.sleep(3)
         store.start()
         store.files.makedirs("bucket", exist_ok=True)  # the training may have made it already
-        wait_for(lambda: store.files.glob("bucket/run/*/manifest.json"), "a copy in the store that has come back")
+        back = "a copy in the store that has come back"
+        wait_for(lambda: store.files.glob("bucket/run/*/manifest.json"), back, limit=120)  # s3fs waits half a minute
         run.send(signal.SIGTERM)
         output = run.finish(EXIT_RESUMABLE).output
         assert output.count("is tried again, and the training goes on") <= 1  # s3fs waits for some seconds itself
