@@ -190,7 +190,6 @@ COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/")  # a 
 CALLED_OPERATOR = "/torch/_ops.py"  # between the code of a collective and C++
 GENERATED = "/torchinductor_"  # the folder of compiled code, which may hold collectives
 BACKWARD = "_engine_run_backward"  # torch.autograd.graph: a backward pass, in which DistributedDataParallel waits
-GROUP_MAKERS = ("_store_based_barrier", "_create_gloo_process_group")  # a new process group: ranks meet at the store
 
 
 def flight_records() -> list[bytes]:

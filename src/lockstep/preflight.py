@@ -1,6 +1,6 @@
 """Checks before any process starts, and the parts of a job that they build, once, for all ranks.
 
-Functions import torch, and what needs it, inside: the fork server imports the same while this process does.
+Functions import torch, and what needs it, inside: what only prints something answers without it.
 """
 
 import gc

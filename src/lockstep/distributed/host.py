@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-LAUNCHER = "LOCKSTEP_LAUNCHER"  # the launcher's pid, in the environment of the server that its ranks are forked from
+LAUNCHER = "LOCKSTEP_LAUNCHER"  # in the environment of the server that a sweep's jobs are forked from: the sweep's pid
 ENDS_WITH_PARENT = "LOCKSTEP_ENDS_WITH_PARENT"  # in the environment of a training that a notebook has started
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -33,6 +33,7 @@ def usable_cores() -> list[int]:
 
 
 def cpu_count() -> int:
+    """The number of cores that this process may use."""
     return len(usable_cores())
 
 

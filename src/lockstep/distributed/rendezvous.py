@@ -96,13 +96,12 @@ def _open_store(info: RankInfo, timeout: timedelta) -> "Store":
         _wait_until_listening(info, timeout)
         return client_of_store(info, timeout)
     # All ranks here: at the loopback address, whatever name the machine has. torch alone listens at every interface.
-    address = LOOPBACK if info.on_one_machine or is_loopback(info.master_addr) else ""
-    both = not address and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
+    address = store_address(info)
+    is_here = address == LOOPBACK
+    both = not is_here and socket.has_dualstack_ipv6()
+    family, place = socket.AF_INET6 if both else socket.AF_INET, (LOOPBACK if is_here else "", info.master_port)
     try:
-        listener = socket.create_server(
-            (address, info.master_port), family=family, dualstack_ipv6=both, backlog=BACKLOG
-        )
+        listener = socket.create_server(place, family=family, dualstack_ipv6=both, backlog=BACKLOG)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
@@ -110,14 +109,13 @@ def _open_store(info: RankInfo, timeout: timedelta) -> "Store":
             f"port {info.master_port} is taken by another program; type MASTER_PORT={info.master_port + 1} before the "
             f"command, or launch.master_port={info.master_port + 1}"
         ) from None
-    file, port = listener.detach(), info.master_port
     return dist.TCPStore(
-        address or info.master_addr,
-        port,
+        address,
+        info.master_port,
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=file,
+        master_listen_fd=listener.detach(),
     )
 
 

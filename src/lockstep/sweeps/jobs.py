@@ -20,7 +20,7 @@ from typing import Any
 from lockstep import errors
 from lockstep.compat import forget_multiprocessing_folder
 from lockstep.distributed import signals
-from lockstep.distributed.host import LAUNCHER, cpu_count, end_with_parent
+from lockstep.distributed.host import LAUNCHER, end_with_parent, usable_cores
 from lockstep.distributed.run_folder import HeldFolder
 from lockstep.errors import ConfigError, path_value
 from lockstep.failures.report import in_one_line, read_report
@@ -157,7 +157,7 @@ def divide_machine(n_jobs: int | str, ranks: int | str) -> list[Slot]:
     """
     import torch  # the jobs are no forks of this process
 
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(cpu_count()))
+    cores = usable_cores()
     count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = named.split(",")[:count] if named else list(map(str, range(count)))
     if isinstance(n_jobs, str):
