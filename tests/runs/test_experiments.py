@@ -1,6 +1,7 @@
 """The experiments of docs/experiments.md and docs/examples against plain torch in float64.
 
-On one and two ranks, and after a stop. What is drawn is taken from the project's own generators, whose draws other tests compare; all else is plain torch.
+On one and two ranks, and after a stop. What is drawn is taken from the project's own generators, whose draws other
+tests compare; all else is plain torch.
 """
 
 import copy
