@@ -1,4 +1,4 @@
-"""launch._target_=my_launcher.PoolLauncher +launch.ranks=2"""
+"""A launcher: launch._target_=my_launcher.PoolLauncher +launch.ranks=2"""
 
 import multiprocessing
 import os

@@ -1,4 +1,7 @@
-"""'+logger.lines={_target_: my_logger.JSONLinesLogger, run_dir: "${run_dir}"}'"""
+"""A logger: '+logger.lines={_target_: my_logger.JSONLinesLogger, run_dir: "${run_dir}"}'
+
+What must not come twice after a kill is dropped in `start`, as lockstep.loggers.csv_logger does.
+"""
 
 import json
 from pathlib import Path

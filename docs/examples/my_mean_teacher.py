@@ -1,4 +1,9 @@
-"""task._target_=my_mean_teacher.Consistency, model._target_=my_mean_teacher.StudentAndTeacher, step._target_=..."""
+"""A step that averages weights, a task and a model.
+
+task._target_=my_mean_teacher.Consistency +task.noise=0.1 +task.weight=10 +task.rampup_epochs=2
+model._target_=my_mean_teacher.StudentAndTeacher '+model.student={_target_: <your net>, ...}'
+step._target_=my_mean_teacher.AveragingStep +step.decay=0.99
+"""
 
 import copy
 

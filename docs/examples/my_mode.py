@@ -1,4 +1,4 @@
-"""mode._target_=my_mode.Confused +mode.snapshot=last"""
+"""A mode: mode._target_=my_mode.Confused +mode.snapshot=last resume=<run>"""
 
 import torch
 

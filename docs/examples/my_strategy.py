@@ -1,4 +1,4 @@
-"""strategy._target_=my_strategy.AverageAfterBackward"""
+"""A strategy: strategy._target_=my_strategy.AverageAfterBackward"""
 
 from lockstep.strategies.base import Strategy
 

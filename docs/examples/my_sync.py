@@ -1,4 +1,4 @@
-"""gradient_sync._target_=my_sync.GatherSum"""
+"""A gradient sync: gradient_sync._target_=my_sync.GatherSum"""
 
 import torch
 import torch.distributed as dist
