@@ -1,4 +1,4 @@
-"""docs/deciding.md: all its commands, in its order, in a folder outside the repository."""
+"""docs/sweeps.md, from "Repeat each setting" on: all its commands, in its order, in a folder outside the repository."""
 
 import re
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from pathlib import Path
 from support.commands import ROOT, Command
 from support.pages import COMMANDS, copy_examples, environment
 
-PAGE = (ROOT / "docs" / "deciding.md").read_text()
+PAGE = (ROOT / "docs" / "sweeps.md").read_text().split("\n## Which set decides\n")[1]
 
 
 def test_from_a_sweep_to_the_number_that_is_reported(tmp_path: Path, start: Callable[..., Command]) -> None:
