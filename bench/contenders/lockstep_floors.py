@@ -10,8 +10,6 @@ turn from Lockstep's current weights: a model that has learned its one batch tak
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,11 +18,11 @@ from record import Record
 from torch.nn.functional import cross_entropy
 
 from lockstep.config.nodes import instantiate_as
-from lockstep.data.loader import Batch
 from lockstep.loggers.base import EpochSummary
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.gradient_sync import GradientSync
+from lockstep.training.exchange import Exchange
 from lockstep.training.optimizers import can_fuse
 from lockstep.training.run import Run
 
@@ -67,16 +65,18 @@ class Floors(Steps):
 
     floors: dict[str, Floor] | None = None
 
-    def epoch(self, run: Run, batches: Iterator[Batch], train: Callable[[Iterator[Batch]], EpochSummary]) -> Any:
-        batch = next(batches)
-        part = batch.parts[0]
-        self.run, self.batch = run, (part.inputs, part.targets)
+    def begins(self, run: Run, exchange: Exchange) -> None:
         if self.floors is None:
+            part = next(run.loaders.train.batches(run.progress)).parts[0]
+            self.run, self.batch = run, (part.inputs, part.targets)
             self.floors = self.built()
             self.run_floors(Record(), TURN)  # warms up
         self.turns, self.turn_steps = Record(), 0
         self.turns.start()
-        summary = train(chain([batch], batches))
+        self.own[0](run, exchange)
+
+    def ends(self, run: Run, exchange: Exchange) -> EpochSummary:
+        summary = self.own[1](run, exchange)
         if self.turn_steps:
             self.end_turn()
         for what, laps in self.turns.laps.items():

@@ -156,13 +156,13 @@ def remove_empty_run_folder() -> None:
 
 
 def register_resolvers() -> None:
-    """`${started:format}` in a config is the moment at which the run started, the same on all ranks."""
+    """`${started:format}` in a config is the moment at which the run started, the same on all ranks; %f is in ms."""
 
     def started(pattern: str, _root_: DictConfig) -> str:
         seconds = OmegaConf.select(_root_, "backend.timeout")  # of a config that is not checked yet
         timeout = timedelta(seconds=seconds) if isinstance(seconds, int | float) and seconds > 0 else STORE_TIMEOUT
-        claim = not asks_for_text(sys.argv)
-        return run_started_at(_composing_rank(_root_), claim=claim, timeout=timeout).strftime(pattern)
+        moment = run_started_at(_composing_rank(_root_), not asks_for_text(sys.argv), timeout)
+        return moment.strftime(pattern.replace("%f", f"{moment.microsecond // 1000:03}"))
 
     register_resolver("started", started)
 

@@ -20,18 +20,14 @@ def start_agent(start: Callable[..., Command], port: int, is_host: int) -> Comma
     conf = f"is_host={is_host},keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=2"
     world = ["--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=5", "--local-addr=127.0.0.1"]
     world += ["--rdzv-backend=c10d", "--rdzv-id=drill", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={conf}"]
-    training = [TRAIN, *SLOW, "scheduler=constant", "trainer.epochs=4000"]
+    training = [TRAIN, *SLOW, "scheduler=constant", "trainer.epochs=4000", "hydra.run.dir=run"]
     return start(*TORCHRUN, *world, *training, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
 
 
 def wait_for_world(cwd: Path, size: int) -> Path:
-    """Wait until the one run under `cwd` saves with `size` ranks. Returns its folder."""
-
-    def folders() -> list[Path]:
-        return list(cwd.glob("outputs/[0-9]*/*"))
-
-    wait_for(lambda: folders() and position(folders()[0])[1] == size, f"world of {size}")
-    (folder,) = folders()
+    """Wait until the run under `cwd` saves with `size` ranks. Returns its folder."""
+    folder = cwd / "run"
+    wait_for(lambda: folder.exists() and position(folder)[1] == size, f"world of {size}")
     return folder
 
 

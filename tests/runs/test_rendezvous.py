@@ -1,6 +1,5 @@
 """How ranks find each other: nonces, polling, repeated meetings over one store, the run's start time."""
 
-import os
 import threading
 from datetime import datetime, timedelta
 from typing import Any
@@ -176,22 +175,3 @@ def test_a_requeued_step_of_one_task_keeps_its_start_time(tmp_path, monkeypatch)
     began = run_started_at.__wrapped__(one_task)
     assert run_started_at.__wrapped__(one_task) == began
     assert run_started_at.__wrapped__(RankInfo()) > began
-
-
-def test_an_old_claim_that_another_run_removes_first_hides_no_claim(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    moment = datetime(2026, 11, 22, 12)
-    assert store_module._claim_second(moment) == moment
-    (tmp_path / "outputs/.started/second-gone").symlink_to("removed")  # listed, and not there when it is looked at
-    assert store_module._claim_second(moment) == moment + timedelta(seconds=1)
-
-
-def test_runs_that_start_in_the_same_second_get_seconds_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    moment = datetime(2026, 11, 22, 12, 0, 59, 900_000)
-    claims = [store_module._claim_second(moment) for _ in range(3)]
-    assert claims == [moment + timedelta(seconds=seconds) for seconds in range(3)]
-    for claim in (tmp_path / "outputs/.started").iterdir():
-        os.utime(claim, (0, 0))  # a claim of long ago
-    assert store_module._claim_second(moment) == moment
-    assert [claim.name for claim in (tmp_path / "outputs/.started").iterdir()] == ["second-2026-11-22T12-00-59"]

@@ -1,20 +1,26 @@
 """Ports for tests."""
 
 import itertools
-import os
 import socket
 from contextlib import suppress
+from functools import cache
 
-_numbers = itertools.count()
+BLOCKS = range(20_000, 32_000, 200)  # below the ports that the kernel gives out by itself
 
 
 def free_port() -> int:
-    """A free port below those that the kernel gives out, so that no other process gets it before it is used.
-
-    Test processes that run side by side take it from ranges of their own.
-    """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    """A free port that no other process gets before it is used, also of another pytest command."""
+    held, numbers = _block()
     while True:
-        port = 20_000 + 1000 * (worker % 10) + next(_numbers) % 1000
+        port = held.getsockname()[1] + 1 + next(numbers) % (BLOCKS.step - 1)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
+
+
+@cache
+def _block() -> tuple[socket.socket, "itertools.count[int]"]:
+    """A socket at the first port of the block that this process has as long as it lives."""
+    for start in BLOCKS:
+        with suppress(OSError):
+            return socket.create_server(("127.0.0.1", start)), itertools.count()
+    raise AssertionError("other processes hold all ports for tests")

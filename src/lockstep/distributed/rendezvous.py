@@ -17,7 +17,6 @@ from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 from lockstep.distributed.environment import LOOPBACK, RankInfo, is_loopback
 from lockstep.errors import ConfigError, RankMissing
@@ -33,8 +32,7 @@ REQUESTS_PER_SECOND = 20_000  # of all ranks together: a TCPStore answers severa
 NAME_SECONDS = 20.0  # for a host name to appear: a cluster may register a pod's name after it has started the pod
 NOTICE_SECONDS = 5.0  # of silence
 TRY_SECONDS = 1.0  # for one connection
-NOTES = Path("outputs", ".started")  # start times of jobs whose restarts share only a name, and claims
-CLAIM_SECONDS = 60.0  # after this time no run can start in the second of a claim any more
+NOTES = Path("outputs", ".started")  # when jobs of Slurm started first
 
 
 class Patience:
@@ -208,73 +206,45 @@ def agree_on_nonce(store: "Store", rank: int, size: int, timeout: timedelta) -> 
 
 
 @cache
-def run_started_at(info: RankInfo, claim: bool = True, timeout: timedelta = STORE_TIMEOUT) -> datetime:
+def run_started_at(info: RankInfo, is_noted: bool = True, timeout: timedelta = STORE_TIMEOUT) -> datetime:
     """When this run started, by rank 0's clock: the same moment on every rank and after every restart by torchrun.
 
-    It is asked before Hydra composes, so all ranks compose the same run folder, however far apart they start. claim:
-    a run that starts in the second of another one gets the next free second, and so a folder of its own.
-    timeout: for rank 0 to come. Raises RankMissing.
+    It is asked before Hydra composes, so all ranks compose the same run folder, however far apart they start.
+    is_noted: a job that Slurm requeues finds the moment of its first start in a file. timeout: for rank 0 to come.
+    Raises RankMissing.
     """
-    if not info.master_port and info.started_by == "srun" and claim:
-        return _first_start()  # Slurm may have requeued it
     if not info.master_port:
-        return _claim_second(datetime.now()) if claim else datetime.now()
+        return _first_start() if is_noted and info.started_by == "srun" else datetime.now()
     store = shared_store(info, timeout)
     if info.is_rank_zero:
-        store.compare_set("lockstep/started", "", (_first_start() if claim else datetime.now()).isoformat())
+        store.compare_set("lockstep/started", "", (_first_start() if is_noted else datetime.now()).isoformat())
     patience = Patience(timeout, info.world_size)
     return datetime.fromisoformat(patience.value_of(store, "lockstep/started", "rank 0 did not start the run"))
 
 
 def forget_start(info: RankInfo) -> None:
-    """Remove the note of when this job started: the job is finished, and another one may get its name."""
-    note, _ = _start_note()
+    """Remove the note of when this job started: the job is finished, and its step may start another run."""
+    note = _note()
     if info.is_rank_zero and note is not None:
         note.unlink(missing_ok=True)
 
 
 def _first_start() -> datetime:
-    """Now; or, in a restarted job, the moment at which it started first, which is noted in a file."""
-    note, may_be_restart = _start_note()
-    noted = note.read_text() if note is not None and may_be_restart and note.exists() else ""
+    """Now; or, in a job that Slurm has requeued, the moment at which it started first."""
+    note, now = _note(), datetime.now()
+    if note is None:
+        return now
+    noted = note.read_text() if int(os.environ.get("SLURM_RESTART_COUNT", 0)) and note.exists() else ""
     if noted:  # a machine that fails can leave an empty file
         return datetime.fromisoformat(noted)
-    now = _claim_second(datetime.now())
-    if note is not None:
+    with suppress(OSError):  # then the run folder cannot be created either, and that has a message of its own
         note.parent.mkdir(parents=True, exist_ok=True)
         note.write_text(now.isoformat())
     return now
 
 
-def _claim_second(moment: datetime) -> datetime:
-    """`moment`, or the first second after it that no other run in this directory has claimed."""
-    try:
-        NOTES.mkdir(parents=True, exist_ok=True)
-        for claim in NOTES.glob("second-*"):
-            with suppress(FileNotFoundError):  # another run that starts now has removed it
-                if time.time() - claim.stat().st_mtime > CLAIM_SECONDS:
-                    claim.unlink()
-        while True:
-            try:
-                (NOTES / f"second-{moment:%Y-%m-%dT%H-%M-%S}").touch(exist_ok=False)
-                return moment
-            except FileExistsError:
-                moment += timedelta(seconds=1)
-    except OSError:  # then the run folder cannot be created either, and that has a message of its own
-        return moment
-
-
-def _start_note() -> tuple[Path | None, bool]:
-    """(file, whether this may be a restart) for jobs whose restarts share their name and nothing else.
-
-    These are elastic worlds without the agent's store, which open a new store after each restart, and jobs that Slurm
-    requeues. (None, False) for all others.
-    """
+def _note() -> Path | None:
+    """The file of a job of Slurm, whose restarts share its number and nothing else."""
     env = os.environ
-    run_id = env.get("TORCHELASTIC_RUN_ID", "none")  # "none": torchrun was given no --rdzv-id
-    if run_id != "none" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return NOTES / f"torchrun-{quote(run_id, safe='')}", True
-    if "SLURM_STEP_ID" in env and "SLURM_JOB_ID" in env:
-        restarts = int(env.get("SLURM_RESTART_COUNT", 0))
-        return NOTES / f"slurm-{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}", restarts > 0
-    return None, False
+    is_slurms = "SLURM_STEP_ID" in env and "SLURM_JOB_ID" in env
+    return NOTES / f"slurm-{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}" if is_slurms else None

@@ -51,14 +51,14 @@ class Meter:
         if self.waiting:
             steps, values, counts = zip(*self.waiting, strict=True)
             self.waiting = []
-            columns = [torch.stack(column) for column in zip(*values, strict=True)]
-            self.losses.append((list(steps), columns[0]))
-            sums = [column.to(self.device).sum(0, dtype=torch.float64) for column in columns]
+            by_step = torch.stack([one for row in values for one in row]).view(len(steps), -1)
+            self.losses.append((list(steps), by_step[:, 0]))
+            sums = by_step.to(self.device).sum(0, dtype=torch.float64)
             by_name = [*zip(*counts, strict=True)]
             # Plain numbers, as most tasks count, cross to the device at once.
             known = [0 if isinstance(column[0], Tensor) else sum(column) for column in by_name]
             here = torch.tensor(known, dtype=torch.float64).to(self.device, non_blocking=True)
-            self.totals += torch.stack([*sums, *here])
+            self.totals += torch.cat([sums, here])
             for place, column in enumerate(by_name, start=len(self.names)):
                 if isinstance(column[0], Tensor):
                     self.totals[place] += torch.stack(column).to(self.device).sum(dtype=torch.float64)
