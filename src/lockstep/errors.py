@@ -41,27 +41,16 @@ class RankMissing(CannotStartNow, TimeoutError):
     """A rank did not come to the rendezvous within backend.timeout."""
 
 
-class WrongNumbers(Exception):
-    """Training cannot continue with the numbers that it has.
-
-    what: the first words, with the step. advice: what to type; empty if `what` says it.
-    """
+class TrainingDiverged(Exception):
+    """A loss, a gradient or a weight is not finite. what: the first words, with the step. advice: what to type."""
 
     def __init__(self, what: str, advice: str = "") -> None:
         super().__init__(f"{what}; {advice}" if advice else what)
         self.what = what
 
 
-class TrainingDiverged(WrongNumbers):
-    """A loss, a gradient or a weight is not finite."""
-
-
-class RanksDiffer(WrongNumbers):
-    """Ranks that must hold the same weights do not. `what` says which rank and which weights."""
-
-    def __init__(self, what: str) -> None:
-        go_on = "type the command again to go on from the last snapshot"
-        super().__init__(what, f"{go_on}, with watch.weights_every=0 if ranks compute on different hardware")
+class RanksDiffer(Exception):
+    """Ranks that must hold the same weights do not. The message says which rank and which weights."""
 
 
 class LeftEarly(Exception):
@@ -98,15 +87,13 @@ def printable(text: str, kept: str = "") -> str:
 def path_value(path: str | Path) -> str:
     """A path as the value of a word to type, such as resume=: in quotes if it has characters that Hydra reads itself.
 
-    A sweep names the folders of its jobs 0_optimizer.lr=0.1. Of backslashes only those before a quote are doubled.
+    A sweep names the folders of its jobs 0_optimizer.lr=0.1.
     """
     text = str(path)
     is_name = re.fullmatch(r"([A-Za-z/]|\.\.?/)[\w./@%+-]*", text, re.ASCII)  # 1_5 would be the number 15
     if is_name and text.lower() not in ("null", "true", "false", "nan", "inf"):
         return text
-    text = re.sub(r'(\\*)"', r"\1\1\"", text)  # a quote, and the backslashes before it
-    text = re.sub(r"(\\+)$", r"\1\1", text)  # those before the last quote
-    return f'"{text}"'
+    return '"' + text.replace('"', '\\"') + '"'
 
 
 def without_quotes(typed: str) -> str:
@@ -146,8 +133,7 @@ class RankFailed(Exception):
 # The kinds of failures, as failure.json has them, and their exit codes.
 KINDS: dict[type[Exception], str] = {ConfigError: "config", TrainingDiverged: "diverged", RanksDiffer: "different"}
 RAISED_BY_ALL = tuple(KINDS.values())  # by all ranks alike, with a message that says what to type
-KIND_CODES = {"config": EXIT_CONFIG, "diverged": EXIT_FAILED, "different": EXIT_FAILED, "exception": EXIT_FAILED}
-KIND_CODES |= {"hang": EXIT_HANG, "killed": EXIT_FAILED, "left": EXIT_FAILED}
+KIND_CODES = {"config": EXIT_CONFIG, "hang": EXIT_HANG}  # of others EXIT_FAILED
 
 
 def kind_of(error: BaseException) -> str:
@@ -163,4 +149,4 @@ def exit_code_of(error: BaseException) -> int:
         return EXIT_INTERRUPTED
     if isinstance(error, RankFailed):
         return int(error.report.get("exit_code", EXIT_FAILED))
-    return KIND_CODES[kind_of(error)]
+    return KIND_CODES.get(kind_of(error), EXIT_FAILED)

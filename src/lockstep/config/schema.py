@@ -215,6 +215,9 @@ class RunConfig:
         metric = monitor.partition("/")[2]
         plateau = self.scheduler.get("_target_") == "lockstep.training.schedules.Plateau"
         all_folds = f"loader.fold=0, or -m 'loader.fold=range(0,{folds})'"
+        both = "watch.nan=skip and the loss scaling of fp16 would both leave out updates"
+        overwrites = self.trainer.compile == "reduce-overhead" and self.trainer.gradient_accumulation_steps > 1
+        overwritten = "trainer.compile=reduce-overhead overwrites gradients that are accumulated"
         hold_out = "trainer.final=null" if final else "loader.validation=0.1"
         compares = "compares evaluations, and here nothing is chosen"
         right = f"monitor=val/{metric}" if metric else "monitor=auto"
@@ -227,6 +230,8 @@ class RunConfig:
             (metric and not self.holds_out, f"monitor={monitor} needs a validation set", hold_out),
             (self.evaluation.patience and not chooses, f"evaluation.patience {compares}", "evaluation.patience=null"),
             (plateau and not chooses, f"scheduler=plateau {compares}", "scheduler=cosine"),
+            (self.trainer.precision == "fp16" and self.watch.nan == "skip", both, "watch.nan=stop"),
+            (overwrites, f"{overwritten} (pytorch issue 169545)", "trainer.compile=true"),
         ]
         for wrong, what, advice in rules:
             if wrong:
