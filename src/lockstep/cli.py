@@ -18,7 +18,6 @@ import yaml  # type: ignore[import-untyped]
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue
 
 from lockstep import errors
 from lockstep.compat import register_resolver
@@ -29,10 +28,8 @@ from lockstep.distributed import signals
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.host import ENDS_WITH_PARENT, end_with_parent, remove_temporary_folder, start_agent_watchdog
 from lockstep.distributed.rendezvous import STORE_TIMEOUT, forget_start, run_started_at
-from lockstep.distributed.run_folder import folder_of_run, unwritable
+from lockstep.distributed.run_folder import folder_of_run
 from lockstep.errors import ConfigError, RankFailed
-from lockstep.failures.explain import LOST_RANK
-from lockstep.failures.record import is_echo
 from lockstep.launchers.base import flush_output, print_line
 
 TEXT_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
@@ -78,15 +75,9 @@ def _run(main: Callable[[], Any]) -> None:
     sys.argv[1:] = flags_first(with_overrides_of_run(words))
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
-    if MULTIRUN_FLAGS & set(words) and not asks_for_text(words):
-        from lockstep.sweeps.jobs import server
-
-        if info.world_size > 1:
-            raise ConfigError(
-                f"a sweep starts the ranks of each job itself; leave {info.started_by} out, and type launch=torchrun"
-            )
-        gc.enable()
-        server()  # it imports torch while Hydra composes
+        if MULTIRUN_FLAGS & set(words):
+            what = "a sweep starts the ranks of each job itself"
+            raise ConfigError(f"{what}; leave {info.started_by} out, and type launch=torchrun")
     main()
     signals.stop_listening()  # the run has finished
     forget_start(info)
@@ -104,14 +95,6 @@ def exit_codes() -> Iterator[None]:
         raise SystemExit(errors.exit_code_of(stopped)) from stopped
 
 
-def refuse_other_launchers() -> None:
-    """Raise ConfigError in a job of a sweep that another launcher of Hydra's calls: ours starts a command for each."""
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
-        name = HydraConfig.get().runtime.choices["hydra/launcher"]
-        advice = "leave it out, and type hydra.launcher.n_jobs=2 for two at once"
-        raise ConfigError(f"hydra/launcher={name} cannot run these jobs; {advice}")
-
-
 def tell(error: Exception) -> int:
     """Print an error that ends a command. Returns the exit code."""
     known = as_config_error(error)
@@ -126,8 +109,6 @@ def tell(error: Exception) -> int:
         start_agent_watchdog(os.environ)
     if not is_report and errors.kind_of(shown) not in errors.RAISED_BY_ALL:
         text = "".join(traceback.format_exception(shown)).rstrip("\n")
-        if is_echo(shown) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            text += f"\nlockstep: {'; '.join(LOST_RANK)}"
     if text:
         print_line(text, sys.stderr)
     return errors.exit_code_of(shown)
@@ -137,10 +118,6 @@ def as_config_error(error: BaseException, words: Sequence[str] | None = None) ->
     """The ConfigError for an error of the user's input, None for any other. words: of another command than this one."""
     if isinstance(error, ConfigError):
         return error
-    raised_in = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
-    callers = [name for name in raised_in if name != "pathlib"]
-    if isinstance(error, OSError) and callers[-1:] == ["hydra"] and raised_in[-1] == "pathlib":  # it makes the folder
-        return errors.CannotStartNow(unwritable(error.filename, error))
     sentence = explain(error, sys.argv[1:] if words is None else words)
     return None if sentence is None else ConfigError(sentence)
 
@@ -148,7 +125,7 @@ def as_config_error(error: BaseException, words: Sequence[str] | None = None) ->
 def remove_empty_run_folder() -> None:
     """Hydra makes the run's folder before anything is checked: a refused command leaves none."""
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.RUN:
-        with suppress(OSError, MissingMandatoryValue):  # without a folder
+        with suppress(Exception):  # it is not empty, or there is none
             folder = Path(HydraConfig.get().runtime.output_dir)
             folder.rmdir()
             if not any(word.startswith("hydra.run.dir=") for word in HydraConfig.get().overrides.hydra):
@@ -265,8 +242,5 @@ def config_dirs(words: Sequence[str]) -> list[Path]:
 
 
 def _read(path: Path) -> Any:
-    try:
-        with path.open() as file:  # whose name is in an error of YAML
-            return yaml.safe_load(file) or {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())}); type another one") from None
+    with path.open() as file:  # whose name is in an error of YAML
+        return yaml.safe_load(file) or {}

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate
-from lockstep.config.schema import RunConfig
+from lockstep.config.schema import Node, RunConfig
 from lockstep.distributed.environment import RankInfo, read_rank_info
 from lockstep.distributed.run_folder import check_run_folder
 from lockstep.distributed.signals import set_run_folder
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import CalledHere, Launcher
 from lockstep.modes.base import Mode
+from lockstep.text import first_line
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import JobSpec, Strategy
@@ -61,6 +62,7 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
 
 def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
     """The parts, checked against each other, this machine and what the config names. Nothing is started or written."""
+    from lockstep.snapshots.checkpointer import interval
     from lockstep.snapshots.find import find_snapshots, snapshots_to_try
     from lockstep.strategies.base import Strategy
     from lockstep.strategies.gradient_sync import GradientSync
@@ -68,15 +70,17 @@ def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
 
     check_nodes(config)
     check_loggers(config)
+    check_optimizer(config.optimizer["_target_"], config.optimizer)
     strategy = instantiate_as(Strategy, config.strategy, "strategy")
     gradient_sync = instantiate_as(GradientSync, config.gradient_sync, "gradient_sync")
     launcher.validate()
     time_limit(config.trainer.max_time)
-    job = job_spec(config, launcher)
+    interval(config.snapshot.every)
+    job, folder = job_spec(config, launcher), Path(config.run_dir)
     if mode.trains:
-        find_snapshots(config.resume, Path(config.run_dir))
+        find_snapshots(config.resume, folder)
         if config.snapshot.mirror is not None:
-            instantiate(config.snapshot.mirror).require_free(config.resume, Path(config.run_dir))
+            instantiate(config.snapshot.mirror).require_free(config.resume, folder)
     elif mode.needs_run:
         snapshots_to_try(config.resume, mode.snapshot, mode.name)
     elif config.resume is not None:
@@ -98,33 +102,34 @@ def check_loggers(config: RunConfig) -> None:
             raise ConfigError(f"logger={name} needs {' and '.join(missing)}; type pip install {' '.join(missing)}")
 
 
+def check_optimizer(path: str, node: Node) -> None:
+    """Raise ConfigError for hyperparameters that an optimizer of torch refuses: it is asked with one small weight."""
+    from torch import nn, zeros
+
+    if path.startswith("torch.optim."):
+        try:
+            instantiate(node, [nn.Parameter(zeros(2, 2))])
+        except Exception as error:
+            raise ConfigError(
+                f"{path} refuses this ({first_line(error)}); type optimizer=sgd for values of conf/"
+            ) from None
+
+
 def job_spec(config: RunConfig, launcher: Launcher) -> "JobSpec":
     """What the config asks for. Raises ConfigError if this machine lacks the backend."""
     from lockstep.distributed.backend import uses_mps, validate_backend
-    from lockstep.snapshots.checkpointer import interval
     from lockstep.strategies.base import JobSpec
     from lockstep.training.step import Step
 
     world_size, ranks_here = launcher.num_ranks()
     started_by = "fork" if launcher.starts_processes else read_rank_info().started_by
-    backend, trainer, info = config.backend, config.trainer, RankInfo(0, world_size, 0, ranks_here, started_by)
-    name: str = backend.name
-    if not launcher.runs_elsewhere:  # another machine may have the GPUs that this one lacks
-        name = validate_backend(name, info, backend.socket_ifname)
-    return JobSpec(
-        world_size=world_size,
-        ranks_here=ranks_here,
-        device_type="cuda" if name == "nccl" else "mps" if uses_mps(backend.name, world_size) else "cpu",
-        precision=trainer.precision,
-        sync_bn=config.sync_bn.mode,
-        gradient_accumulation_steps=trainer.gradient_accumulation_steps,
-        compile=trainer.compile,
-        deterministic=trainer.deterministic,
-        nan=config.watch.nan,
-        save_unit=interval(config.snapshot.every)[1],
-        has_own_step=locate("step", config.step["_target_"]) is not Step,
-        gradient_sync=locate("gradient_sync", config.gradient_sync["_target_"]),
-    )
+    info, name = RankInfo(0, world_size, 0, ranks_here, started_by), config.backend.name
+    # Another machine may have the GPUs that this one lacks.
+    backend = name if launcher.runs_elsewhere else validate_backend(name, info, config.backend.socket_ifname)
+    device_type = "cuda" if backend == "nccl" else "mps" if uses_mps(name, world_size) else "cpu"
+    has_own_step = locate("step", config.step["_target_"]) is not Step
+    gradient_sync = locate("gradient_sync", config.gradient_sync["_target_"])
+    return JobSpec(config, world_size, device_type, has_own_step, gradient_sync)
 
 
 def check_batch_size(config: RunConfig, shares: int) -> int:
