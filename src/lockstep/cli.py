@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import yaml  # type: ignore[import-untyped]
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -189,9 +190,9 @@ def with_overrides_of_run(words: list[str]) -> list[str]:
         from multiprocessing.util import get_temp_dir
 
         return [*words, f"hydra.run.dir={errors.path_value(Path(get_temp_dir(), mode))}"]
-    if resume in (None, "null"):
+    if resume is None:
         return words
-    folder = folder_of_run(errors.without_quotes(str(resume)))
+    folder = folder_of_run(resume)
     recorded = [str(word) for word in _read(folder / RECORD / "overrides.yaml")]
     kept = [word for word in recorded if not sets(word, (*NOT_TAKEN, *map(key_of, words)))]
     if not any(word.startswith("hydra.run.dir=") for word in words):
@@ -223,16 +224,17 @@ def with_values_of_run(cfg: DictConfig) -> DictConfig:
 def chosen(key: str, words: Sequence[str]) -> str | None:
     """What is typed for `mode` or `resume`, or else said by the typed preset, or by conf/local. Nothing is composed:
     without the words of the run Hydra would refuse a key of the run's own data set."""
-    typed = {key_of(word): word.partition("=")[2] for word in words if "=" in word}
+    typed = {key_of(word): word for word in words if "=" in word}
     if key in typed:
-        return typed[key]
-    names = [f"experiment/{typed.get('experiment')}", "local/default"]
+        value = OverridesParser.create().parse_override(typed[key]).value()
+        return None if value is None else str(value)
+    names = [f"experiment/{typed.get('experiment', '').partition('=')[2]}", "local/default"]
     for path in [folder / f"{name}.yaml" for name in names for folder in (*config_dirs(words), CONF)]:
         found = _read(path) if path.is_file() else {}
         options = [item for item in found.get("defaults", []) if isinstance(item, dict)]
         said = {str(group).split("/")[-1]: option for item in options for group, option in item.items()} | found
-        if isinstance(said.get(key), str):
-            return str(said[key])
+        if key in said:
+            return said[key]
     return None
 
 

@@ -1,7 +1,4 @@
-"""Errors that end a run, and the exit codes of `src/train.py`.
-
-`cli.exit_codes` shows an error and exits with its code. That of a rank comes as RankFailed, with the report of it.
-"""
+"""Errors that end a run, and the exit codes of `src/train.py`. `cli.exit_codes` shows an error."""
 
 import re
 import shlex
@@ -19,7 +16,6 @@ EXIT_RESUMABLE = 75
 EXIT_STOPPED_WITHOUT_SNAPSHOT = 76  # stopped early, and the last step is in no snapshot; an older snapshot may exist
 EXIT_INTERRUPTED = 130  # 128 + SIGINT: Ctrl-C before training, or a second one
 EXIT_CODES: tuple[int, ...] = (0, 1, 2, 4, 75, 76, 130)  # of a command
-EXIT_PROMISES = 7  # told inside: a command that it ends ends with EXIT_FAILED
 
 
 class ConfigError(Exception):
@@ -54,10 +50,7 @@ class RanksDiffer(Exception):
 
 
 class LeftEarly(Exception):
-    """User code called sys.exit before the end of the command.
-
-    The cause is its SystemExit, whose traceback ends at the user's line.
-    """
+    """User code called sys.exit before the end of the command. The cause is its SystemExit."""
 
 
 @contextmanager
@@ -85,20 +78,11 @@ def printable(text: str, kept: str = "") -> str:
 
 
 def path_value(path: str | Path) -> str:
-    """A path as the value of a word to type, such as resume=: in quotes if it has characters that Hydra reads itself.
+    """A path as the value of a word to type, such as resume=: in quotes if Hydra might read it as something else."""
+    from hydra.core.override_parser.types import Quote, QuotedString
 
-    A sweep names the folders of its jobs 0_optimizer.lr=0.1.
-    """
-    text = str(path)
-    is_name = re.fullmatch(r"([A-Za-z/]|\.\.?/)[\w./@%+-]*", text, re.ASCII)  # 1_5 would be the number 15
-    if is_name and text.lower() not in ("null", "true", "false", "nan", "inf"):
-        return text
-    return '"' + text.replace('"', '\\"') + '"'
-
-
-def without_quotes(typed: str) -> str:
-    """The reverse of `path_value`: a path without the quotes and backslashes that are for Hydra."""
-    return typed.strip("'\"").replace('\\"', '"').replace("\\'", "'")
+    is_plain = re.fullmatch(r"[A-Za-z/.][\w.@%+-]*/[\w./@%+-]*", str(path), re.ASCII)
+    return str(path) if is_plain else QuotedString(str(path), Quote.double).with_quotes()
 
 
 def path_word(key: str, path: str | Path) -> str:
@@ -109,8 +93,7 @@ def path_word(key: str, path: str | Path) -> str:
 class StoppedEarly(BaseException):
     """A signal asked the run to stop. The message says where it can go on.
 
-    code: the exit code, EXIT_RESUMABLE if the snapshot of the last step is written.
-    It derives from BaseException, like KeyboardInterrupt: it must end a whole sweep, not one job of it.
+    Like KeyboardInterrupt it is no Exception: it must end a whole sweep, not one job of it.
     """
 
     def __init__(self, message: str, code: int = EXIT_RESUMABLE) -> None:
@@ -121,8 +104,7 @@ class StoppedEarly(BaseException):
 class RankFailed(Exception):
     """A rank has failed: one that this process started, or the process itself where something else started it.
 
-    The message is the failure report as one screen, empty if another rank prints it. report: what failure.json holds
-    (see docs/failures.md), as far as this process knows it.
+    The message is the failure report, empty if another rank prints it. report: of failure.json, as far as it is known.
     """
 
     def __init__(self, screen: str, report: dict[str, Any]) -> None:

@@ -79,6 +79,8 @@ loader.validation=null monitor=val/loss -> loader.validation=0.1
 monitor=val/loss trainer.final=train+val -> trainer.final=null
 loader.validation=null evaluation.patience=3 -> evaluation.patience=null
 monitor=null scheduler=plateau -> scheduler=cosine
+trainer.precision=fp16 watch.nan=skip -> watch.nan=stop
+trainer.compile=reduce-overhead trainer.gradient_accumulation_steps=2 -> trainer.compile=true
 """
 
 
@@ -100,10 +102,10 @@ PRESETS = [
     (f"{GLOBAL}defaults: [/model: mlp]", "experiment=own cannot be composed; type the command without experiment=own"),
     (f"{GLOBAL}defaults: [override /model: nlp]", "model=nlp is no option, and model has the options "),
     (f"{GLOBAL}trainer: {{epoch: 2}}", "trainer.epoch is no key of this config; type trainer.epochs=2"),
-    (f"{GLOBAL}trainer:\n\tepochs: 2", 'own.yaml", line 3, column 1; type each key once'),
-    (f"{GLOBAL}seed: 1\nseed: 2", "found duplicate key seed in "),
-    (f"{GLOBAL}trainer: {{epochs: 2\nseed: 1", "expected ',' or '}', but got ':' in "),
-    (f"{GLOBAL}notes: 'open", "found unexpected end of stream in "),
+    (f"{GLOBAL}trainer:\n\tepochs: 2", 'own.yaml", line 3, column 1'),
+    (f"{GLOBAL}seed: 1\nseed: 2", "found duplicate key seed"),
+    (f"{GLOBAL}trainer: {{epochs: 2\nseed: 1", "expected ',' or '}', but got ':'"),
+    (f"{GLOBAL}notes: 'open", "found unexpected end of stream"),
 ]
 
 
@@ -192,7 +194,7 @@ def test_a_preset_begins_with_its_command(path: Any) -> None:
 
 def test_what_an_optimizer_of_torch_refuses_is_refused_before_any_process_starts() -> None:
     said = str(answer("optimizer=adamw", "optimizer.betas=[0.9,1.5]"))
-    assert said.endswith("(Invalid beta parameter at index 1: 1.5); type 'optimizer.betas=[0.9,0.999]'")
+    assert said.endswith("(Invalid beta parameter at index 1: 1.5); type optimizer=sgd for values of conf/")
     assert str(answer("optimizer.momentum=0", "optimizer.nesterov=true")).endswith("; type optimizer.momentum=0.9")
 
 

@@ -44,8 +44,6 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         (["strategy=fsdp", "gradient_sync=bf16"], "type gradient_sync=auto"),
         ([*ASYNC, "watch.nan=skip"], "type watch.nan=stop"),
         (["gradient_sync=powersgd", "watch.nan=skip"], "type watch.nan=stop"),
-        (["trainer.precision=fp16", "watch.nan=skip"], "type watch.nan=stop, or trainer.precision=bf16"),
-        (["trainer.compile=reduce-overhead", "trainer.gradient_accumulation_steps=2"], "type trainer.compile=true"),
         (["trainer.batch_size=2", *THREE], "type trainer.batch_size=3"),
         (["strategy=async_parameter_server"], "type launch=spawn launch.nproc_per_node=3"),
         ([*ASYNC, "sync_bn=on"], "type sync_bn=off"),

@@ -163,24 +163,17 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
     if not isinstance(error, THEIRS) and raised_in[-1:] not in (["hydra"], ["omegaconf"]):
         return None
     typed = [one for one in words if not one.startswith("-")]
-    said = str(error).strip()
-    below = "\n    " + said.replace("\n", "\n    ")
-    causes = [error]
+    said, causes, unread = str(error).strip(), [error], list[str]()
     while cause := causes[0].__cause__ or causes[0].__context__:
         causes.insert(0, cause)
     for cause in causes:
         key: Any = getattr(cause, "full_key", None)
         if isinstance(cause, ConfigError):  # of a resolver
             return str(cause)
-        if isinstance(cause, yaml.YAMLError):
-            advice = "each key once, as `key: value`, with spaces for tabs, and every bracket and quote closed"
-            return f"{' '.join(str(cause).split())}; type {advice}"
         if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
             return _no_option(str(cause.missing_cfg_file), sorted(cause.options or ()))
         if isinstance(cause, OverrideParseException):
-            one, key = str(cause.override), key_of(str(cause.override))
-            advice = f"{key}=<value>" if key[:1].isalpha() else f"the command without {shlex.quote(one)}"
-            return f"{one} cannot be read; type {advice}{below}"
+            unread = [str(cause.override)]
         if isinstance(cause, errors.MissingMandatoryValue | errors.InterpolationResolutionError) and key:
             return f"{key} has no value ({first_line(cause)}); type {with_default(key)}"
         if isinstance(cause, errors.ConfigAttributeError | errors.ConfigKeyError):
@@ -189,19 +182,16 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
                 return unknown_key(key_of(one), one.partition("=")[2], beside)
     # Else the text may name a word, or it is about a preset, or the last word.
     presets = [one for one in typed if key_of(one) == "experiment"]
-    named = [*(one for one in typed if key_of(one) in said), *presets, *typed[-1:], "conf/local"][0]
-    advice = named.lstrip("+") if named.startswith("+") else f"the command without {named}"
-    if re.search(r"=[^\[{(]*,", named):
-        advice = f"-m {shlex.quote(named)} for a sweep"
-    return f"{named} cannot be composed; type {advice}{below}"
+    named = [*unread, *(one for one in typed if key_of(one) in said), *presets, *typed[-1:], "conf/local"][0]
+    below = said.replace("\n", "\n    ")
+    return f"{named} cannot be composed; type the command without {shlex.quote(named)}\n    {below}"
 
 
 def _no_option(name: str, options: list[str]) -> str:
     """The sentence for a config that is not there, such as model/nlp. options: those beside it."""
     group, _, option = name.rpartition("/")
-    options = options or OPTIONS.get(group, [])
     folder = f"--config-dir=<the folder that holds {name}.yaml>"
-    if not options:
+    if not (options := options or OPTIONS.get(group, [])):
         return f"{name} is no config; type {folder}"
     meant = [*get_close_matches(option.lower(), options, 1), default_of(group) or options[0]][0]
     known = f"{group} has the options {', '.join(options)}"

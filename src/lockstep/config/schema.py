@@ -4,12 +4,11 @@
 project's own classes, which are checked alike. No torch and no pydantic here.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt, Predicate
+from annotated_types import Ge, Gt, Le, Len, Lt
 
 from lockstep.errors import ConfigError
 
@@ -32,16 +31,7 @@ Shape = list[Count]
 Classes = Count
 
 
-def is_of_images(shape: Sequence[int]) -> bool:
-    """Whether it is (channels, height, width). Raises ConfigError if not: another model takes such samples."""
-    if len(shape) != 3:
-        raise ConfigError(
-            f"this model needs images, not samples of shape {list(shape)}; type model=mlp or model=linear"
-        )
-    return True
-
-
-ImageShape = Annotated[Shape, Predicate(is_of_images)]
+ImageShape = Annotated[Shape, Len(3, 3)]  # channels, height, width
 
 # Keys that say where a run computes, what it shows and what it keeps, and not what its numbers are.
 NO_NUMBER: tuple[str, ...] = ("run_dir", "data_dir", "resume", "mode", "launch", "backend", "logger", "logging")
@@ -139,7 +129,7 @@ class SyncBN:
 
 @dataclass(frozen=True)
 class Loader:
-    validation: Positive | None
+    validation: Count | Annotated[float, Gt(0), Lt(1)] | None
     folds: Annotated[int, Ge(2)] | None
     fold: Whole | None
     split_seed: Seed
@@ -210,7 +200,7 @@ class RunConfig:
 
     def refuse_contradictions(self) -> None:
         """Raise ConfigError for values that would together do something else than what they say."""
-        share, fold, folds = self.loader.validation or 0, self.loader.fold, self.loader.folds
+        share, fold, folds = self.loader.validation, self.loader.fold, self.loader.folds
         monitor, final, chooses = self.monitor or "", self.trainer.final, self.chooses
         metric = monitor.partition("/")[2]
         plateau = self.scheduler.get("_target_") == "lockstep.training.schedules.Plateau"
@@ -222,7 +212,6 @@ class RunConfig:
         compares = "compares evaluations, and here nothing is chosen"
         right = f"monitor=val/{metric}" if metric else "monitor=auto"
         rules = [
-            (share > 1 and share % 1, f"loader.validation={share} is no number", "loader.validation=0.1"),
             (folds and (fold is None or fold >= folds), f"loader.folds={folds} needs a fold below it", all_folds),
             (fold is not None and not folds, f"loader.fold={fold} and there are no folds", "loader.folds=5"),
             (final and not share and not folds, f"trainer.final={final}: nothing is held out", "trainer.final=null"),
