@@ -69,11 +69,8 @@ def word(key: str, value: object) -> str:
 # ---- Values
 
 
-def check_value(kind: Any, value: Any, key: str = "", target: object = None) -> Any:
-    """The value of `key` as its type has it, a section as its dataclass. Raises ConfigError if it does not fit.
-
-    target: what the node names that this is an argument of.
-    """
+def check_value(kind: Any, value: Any, key: str = "") -> Any:
+    """The value of `key` as its type has it, a section as its dataclass. Raises ConfigError if it does not fit."""
     if is_dataclass(kind):
         return _section(kind, value, key)
     made, wrong = _validate(value, kind)
@@ -83,8 +80,7 @@ def check_value(kind: Any, value: Any, key: str = "", target: object = None) -> 
     accepted = " or ".join(dict.fromkeys(said)).replace("Field required", "longer")
     options = re.findall("'([^']*)'", accepted)
     near = get_close_matches(show(value).lower().strip("'[]"), options, 1, 0.4)
-    candidates = [*near, [value], default_of(key, target), None, {}, *options]
-    meant = [word(key, one) for one in candidates if not _validate(one, kind)[1]]
+    meant = [word(key, one) for one in (*near, [value], None, *options) if not _validate(one, kind)[1]]
     raise ConfigError(f"{key}={show(value)} should be {accepted}; type {[*meant, f'{key}=<value>'][0]}")
 
 
@@ -120,35 +116,6 @@ def _validate(value: Any, kind: Any) -> tuple[Any, list[Any]]:
         return None, list(error.errors(include_url=False))
 
 
-def default_of(key: str, target: object = None) -> object:
-    """The value of a key in conf/, of the option with this `_target_`; None if there is none, or an interpolation."""
-    section = key.partition(".")[0]
-    for values in conf_values().values():
-        value, of = values.get(key), values.get(f"{section}._target_")
-        if value is not None and target in (None, of) and not re.search(r"\$\{|\?{3}", str(value)):
-            return value
-    return None
-
-
-def with_default(key: str, otherwise: str | None = None) -> str:
-    """`key=value` with the value in conf/. otherwise: what to type if there is none."""
-    value = default_of(key)
-    return otherwise or f"{key}=<value>" if value is None else word(key, value)
-
-
-@cache
-def conf_values() -> dict[str, dict[str, Any]]:
-    """{"model=mlp": {"model.width": 64, ...}, ...} of each option in conf/; "" are the values of config.yaml, and the
-    options that it chooses."""
-    base = yaml.safe_load((CONF / "config.yaml").read_text())
-    chosen = {group: name for one in base["defaults"] if isinstance(one, dict) for group, name in one.items()}
-    found = {"": flatten(base) | chosen}
-    for path in sorted(CONF.glob("*/*.yaml")):
-        group = path.parent.name
-        found[f"{group}={path.stem}"] = flatten(yaml.safe_load(path.read_text()) or {}, group)
-    return found
-
-
 # ---- What Hydra and OmegaConf refuse
 
 THEIRS = (HydraException, errors.OmegaConfBaseException, yaml.YAMLError)
@@ -175,7 +142,7 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
         if isinstance(cause, OverrideParseException):
             unread = [str(cause.override)]
         if isinstance(cause, errors.MissingMandatoryValue | errors.InterpolationResolutionError) and key:
-            return f"{key} has no value ({first_line(cause)}); type {with_default(key)}"
+            return f"{key} has no value ({first_line(cause)}); type {key}=<value>"
         if isinstance(cause, errors.ConfigAttributeError | errors.ConfigKeyError):
             for one in (one for one in typed if f"{key_of(one)}.".startswith(f"{key}.")):
                 beside = flatten(OmegaConf.to_container(cause.parent_node, resolve=False), key.rpartition(".")[0])
@@ -193,7 +160,7 @@ def _no_option(name: str, options: list[str]) -> str:
     folder = f"--config-dir=<the folder that holds {name}.yaml>"
     if not (options := options or OPTIONS.get(group, [])):
         return f"{name} is no config; type {folder}"
-    meant = [*get_close_matches(option.lower(), options, 1), default_of(group) or options[0]][0]
+    meant = [*get_close_matches(option.lower(), options, 1), options[0]][0]
     known = f"{group} has the options {', '.join(options)}"
     return f"{group}={option} is no option, and {known}; type {group}={meant}, or {folder}"
 
@@ -208,13 +175,8 @@ def unknown_key(key: str, value: str, known: Mapping[str, Any]) -> str:
         return f"a file below conf/{section} is not for the whole config; type # @package _global_ in its first line"
     if parent in ("vars", "evaluation.metrics") or (target and takes(locate(parent, target), name)):
         return f"{key} is a new key; type {word(f'+{key}', value)}"
-    options = [option for option, values in conf_values().items() if option and key in values]
-    if options:
-        return f"{key} is a key of {' and '.join(options)}; type {options[0]} {word(key, value)}"
-    # By its last name: of the same section before another one, of another one the first.
-    keys = [*known, *OPTIONS, *(one for values in conf_values().values() for one in values)]
-    keys = [one for one in keys if not re.search(r"\._|^(hydra|experiment)", one) and one != key]
-    ends = {one.rpartition(".")[2]: one for one in sorted(reversed(keys), key=lambda one: one.startswith(section))}
+    keys = [one for one in [*OPTIONS, *known] if not re.search(r"\._|^(hydra|experiment)", one) and one != key]
+    ends = {one.rpartition(".")[2]: one for one in reversed(keys)}
     meant = [word(ends[close], value) for close in get_close_matches(name, ends, 1, 0.7)]
     own = [] if parent else [f"{word(f'+vars.{key}', value)} for a key of your own"]
     return f"{key} is no key of this config; type {', or '.join([*meant, *own]) or '--cfg job to see the keys'}"
