@@ -161,10 +161,7 @@ def build_readers(config: RunConfig, parts: Parts, data: Data, task: Task) -> di
 
 
 def build_model(config: RunConfig, world: World, parts: Parts, task: Task, reader: SampleReader) -> InputConverter:
-    """Hand the model to the strategy. Returns what brings inputs to its type and memory layout.
-
-    reader: of the training data.
-    """
+    """Hand the model to the strategy. Returns what brings inputs to its type and layout. reader: of training data."""
     trainer, strategy = config.trainer, parts.strategy
     with seeded(config.seed):
         torch.set_default_dtype(torch.float32)  # a file of the user's may have set another: `trainer.precision` decides
@@ -206,16 +203,15 @@ def set_weights_from_data(
     model: nn.Module, reader: SampleReader, converter: InputConverter, device: torch.device
 ) -> None:
     """Give a model whose first weights, or their shapes, depend on the training data the samples that it needs."""
-
-    def inputs(count: int) -> Any:
+    is_lazy, count = has_lazy_layers(model), model.samples_wanted if isinstance(model, WeightsFromData) else 1
+    if is_lazy or isinstance(model, WeightsFromData):
         raw, _ = reader.read(request_of(range(min(count, len(reader)))))
-        return converter.to(device)(map_tensors(lambda tensor: tensor.to(device), raw))
-
-    if has_lazy_layers(model):
-        give_shapes(model, inputs(1))
+        inputs = converter.to(device)(map_tensors(lambda tensor: tensor.to(device), raw))
+    if is_lazy:
+        give_shapes(model, inputs)
         model.to(memory_format=converter.memory_format)
     if isinstance(model, WeightsFromData):
-        model.set_weights_from(inputs(model.samples_wanted))
+        model.set_weights_from(inputs)
 
 
 def agreed_on(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,12 +227,8 @@ def snapshots(record: ConfigRecord, run: Run) -> Checkpointer:
     config, loaders = run.config, run.loaders
     count, data = len(loaders.train), data_fingerprint(loaders.train.reader.dataset)
     require_same_data(run.world, "training data", count, data)
-    identity = model_config(record) | {
-        "optimizer": config.optimizer["_target_"],
-        "training samples": count,
-        "training data": data,
-        "seed": config.seed,
-    }
+    identity = model_config(record) | {"optimizer": config.optimizer["_target_"], "seed": config.seed}
+    identity |= {"training samples": count, "training data": data}
     if loaders.split is not None:
         identity["validation data"] = loaders.split
     mirror = instantiate(config.snapshot.mirror) if run.world.is_rank_zero else None
@@ -276,10 +268,7 @@ def loggers(run: Run, restore: Callable[[], None]) -> Loggers:
 
 
 def run_info(record: ConfigRecord, snapshots: Checkpointer) -> RunInfo:
-    """What loggers receive, with the keys of run.json before the first step. "start" has those of this start.
-
-    A collective.
-    """
+    """What loggers receive, with the keys of run.json; "start" has those of this start. A collective."""
     run, world, config, identity = snapshots.run, snapshots.world, record.shown, snapshots.identity
     train, val, test = run.loaders.train.reader.dataset, run.loaders.val, run.loaders.test.reader.dataset
     data = {"training_samples": identity["training samples"], "training_data": identity["training data"]}
@@ -289,12 +278,9 @@ def run_info(record: ConfigRecord, snapshots: Checkpointer) -> RunInfo:
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     hosts = list(dict.fromkeys(world.all_gather_json(socket.gethostname())))
     facts = {
-        "command": record.command,
-        "cwd": os.getcwd(),
-        "overrides": list(record.overrides),
-        "flags": list(record.flags),
-        "sweep": os.environ.get(SWEEP),
+        **{key: getattr(record, key) for key in ("command", "overrides", "flags")},
         **{key: config[key] for key in ("tags", "notes", "seed")},
+        "sweep": os.environ.get(SWEEP),
         "options": {group: option for group, option in record.options.items() if not group.startswith("hydra/")},
         "config": dict(config),
         "environment": {"threads": torch.get_num_threads(), "device": device},
@@ -306,13 +292,11 @@ def run_info(record: ConfigRecord, snapshots: Checkpointer) -> RunInfo:
 
 
 def earlier_test(info: RunInfo) -> Any:
-    """The test that run.json has of an earlier start of this run, as `RunInfo.test`. None if there is none, if the run
-    goes on from a step before it, or if the test data is other data now. A collective."""
+    """The test of an earlier start of this run, as `RunInfo.test`. None if there is none, if the run goes on from a step
+    before it, or if the test data is other data now. A collective."""
     found, run = None, info.run
-    if run.world.is_rank_zero and run.progress.step > 0:
-        with suppress(ConfigError):
-            before = read_run(Path(run.config.run_dir))
-            test, data = before["test"], before["data"].get("test_data")
-            if test and test["step"] <= run.progress.step and data == info.facts["data"]["test_data"]:
-                found = test
+    with suppress(ConfigError):  # nothing is recorded yet
+        before = read_run(Path(run.config.run_dir)) if run.world.is_rank_zero else {"test": None}
+        if before["test"] and before["data"].get("test_data") == info.facts["data"]["test_data"]:
+            found = before["test"] if before["test"]["step"] <= run.progress.step else None
     return run.world.broadcast_json(found)

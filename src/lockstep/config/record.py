@@ -79,7 +79,7 @@ def as_shown(flat: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, A
 def config_flags(words: Sequence[str]) -> list[str]:
     """Those of the words that say which folders of configs a config is composed from: they are no overrides."""
     names = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path"}
-    pairs = [(one.partition("="), after) for one, after in zip(words, [*words, ""][1:], strict=True)]
+    pairs = zip((one.partition("=") for one in words), [*words, ""][1:], strict=True)
     named = [(names.get(name, name), value if equals else after) for (name, equals, value), after in pairs]
     found = [f"{name}={value}" for name, value in named if name in names.values()]
     return found + [one for one in words if one.startswith("hydra.searchpath=")]
