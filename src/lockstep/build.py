@@ -292,8 +292,8 @@ def run_info(record: ConfigRecord, snapshots: Checkpointer) -> RunInfo:
 
 
 def earlier_test(info: RunInfo) -> Any:
-    """The test of an earlier start of this run, as `RunInfo.test`. None if there is none, if the run goes on from a step
-    before it, or if the test data is other data now. A collective."""
+    """The test of an earlier start of this run, as `RunInfo.test`. None if there is none, if the run goes on from a
+    step before it, or if the test data is other data now. A collective."""
     found, run = None, info.run
     with suppress(ConfigError):  # nothing is recorded yet
         before = read_run(Path(run.config.run_dir)) if run.world.is_rank_zero else {"test": None}

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import yaml  # type: ignore[import-untyped]
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep import errors
@@ -125,12 +124,11 @@ def as_config_error(error: BaseException, words: Sequence[str] | None = None) ->
 
 def remove_empty_run_folder() -> None:
     """Hydra makes the run's folder before anything is checked: a refused command leaves none."""
-    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.RUN:
-        with suppress(Exception):  # it is not empty, or there is none
-            folder = Path(HydraConfig.get().runtime.output_dir)
-            folder.rmdir()
-            if not any(word.startswith("hydra.run.dir=") for word in HydraConfig.get().overrides.hydra):
-                folder.parent.rmdir()  # outputs/<day>
+    with suppress(Exception):  # it is not empty, or there is none
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        folder.rmdir()
+        if not any(word.startswith("hydra.run.dir=") for word in HydraConfig.get().overrides.hydra):
+            folder.parent.rmdir()  # outputs/<day>
 
 
 def register_resolvers() -> None:
@@ -233,8 +231,8 @@ def chosen(key: str, words: Sequence[str]) -> str | None:
         found = _read(path) if path.is_file() else {}
         options = [item for item in found.get("defaults", []) if isinstance(item, dict)]
         said = {str(group).split("/")[-1]: option for item in options for group, option in item.items()} | found
-        if key in said:
-            return said[key]
+        if isinstance(said.get(key), str):
+            return str(said[key])
     return None
 
 

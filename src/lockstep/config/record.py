@@ -18,12 +18,10 @@ RECORD = ".hydra"
 class ConfigRecord:
     """Plain values, which ranks get beside their config.
 
-    flat: {key: value}, resolved. shown: the same, as files and messages may have it: in the place of a value that an
-        environment variable decides stands its text, such as ${oc.env:KEY}.
-    options: {config group: the option chosen, or the class if another one was typed}.
-    overrides: those typed. command: what gives the same run, in a shell; flags: its words that name config folders.
-    files: {name: text} of the folder .hydra. Rank 0 writes them when it holds the run folder's lock: a refused command
-        must not overwrite the record of a running one.
+    flat: {key: value}, resolved. shown: the same for files and messages: a value that an environment variable decides
+        is its text, such as ${oc.env:KEY}. options: {config group: the option, or the class if another one was typed}.
+    overrides: those typed. command: of the same run, in a shell; flags: its words that name config folders.
+    files: {name: text} of the folder .hydra, written by rank 0 alone, when it holds the run folder's lock.
     """
 
     flat: Mapping[str, Any]
