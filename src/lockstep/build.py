@@ -296,7 +296,7 @@ def earlier_test(info: RunInfo) -> Any:
     step before it, or if the test data is other data now. A collective."""
     found, run = None, info.run
     with suppress(ConfigError):  # nothing is recorded yet
-        before = read_run(Path(run.config.run_dir)) if run.world.is_rank_zero else {"test": None}
+        before: dict[str, Any] = read_run(Path(run.config.run_dir)) if run.world.is_rank_zero else {"test": None}
         if before["test"] and before["data"].get("test_data") == info.facts["data"]["test_data"]:
             found = before["test"] if before["test"]["step"] <= run.progress.step else None
     return run.world.broadcast_json(found)
