@@ -28,7 +28,7 @@ from lockstep.distributed import signals
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.host import ENDS_WITH_PARENT, end_with_parent, remove_temporary_folder, start_agent_watchdog
 from lockstep.distributed.rendezvous import STORE_TIMEOUT, forget_start, run_started_at
-from lockstep.distributed.run_folder import folder_of_run
+from lockstep.distributed.run_folder import folder_of_run, unwritable
 from lockstep.errors import ConfigError, RankFailed
 from lockstep.launchers.base import flush_output, print_line
 
@@ -75,9 +75,13 @@ def _run(main: Callable[[], Any]) -> None:
     sys.argv[1:] = flags_first(with_overrides_of_run(words))
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
-        if MULTIRUN_FLAGS & set(words):
+    if MULTIRUN_FLAGS & set(words) and not asks_for_text(words):
+        if info.world_size > 1:
             what = "a sweep starts the ranks of each job itself"
             raise ConfigError(f"{what}; leave {info.started_by} out, and type launch=torchrun")
+        from lockstep.sweeps.jobs import server
+
+        server()  # before Hydra begins here: a job must not find it begun
     main()
     signals.stop_listening()  # the run has finished
     forget_start(info)
@@ -118,6 +122,10 @@ def as_config_error(error: BaseException, words: Sequence[str] | None = None) ->
     """The ConfigError for an error of the user's input, None for any other. words: of another command than this one."""
     if isinstance(error, ConfigError):
         return error
+    raised_in = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    callers = [name for name in raised_in if name != "pathlib"]
+    if isinstance(error, OSError) and callers[-1:] == ["hydra"] and raised_in[-1] == "pathlib":  # it makes the folder
+        return errors.CannotStartNow(unwritable(error.filename, error))
     sentence = explain(error, sys.argv[1:] if words is None else words)
     return None if sentence is None else ConfigError(sentence)
 

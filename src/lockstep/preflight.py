@@ -111,7 +111,7 @@ def check_optimizer(path: str, node: Node) -> None:
             instantiate(node, [nn.Parameter(zeros(2, 2))])
         except Exception as error:
             raise ConfigError(
-                f"{path} refuses this ({first_line(error)}); type optimizer=sgd for values of conf/"
+                f"{path} refuses its arguments ({first_line(error)}); type optimizer=sgd for values of conf/"
             ) from None
 
 

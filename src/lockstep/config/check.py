@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
@@ -125,7 +126,8 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
 
     None for other errors. words: the command's.
     """
-    if not isinstance(error, THEIRS):
+    raised_in = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not isinstance(error, THEIRS) and raised_in[-1:] not in (["hydra"], ["omegaconf"]):
         return None
     typed = [one for one in words if not one.startswith("-")]
     said, causes, unread = str(error).strip(), [error], list[str]()
