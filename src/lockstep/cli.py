@@ -81,6 +81,7 @@ def _run(main: Callable[[], Any]) -> None:
             raise ConfigError(f"{what}; leave {info.started_by} out, and type launch=torchrun")
         from lockstep.sweeps.jobs import server
 
+        gc.enable()
         server()  # before Hydra begins here: a job must not find it begun
     main()
     signals.stop_listening()  # the run has finished
