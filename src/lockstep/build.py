@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.config.nodes import instantiate, instantiate_as, locate, nodes_in
+from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate, nodes_in
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
 from lockstep.data.build import Data, build_data, completed, loader_of, reader_of, source_of
@@ -62,6 +62,7 @@ def build_run(config: RunConfig, world: World, parts: Parts) -> Run:
     data = build_data(config, parts.mode.reads_training_data)
     split = check_same_data(data, world)
     config = completed(config, data)
+    check_nodes(config.model, "model")  # with the shape that the data tells
     progress = Progress()
     task = build_task(config, parts, world, progress)
     readers = build_readers(config, parts, data, task)

@@ -208,6 +208,7 @@ class RunConfig:
         both = "watch.nan=skip and the loss scaling of fp16 would both leave out updates"
         overwrites = self.trainer.compile == "reduce-overhead" and self.trainer.gradient_accumulation_steps > 1
         overwritten = "trainer.compile=reduce-overhead overwrites gradients that are accumulated"
+        unmatched = "parameters.groups: one has no match, the names of parameters"
         hold_out = "trainer.final=null" if final else "loader.validation=0.1"
         compares = "compares evaluations, and here nothing is chosen"
         right = f"monitor=val/{metric}" if metric else "monitor=auto"
@@ -220,6 +221,11 @@ class RunConfig:
             (self.evaluation.patience and not chooses, f"evaluation.patience {compares}", "evaluation.patience=null"),
             (plateau and not chooses, f"scheduler=plateau {compares}", "scheduler=cosine"),
             (self.trainer.precision == "fp16" and self.watch.nan == "skip", both, "watch.nan=stop"),
+            (
+                any("match" not in one for one in self.parameters.groups),
+                unmatched,
+                "parameters.groups=[{match:fc,lr:0.1}]",
+            ),
             (overwrites, f"{overwritten} (pytorch issue 169545)", "trainer.compile=true"),
         ]
         for wrong, what, advice in rules:
