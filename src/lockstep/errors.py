@@ -81,8 +81,10 @@ def path_value(path: str | Path) -> str:
     """A path as the value of a word to type, such as resume=: in quotes if Hydra might read it as something else."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
-    is_plain = re.fullmatch(r"[A-Za-z/.][\w.@%+-]*/[\w./@%+-]*", str(path), re.ASCII)
-    return str(path) if is_plain else QuotedString(str(path), Quote.double).with_quotes()
+    text = str(path)
+    is_name = re.fullmatch(r"([A-Za-z/]|\.\.?/)[\w./@%+-]*", text, re.ASCII)  # 1_5 would be the number 15
+    is_word = text.lower() in ("null", "true", "false", "nan", "inf")
+    return text if is_name and not is_word else QuotedString(text, Quote.double).with_quotes()
 
 
 def path_word(key: str, path: str | Path) -> str:

@@ -76,8 +76,7 @@ def check_value(kind: Any, value: Any, key: str = "") -> Any:
     made, wrong = _validate(value, kind)
     if not wrong:
         return made if isinstance(made, float) else value  # JSON knows fewer types
-    told = [error["msg"] for error in wrong if error["type"] != "needs_python_object"]
-    said = [re.sub("^(Input should be|List should have) ", "", one) for one in told]
+    said = [error["msg"].removeprefix("Input should be ") for error in wrong if error["type"] != "needs_python_object"]
     accepted = " or ".join(dict.fromkeys(said)).replace("Field required", "longer")
     options = re.findall("'([^']*)'", accepted)
     near = get_close_matches(show(value).lower().strip("'[]"), options, 1, 0.4)

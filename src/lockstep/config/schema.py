@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Len, Lt
+from annotated_types import Ge, Gt, Le, Lt, Predicate
 
 from lockstep.errors import ConfigError
 
@@ -31,7 +31,14 @@ Shape = list[Count]
 Classes = Count
 
 
-ImageShape = Annotated[Shape, Len(3, 3)]  # channels, height, width
+def is_of_images(shape: Shape) -> bool:
+    """Whether it is (channels, height, width). Raises ConfigError if not: another model takes such samples."""
+    if len(shape) != 3:
+        raise ConfigError(f"this model needs images, not samples of shape {shape}; type model=mlp or model=linear")
+    return True
+
+
+ImageShape = Annotated[Shape, Predicate(is_of_images)]
 
 # Keys that say where a run computes, what it shows and what it keeps, and not what its numbers are.
 NO_NUMBER: tuple[str, ...] = ("run_dir", "data_dir", "resume", "mode", "launch", "backend", "logger", "logging")
