@@ -40,7 +40,7 @@ COMMANDS = [
     (["~optimizer.lrr"], 2, "lockstep: ~optimizer.lrr cannot be composed"),
     (["model=mlpp"], 2, "type model=mlp,"),
     (["optimizer.lr=("], 2, "optimizer.lr=( cannot be read; type"),
-    (["trainer.epochs=many"], 2, "trainer.epochs=many should be a valid integer; type trainer.epochs=5"),
+    (["trainer.epochs=many"], 2, "trainer.epochs=many should be a valid integer; type trainer.epochs=<value>"),
     (["optimizer.lr", "=", "0.1"], 2, "type optimizer.lr=<value>\n"),
     (["--optimizer.lr", "0.1"], 2, "unrecognized arguments: --optimizer.lr"),
     (["--config-name=nothing", "--config-dir=."], 2, "nothing is no config"),
