@@ -1,7 +1,4 @@
-"""The command line: exit codes, the resolvers of the config, `--help`, and the words and the config of a trained run.
-
-No torch here: `--help` imports this.
-"""
+"""The command line: exit codes, `--help`, a resolver, and the words and the config of a trained run. No torch here."""
 
 import gc
 import os
@@ -187,8 +184,7 @@ def flags_first(words: Sequence[str]) -> list[str]:
 def with_overrides_of_run(words: list[str]) -> list[str]:
     """The words with the overrides of the run that `resume` names before them, where the mode uses a trained run.
 
-    Its log goes to a folder of the mode inside the run folder, so that no new run folder is made; that of mode=check to
-    one that is removed. Raises ConfigError for a folder without a record.
+    Its log goes to a folder inside the run folder; that of mode=check to one that is removed. Raises ConfigError.
     """
     mode, resume = chosen("mode", words), chosen("resume", words)
     if mode in (None, "train", "find_lr") or asks_for_text(words) or MULTIRUN_FLAGS & set(words):

@@ -1,7 +1,4 @@
-"""Checks before any process starts, and the parts of a job that they build, once, for all ranks.
-
-Functions import torch, and what needs it, inside: what only prints something answers without it.
-"""
+"""Checks before any process starts, and the parts of a job that they build for all ranks. No torch at the top."""
 
 import gc
 import importlib.util

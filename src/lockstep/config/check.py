@@ -1,7 +1,4 @@
-"""From a composed config to a `RunConfig`: pydantic checks it, and an error is one sentence that ends in what to type.
-
-No torch here, and pydantic inside functions: `--help` and ranks need neither.
-"""
+"""From a composed config to a `RunConfig`, and errors as one sentence each. pydantic is imported where it checks."""
 
 import json
 import os

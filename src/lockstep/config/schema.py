@@ -1,7 +1,6 @@
 """What a config may say: the types of its values, and a frozen dataclass for each section. The values are in conf/.
 
-`lockstep.config.check` compares a composed config with `RunConfig`. The same types stand in the constructors of this
-project's own classes, which are checked alike. No torch and no pydantic here.
+The constructors of this project's own classes have the same types, and are checked alike. No torch and pydantic here.
 """
 
 from dataclasses import dataclass, replace
