@@ -49,7 +49,7 @@ from lockstep.training.schedules import as_schedule
 from lockstep.training.setup import checkpoint_activations, model_memory_format, prepare_model
 from lockstep.training.step import Step
 
-MOST_NAMES = 2000  # of classes in run.json, and no longer list
+LONGEST = 2000  # names of classes, or numbers of validation samples, in run.json
 
 
 def build_run(config: RunConfig, world: World, parts: Parts) -> Run:
@@ -67,7 +67,7 @@ def build_run(config: RunConfig, world: World, parts: Parts) -> Run:
     task = build_task(config, parts, world, progress)
     readers = build_readers(config, parts, data, task)
     converter = build_model(config, world, parts, task, readers["train"])
-    loaders = Loaders(split=split, **build_loaders(config, parts, readers, converter))
+    loaders = Loaders(split=split, held_out=data.held_out, **build_loaders(config, parts, readers, converter))
     return assemble(config, parts, task, loaders, progress)
 
 
@@ -275,6 +275,8 @@ def run_info(record: ConfigRecord, snapshots: Checkpointer) -> RunInfo:
     data = {"training_samples": identity["training samples"], "training_data": identity["training data"]}
     if val is not None:
         data |= {"validation_samples": len(val.reader), "validation_data": run.loaders.split}
+    if run.loaders.held_out is not None and len(run.loaders.held_out) <= LONGEST:
+        data["validation_numbers"] = " ".join(map(str, run.loaders.held_out.tolist()))
     names = class_names(train)
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     hosts = list(dict.fromkeys(world.all_gather_json(socket.gethostname())))
@@ -286,7 +288,7 @@ def run_info(record: ConfigRecord, snapshots: Checkpointer) -> RunInfo:
         "config": dict(config),
         "environment": {"threads": torch.get_num_threads(), "device": device},
         "data": data | {"test_samples": len(test), "test_data": data_fingerprint(test)},
-        "classes": names if len(names) <= MOST_NAMES else [],
+        "classes": names if len(names) <= LONGEST else [],
         "start": {"world_size": world.size, "launcher": read_rank_info().started_by, "hosts": hosts},
     }
     return RunInfo(run, facts)

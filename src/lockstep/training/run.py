@@ -69,11 +69,13 @@ class Loaders(NamedTuple):
     """What gives this rank its share of each split. val: None without a validation set.
 
     split: which samples the validation set has, in words with a hash; None without one.
+    held_out: (n,) indices of the validation samples in the training data; None if they are other data.
     """
 
     train: "Loader"
     test: "Loader"
     split: str | None
+    held_out: Any
     val: "Loader | None" = None
 
 
