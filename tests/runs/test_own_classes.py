@@ -119,7 +119,7 @@ def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
             "model._target_=own_nets.Nett",
             "No module named 'own_nets.Nett'; 'own_nets' is not a package); type model._target_=own_nets.Net",
         ),
-        ("model._target_=own_nets.NUMBER", "it is neither a class nor a function); type model="),
+        ("model._target_=own_nets.NUMBER", "it is neither a class nor a function); type model._target_="),
         (
             "model._target_=kornia.models.VisionTransformer",
             "No module named 'kornia'); type PYTHONPATH=<the folder of kornia.py> before the command, or pip install",
@@ -131,7 +131,7 @@ def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
         ("model._target_=own_failing.Net", "before the command, or pip install a_package_that_nobody_has"),
         (
             "model._target_=own_dividing.Net",
-            "(ZeroDivisionError: division by zero); type model=",
+            "(ZeroDivisionError: division by zero); type model._target_=",
         ),
         (
             "model._target_=torch.nn.Linear",

@@ -29,7 +29,10 @@ def assert_refused(run: Command, *said: str) -> None:
         (["hydra.run.dir=/etc/passwd"], "/etc/passwd cannot be written (File exists); type hydra.run.dir="),
         (["-m", "hydra.sweep.dir=/proc/x", "seed=1,2"], "the run folder /proc/x cannot be written"),
         (["-m", "optimizer.lr=interval(0.1,1)"], "type hydra/sweeper=optuna hydra.sweeper.n_trials=20"),
-        (["optimizer.lr=nan", "launch=torchrun"], "optimizer.lr=nan should be a finite number; type optimizer.lr=0.05"),
+        (
+            ["optimizer.lr=nan", "launch=torchrun"],
+            "optimizer.lr=nan should be a finite number; type optimizer.lr=<value>",
+        ),
         (
             ["launch=torchrun", "dataset=random"],
             "this model needs images, not samples of shape [20]; type model=mlp or model=linear",

@@ -173,7 +173,7 @@ def join(
     from lockstep import build
     from lockstep.distributed.run_folder import HeldFolder, hold_run_folder
     from lockstep.distributed.watch import watch
-    from lockstep.distributed.world import join_world
+    from lockstep.distributed.world import join_world, require_same_config
     from lockstep.loggers.rank_logs import RankLogs
     from lockstep.training.setup import set_determinism
 
@@ -190,7 +190,8 @@ def join(
         if world.is_rank_zero:
             settle(Path(config.run_dir))
         watch(world, config.run_dir, config.watch.timeout, config.watch.on_hang)
-        build.check_same_config(record, world)
+        same = "type the same command on every node"
+        require_same_config(world, build.agreed_on(record.flat), build.agreed_on(record.shown), same)
         yield world, held
 
 

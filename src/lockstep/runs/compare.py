@@ -156,6 +156,6 @@ def diff(a: str, b: str) -> list[str]:
     rows = []
     for section in ("options", "config", "data", "code", "environment"):
         for key, (x, y) in differing(one[section], other[section]).items():
-            if key != "run_dir":
+            if not key.endswith("run_dir"):
                 rows.append([key if section in ("config", "options") else f"{section}: {key}", show(x), show(y)])
     return aligned([["", a, b], *rows]) if rows else ["the same: config, data, code and environment"]
