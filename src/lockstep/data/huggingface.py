@@ -1,7 +1,6 @@
 """Data sets of Hugging Face's `datasets`: parquet, Arrow, JSON lines or CSV files, mapped into memory as Arrow."""
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from lockstep.config.schema import Count
 from lockstep.data.source import DataSource, Splits
 from lockstep.data.vision import read_image
 from lockstep.errors import ConfigError
-from lockstep.text import first_line
 
 
 class Columns(Dataset[tuple[Any, Any]]):
@@ -65,18 +63,12 @@ class HuggingFace(DataSource):
         self.splits()  # the first time, `datasets` writes its own files, under a lock
 
     def splits(self) -> Splits:
-        if find_spec("datasets") is None:
-            raise ConfigError("dataset=huggingface needs datasets; type pip install datasets")
         import datasets
 
         if not Path(self.path).is_dir():  # `datasets` would look for this name on the Hub
             advice = "type hf download <name> --repo-type dataset --local-dir <folder>, and dataset.path=<folder>"
             raise ConfigError(f"{self.path} is no folder, and nothing is downloaded; {advice}")
         names = [name for name in (self.train_split, self.test_split, self.val_split) if name is not None]
-        try:
-            saved = datasets.load_from_disk(self.path) if Path(self.path, "dataset_dict.json").exists() else None
-            found = [saved[name] for name in names] if saved else datasets.load_dataset(self.path, split=names)
-            return Splits(*(Columns(rows, (self.inputs, self.targets), self.size) for rows in found))
-        except Exception as error:  # of several packages
-            what = f"{self.path} does not have these splits or columns ({first_line(error)})"
-            raise ConfigError(f"{what}; type dataset.train_split, test_split, inputs and targets as it has") from error
+        saved = datasets.load_from_disk(self.path) if Path(self.path, "dataset_dict.json").exists() else None
+        found = [saved[name] for name in names] if saved else datasets.load_dataset(self.path, split=names)
+        return Splits(*(Columns(rows, (self.inputs, self.targets), self.size) for rows in found))

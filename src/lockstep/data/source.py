@@ -69,13 +69,15 @@ class Pair(DataSource):
 
 @dataclass(eq=False)
 class Tensors(Dataset[Any]):
-    """Samples in memory: inputs and targets (N, ...). The others are as of `DataSource.splits`."""
+    """Samples in memory: inputs and targets (N, ...). The others are as of `DataSource.splits`. files: names, for
+    reports."""
 
     inputs: Tensor
     targets: Tensor
     classes: Sequence[str] | None = None
     groups: Sequence[Any] | None = None
     weights: Tensor | None = None
+    files: Any = None
 
     def __len__(self) -> int:
         return len(self.inputs)

@@ -10,8 +10,6 @@ from annotated_types import Gt, Lt
 from lockstep.config.schema import Seed
 from lockstep.data.source import DataSource, Splits, Tensors
 from lockstep.data.split import hold_out
-from lockstep.errors import ConfigError
-from lockstep.text import first_line
 
 
 class Rows(Tensors):
@@ -50,13 +48,6 @@ class Table(DataSource):
     weight_column: str | None
 
     def splits(self) -> Splits:
-        try:
-            return self._splits()
-        except (ImportError, KeyError, OSError, TypeError, ValueError) as error:  # parquet needs pyarrow
-            what = f"{self.path} is no table with the columns that are named ({first_line(error)})"
-            raise ConfigError(f"{what}; type dataset.path=<a CSV or parquet file>, or other columns") from error
-
-    def _splits(self) -> Splits:
         import pandas as pd
 
         is_csv, is_class = not self.path.endswith(".parquet"), self.labels == "classes"
