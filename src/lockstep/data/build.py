@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -16,7 +17,15 @@ from lockstep.data.augment import BatchWide, ShiftFlip
 from lockstep.data.loader import InputConverter, Loader
 from lockstep.data.partition import Order, Part, fold_in, seeded
 from lockstep.data.reader import Check, SampleReader, request_of
-from lockstep.data.source import DataSource, class_count, class_names, of_each_sample, require_same_classes, unwrapped
+from lockstep.data.source import (
+    DataSource,
+    class_count,
+    class_names,
+    class_numbers,
+    of_each_sample,
+    require_same_classes,
+    unwrapped,
+)
 from lockstep.data.split import hold_out
 from lockstep.errors import ConfigError
 from lockstep.failures.record import exception_record
@@ -129,13 +138,6 @@ def completed(config: RunConfig, data: Data) -> RunConfig:
     return replace(config, loader=loader, **{name: told(getattr(config, name), name) for name in TOLD})
 
 
-def class_numbers(dataset: Any) -> Tensor | None:
-    """(N,) of each sample; None where they are not known without reading samples."""
-    targets = of_each_sample(dataset, "targets")
-    is_known = targets is not None and targets.ndim == 1 and targets.dtype.kind in "iu"
-    return torch.as_tensor(targets).long() if is_known else None
-
-
 def reader_of(
     config: RunConfig, dataset: Any, split: str, is_trained: bool, check: Check | None = None
 ) -> SampleReader:
@@ -196,13 +198,11 @@ def sampling_weights(dataset: Any, sampling: str) -> Tensor:
     """(N,) float64 by which an epoch draws its samples: "balanced" gives each class the same share; "weights"."""
     if sampling == "balanced":
         classes = class_numbers(dataset)
-        if classes is None or (classes < 0).any():
-            what = "loader.sampling=balanced counts classes, and the training data says no class of each sample"
-            raise ConfigError(f"{what}; give it an attribute `targets`, or type loader.sampling=null")
-        return 1 / classes.bincount().double().clamp(min=1)[classes]
-    found = of_each_sample(dataset, "weights")
-    weights = None if found is None else torch.as_tensor(found, dtype=torch.float64)
-    if weights is None or weights.ndim != 1 or not (weights.isfinite() & (weights >= 0)).all() or not weights.any():
-        what = "loader.sampling=weights needs an attribute `weights` of the training data, 0 or more for each sample"
-        raise ConfigError(f"{what}; give it one, or type loader.sampling=balanced")
-    return weights
+        weights = None if classes is None else 1 / np.bincount(classes).clip(1)[classes]
+    else:
+        weights = of_each_sample(dataset, "weights")
+    if weights is None:
+        name = "targets" if sampling == "balanced" else "weights"
+        what = f"loader.sampling={sampling} needs an attribute `{name}` of the training data, a number for each sample"
+        raise ConfigError(f"{what}; give it one, or type loader.sampling=null")
+    return torch.as_tensor(weights, dtype=torch.float64)

@@ -134,14 +134,19 @@ def class_names(dataset: Any) -> list[str]:
     return list(names) if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names) else []
 
 
+def class_numbers(dataset: Any) -> np.ndarray[Any, Any] | None:
+    """(N,) of each sample; None where they are not known without reading samples."""
+    targets = of_each_sample(dataset, "targets")
+    return targets if targets is not None and targets.ndim == 1 and targets.dtype.kind in "iu" else None
+
+
 def class_count(dataset: Any, first_target: Any) -> int | None:
     """How many classes there are: the names, else one more than the largest target, else the numbers of a target. None
     where nothing tells."""
-    names, targets = class_names(dataset), of_each_sample(dataset, "targets")
-    if names:
+    if names := class_names(dataset):
         return len(names)
-    if targets is not None and targets.ndim == 1 and targets.dtype.kind in "iu":
-        return int(targets.max()) + 1
+    if (numbers := class_numbers(dataset)) is not None:
+        return int(numbers.max()) + 1
     return len(first_target) if torch.is_tensor(first_target) and first_target.dim() == 1 else None
 
 
