@@ -15,31 +15,30 @@ from lockstep.errors import ConfigError
 
 
 class Columns(Dataset[tuple[Any, Any]]):
-    """rows: a `datasets.Dataset`. names: inputs and targets, each a column of it, or several, of which a sample has a
-    tuple. The attribute `targets` is a column of numbers, `classes` the names of a ClassLabel."""
+    """rows: a `datasets.Dataset`. names: of its columns for inputs and targets. The attribute `targets` is a column of
+    numbers, `classes` the names of a ClassLabel."""
 
-    def __init__(self, rows: Any, names: tuple[str | list[str], str | list[str]], size: int | None) -> None:
+    def __init__(self, rows: Any, names: tuple[str, str], size: int | None) -> None:
         import datasets  # type: ignore[import-untyped]
 
-        self.names, self.size, target = names, size, names[1]
-        used = {name for part in names for name in ([part] if isinstance(part, str) else part)}
-        self.rows = rows.select_columns(sorted(used))
+        self.names, self.size = names, size
+        self.rows = rows.select_columns(sorted({*names}))
         for name, feature in self.rows.features.items():
             if isinstance(feature, datasets.Image):  # `read_image` gives RGB of any file, and uses its size
                 self.rows = self.rows.cast_column(name, datasets.Image(decode=False))
-        feature = rows.features[target] if isinstance(target, str) else None
+        feature = rows.features[names[1]]
         is_number = getattr(feature, "dtype", "").startswith(("int", "uint", "float"))
         self.targets = None
         if is_number:  # writable, as torch wants arrays
-            self.targets = np.require(self.rows.with_format("arrow")[:][target].to_numpy(), requirements="W")
+            self.targets = np.require(self.rows.with_format("arrow")[:][names[1]].to_numpy(), requirements="W")
         self.classes = getattr(feature, "names", None)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        row = {name: self._decoded(value) for name, value in self.rows[int(index)].items()}
-        return tuple(row[part] if isinstance(part, str) else tuple(row[name] for name in part) for part in self.names)
+        row = self.rows[int(index)]
+        return tuple(self._decoded(row[name]) for name in self.names)
 
     def _decoded(self, value: Any) -> Any:
         if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
@@ -55,8 +54,8 @@ class HuggingFace(DataSource):
     train_split: str
     test_split: str
     val_split: str | None
-    inputs: str | list[str]
-    targets: str | list[str]
+    inputs: str
+    targets: str
     size: Count | None
 
     def prepare(self) -> None:
