@@ -27,13 +27,12 @@ class Places(NamedTuple):
 def drawn_at(places: Tensor, high: Sequence[int], seed: int) -> Tensor:
     """(n, len(high)) int64: random numbers from 0 to below each `high`, which `seed` and the places (n,) alone decide:
     splitmix64 (Steele et al. 2014), so there is no state to keep, and none of a GPU to wait for."""
-    columns = torch.arange(len(high), device=places.device)
-    values = (places[:, None] * len(high) + columns) * -7046029254386353131 + seed
+    values = places[:, None] * len(high) + torch.arange(len(high), device=places.device)
+    values = values * -7046029254386353131 + seed
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
         values = (values ^ (values >> shift & 2 ** (64 - shift) - 1)) * factor
-    return torch.stack(
-        [column % most for column, most in zip((values >> 1 & 2**62 - 1).unbind(1), high, strict=True)], 1
-    )
+    columns = (values >> 1 & 2**62 - 1).unbind(1)
+    return torch.stack([column % most for column, most in zip(columns, high, strict=True)], 1)
 
 
 @dataclass(kw_only=True)

@@ -88,9 +88,7 @@ def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
     if val is not None and config.trainer.final is not None:
         what = f"trainer.final={config.trainer.final} trains on what is held out, and here those are other data"
         raise ConfigError(f"{what}; type trainer.final=null")
-    for split, data in (("train", train), ("test", test), ("val", val)):
-        if data is None and split == "val":
-            continue
+    for split, data in [("train", train), ("test", test), *([] if val is None else [("val", val)])]:
         if not len(data):
             raise ConfigError(f"the {NAMES[split]} has no samples; type dataset=<another one>, or correct its folder")
         advice = "give both the same attribute `classes`, or type dataset=image_folder, which compares names"

@@ -95,8 +95,7 @@ class ImageSource(DataSource):
         return Tensors(torch.from_numpy(decoded), files=_names(files), **columns)
 
     def _list(self) -> Path:
-        own = [value for name, value in vars(self).items() if name not in DataSource.__dataclass_fields__]
-        return Path(self.cache_dir, f"{short_hash(type(self), os.getcwd(), own)}.list")
+        return Path(self.cache_dir, f"{short_hash(type(self), os.getcwd(), vars(self))}.list")
 
     def _pixels(self, names: Any) -> str | None:
         """The name of a file with the pixels of these images, made if it is not there; None if they are not kept."""
@@ -152,13 +151,10 @@ class ImageFolders(ImageSource):
 
 @dataclass(kw_only=True)
 class ImageList(ImageSource):
-    """Images without labels, for mode=predict: `files` in the folder `root`; None: all in it. Both splits have them."""
-
-    files: list[str] | None
+    """Images without labels, for mode=predict: all in the folder `root`. Both splits have them."""
 
     def listed(self) -> dict[str, dict[str, Any]]:
-        names = _below(Path(self.root), self.root) if self.files is None else self.files
-        columns = self.columns(self.root, names, None)
+        columns = self.columns(self.root, _below(Path(self.root), self.root), None)
         return {"train": columns, "test": columns.copy()}
 
 

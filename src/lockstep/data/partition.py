@@ -91,11 +91,7 @@ class Order:
                 windows, waiting = [*windows, []], 0
             windows[-1].append(files[file])
             waiting += len(files[file])
-        return torch.cat([_shuffled(torch.cat(window), draw) for window in windows])
-
-
-def _shuffled(values: Tensor, draw: torch.Generator) -> Tensor:
-    return values.index_select(0, torch.randperm(len(values), generator=draw))
+        return torch.cat([one[torch.randperm(len(one), generator=draw)] for one in map(torch.cat, windows)])
 
 
 def fold_in(*numbers: int) -> int:

@@ -3,7 +3,6 @@
 import atexit
 import fcntl
 import multiprocessing
-import multiprocessing.util
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,8 +27,7 @@ SAMPLE, COLLATE = 1, 3  # folded into the seeds of what samples and a collate_fn
 EXIT_SECONDS = 2.0  # from a lost connection to a worker until its end is seen
 OPEN = "/proc/self/fd"  # the files that a process has open; not on macOS
 
-Check = Callable[[Any, Any], None]
-"""(targets of a batch, numbers of its samples) -> None. Raises ConfigError for a target that the task does not take."""
+Check = Callable[[Any, Any], None]  # of the targets of a batch with the numbers of its samples, as of `Task`
 
 
 class Request(NamedTuple):
@@ -118,8 +116,6 @@ class SampleReader(Dataset[Any]):
             sample = self.dataset[number]
             for transform in self.transforms:
                 sample = transform(sample)
-        except ConfigError:
-            raise
         except Exception as error:
             whole = number if self.indices is None else self.indices[number]
             why = f"{type(error).__name__}: {first_line(error)}"
@@ -143,8 +139,6 @@ def batches(reader: SampleReader, requests: Iterable[Request], workers: int, pin
 
     On Linux the workers are forks: they share the data set, also one that cannot be pickled.
     """
-    if workers:
-        multiprocessing.util.get_temp_dir()  # workers use it, too: one of its own would outlive a worker that is killed
     loader: DataLoader[Any] = DataLoader(
         reader,
         batch_sampler=requests,  # type: ignore[arg-type]  # a request takes the place of a list of numbers

@@ -4,7 +4,7 @@ To add one of your own, either write `_target_: lockstep.data.Pair` with two nod
 or a dataclass derived from `DataSource`, with `splits`, and a YAML file with its fields.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -162,7 +162,7 @@ def require_same_classes(names: Sequence[str], others: Sequence[str], what: str,
 # Inputs and targets of a batch are one tensor each, or tuples or dicts of them, whose first dimension counts samples.
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """`value` with `function` applied to each of its tensors. Lists become tuples; other values stay as they are."""
     if isinstance(value, Tensor):
         return function(value)
@@ -171,13 +171,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return tuple(map_tensors(function, item) for item in value) if isinstance(value, tuple | list) else value
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in `value`."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | tuple | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item)
+    found = list[Tensor]()
+    map_tensors(found.append, value)
+    return found
 
 
 def count_samples(value: Any) -> int:

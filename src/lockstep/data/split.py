@@ -1,6 +1,5 @@
 """What is held out of the training data for validation. It depends on the data and on `loader.split_seed` alone."""
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -70,6 +69,4 @@ def _of_groups(groups: Any, classes: Any, count: int, fold: tuple[int, int] | No
     if np.bincount(np.unique(labels, return_inverse=True)[1]).max() < folds:  # scikit-learn refuses so few of each
         labels = np.zeros_like(labels)
     splitter = model_selection.StratifiedGroupKFold(folds, shuffle=True, random_state=fold_in(seed) % 2**32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a class with fewer samples than folds
-        return torch.from_numpy([part for _, part in splitter.split(labels, labels, groups)][number])
+    return torch.from_numpy([part for _, part in splitter.split(labels, labels, groups)][number])
