@@ -11,6 +11,8 @@ from lockstep.data.partition import fold_in, generator
 from lockstep.data.source import class_numbers, of_each_sample
 from lockstep.errors import ConfigError
 
+GROUP_FOLDS = 20  # that a share of a data set with groups is made up of
+
 
 def hold_out(
     dataset: Any, size: float | None, fold: tuple[int, int] | None, seed: int, grouping: str
@@ -57,11 +59,11 @@ def _of_samples(samples: int, classes: Any, count: int, fold: tuple[int, int] | 
 
 
 def _of_groups(groups: Any, classes: Any, count: int, fold: tuple[int, int] | None, seed: int, typed: str) -> Tensor:
-    """The samples to hold out: whole groups, with about the classes of the rest. A share is that of a fold."""
+    """The samples to hold out: whole groups, with about the classes of the rest."""
     from sklearn import model_selection  # type: ignore[import-untyped]  # takes a second: for groups alone
 
     most = int(groups.max()) + 1
-    number, folds = fold or (0, min(max(2, round(len(groups) / count)), most))
+    folds = min(GROUP_FOLDS, most) if fold is None else fold[1]
     if most < max(2, folds):
         what = f"{typed}, and the training data has {most} groups, each of which stays on one side"
         raise ConfigError(f"{what}; type loader.folds={max(2, most)}, or loader.groups=off")
@@ -69,4 +71,8 @@ def _of_groups(groups: Any, classes: Any, count: int, fold: tuple[int, int] | No
     if np.bincount(np.unique(labels, return_inverse=True)[1]).max() < folds:  # scikit-learn refuses so few of each
         labels = np.zeros_like(labels)
     splitter = model_selection.StratifiedGroupKFold(folds, shuffle=True, random_state=fold_in(seed) % 2**32)
-    return torch.from_numpy([part for _, part in splitter.split(labels, labels, groups)][number])
+    parts = [torch.from_numpy(part) for _, part in splitter.split(labels, labels, groups)]
+    if fold is not None:
+        return parts[fold[0]]
+    held_out = max(1, round(folds * count / len(groups)))
+    return torch.cat(parts[: min(held_out, folds - 1)])  # one stays to train on

@@ -132,7 +132,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(kw_only=True)
 class Text(DataSource):
-    """path, test_path: files, or addresses that fsspec reads, with * and ?.
+    """path, test_path: files, or addresses that fsspec reads, with *.
 
     tokenizer: uint16 says that these are one file of such numbers each, as nanoGPT's scripts write it.
     """

@@ -53,11 +53,10 @@ class CrossEntropy(Task):
             self.better = {"loss": "min", "perplexity": "min"}
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        is_soft, (samples, number, *places) = targets.is_floating_point(), self._classes_second(outputs).shape
-        if number < 2 or [*targets.shape] != ([samples, number] if is_soft else [samples, *places]):
+        if not self._fits(outputs, targets):
             wanted = "(N, T, classes) and (N, T)" if self.classes_last else "(N, classes, ...) and (N, ...)"
             raise misfit(self, f"logits and class numbers {wanted}", outputs, targets)
-        rows = at_least_float32(self._rows(outputs))
+        rows, is_soft = at_least_float32(self._rows(outputs)), targets.is_floating_point()
         classes = targets.to(rows.dtype) if is_soft else targets.flatten()
         labels, found = classes.argmax(1) if is_soft else classes, {}
         if self.own_loss is None:
@@ -104,6 +103,13 @@ class CrossEntropy(Task):
 
     def _classes_second(self, outputs: Tensor) -> Tensor:
         return outputs.movedim(-1, 1) if self.classes_last else outputs
+
+    def _fits(self, outputs: Any, targets: Any) -> bool:
+        if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.dim() < 2:
+            return False
+        samples, classes, *places = self._classes_second(outputs).shape
+        wanted = [samples, classes] if targets.is_floating_point() else [samples, *places]
+        return classes > 1 and [*targets.shape] == wanted
 
     def _rows(self, outputs: Tensor) -> Tensor:
         """(n, classes) for all places: CUDA has deterministic kernels for these alone."""
