@@ -63,7 +63,8 @@ def source_of(config: RunConfig) -> Iterator[DataSource]:
         place = f"{failed['file']}:{failed['line']}: " if "file" in failed else ""
         why = f"{place}{type(error).__name__}: {first_line(error)}"
         what = f"the data of {config.dataset['_target_']} cannot be read ({why})"
-        raise ConfigError(f"{what}; type data_dir=<where it is>, other values of dataset, or another one") from error
+        advice = f"data_dir=<another folder than {config.data_dir}>, other values of dataset, or dataset=digits"
+        raise ConfigError(f"{what}; type {advice}") from error
 
 
 def prepare_first(config: RunConfig) -> None:

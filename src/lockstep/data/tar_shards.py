@@ -30,6 +30,7 @@ from lockstep.errors import ConfigError
 from lockstep.files import is_url, one_at_a_time, short_hash, write_whole
 
 NONE = -(2**63)  # no whole number
+NO_ROWS = np.empty((0, 6), np.int64)
 DECODERS: dict[str, Any] = {"cls": json.loads, "json": json.loads, "txt": bytes.decode}  # others are images
 Tar = tuple[str, int, str]  # name, bytes, and what tells that it has changed
 # The tars read last, in each process; one that falls out is closed when nobody reads from it.
@@ -91,7 +92,7 @@ class TarShards(DataSource):
                 pool = ProcessPoolExecutor(cpu_count(), get_context("fork"), end_with_parent, (signal.SIGKILL,))
                 with pool:
                     found = pool.map(scan, range(len(tars)), tars)
-                    rows = np.concatenate(list(tqdm(found, "indexing tars", len(tars), disable=None)))
+                    rows = np.concatenate([NO_ROWS, *tqdm(found, "indexing tars", len(tars), disable=None)])
                 columns = torch.from_numpy(np.ascontiguousarray(rows.T))  # without threads: ranks are forked
                 write_whole(place, partial(torch.save, {"tars": tars, "columns": columns}))
 
