@@ -3,6 +3,7 @@
 import atexit
 import fcntl
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -139,6 +140,8 @@ def batches(reader: SampleReader, requests: Iterable[Request], workers: int, pin
 
     On Linux the workers are forks: they share the data set, also one that cannot be pickled.
     """
+    if workers:
+        multiprocessing.util.get_temp_dir()  # workers use it, too: one of its own would outlive a worker that is killed
     loader: DataLoader[Any] = DataLoader(
         reader,
         batch_sampler=requests,  # type: ignore[arg-type]  # a request takes the place of a list of numbers
