@@ -17,7 +17,7 @@ from torch import nn
 from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate, nodes_in
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
-from lockstep.data.build import Data, build_data, completed, loader_of, reader_of, source_of
+from lockstep.data.build import Data, build_data, completed, loader_of, prepare_first, reader_of
 from lockstep.data.loader import InputConverter, Loader
 from lockstep.data.partition import seeded
 from lockstep.data.reader import SampleReader, request_of
@@ -55,7 +55,7 @@ LONGEST = 2000  # names of classes, or numbers of validation samples, in run.jso
 def build_run(config: RunConfig, world: World, parts: Parts) -> Run:
     """The run of this rank. Its `config` has what the data tells. A collective."""
     heartbeat.enter("prepare")
-    world.once_per_machine(lambda: source_of(config).prepare())
+    world.once_per_machine(lambda: prepare_first(config))
     heartbeat.enter("build")
     for key, node in nodes_in(config):  # a module that seeds torch when it is imported does so here
         locate(key, node["_target_"])

@@ -139,7 +139,7 @@ class Loader:
     folds: Annotated[int, Ge(2)] | None
     fold: Whole | None
     split_seed: Seed
-    groups: Literal["auto", "on", "off"]
+    groups: Literal["auto", "off"]
     num_workers: Whole
     transforms: list[Node]
     test_transforms: list[Node]

@@ -38,7 +38,7 @@ class Sample(Mode):
             raise ConfigError("mode=sample writes text, and this run was not trained on one; type mode=predict")
         run, device = trained.run, trained.world.device
         coder = dataset.coder
-        tokens = torch.tensor([int(token) for token in coder.encode([self.prompt])[0]], device=device)
+        tokens = torch.tensor([int(token) for token in coder.encode(self.prompt)], device=device)
         generator = torch.Generator(device).manual_seed(self.seed)
         with run.averaged_weights(), torch.no_grad(), run.strategy.autocast:
             model = run.model.eval()
