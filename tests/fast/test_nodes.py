@@ -86,7 +86,7 @@ def test_what_a_constructor_raises_is_what_is_raised() -> None:
         instantiate(node, width=100)
     with pytest.raises(
         ConfigError,
-        match="gives an object of Net, and lockstep.tasks.base.Task is wanted; type task\._target_=",
+        match=r"gives an object of Net, and lockstep.tasks.base.Task is wanted; type task\._target_=",
     ):
         instantiate_as(Task, node | {"width": 1}, "task")
     assert instantiate(None) is None
