@@ -4,8 +4,6 @@ Functions import torch, and what needs it, inside: what only prints something an
 """
 
 import gc
-import importlib.util
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,22 +65,12 @@ def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
     from lockstep.strategies.gradient_sync import GradientSync
 
     check_nodes(config)
-    check_loggers(config)
     check_optimizer(config)
     strategy = instantiate_as(Strategy, config.strategy, "strategy")
     gradient_sync = instantiate_as(GradientSync, config.gradient_sync, "gradient_sync")
     launcher.validate()
     check_options(config, launcher, mode, strategy)
     return Parts(launcher, mode, strategy, gradient_sync)
-
-
-# until issue 45
-def check_loggers(config: RunConfig) -> None:
-    """Raise ConfigError for a logger whose packages are not installed."""
-    for name, node in config.logger.items():
-        needed: Sequence[str] = getattr(locate(f"logger.{name}", node["_target_"]), "packages", ())
-        if missing := [package for package in needed if importlib.util.find_spec(package) is None]:
-            raise ConfigError(f"logger={name} needs {' and '.join(missing)}; type pip install {' '.join(missing)}")
 
 
 def check_optimizer(config: RunConfig) -> None:

@@ -102,7 +102,9 @@ def test_a_run_that_is_killed_before_its_first_snapshot_keeps_its_start(tmp_path
     for epochs in (1, 2):
         settle(tmp_path)
         record = started(tmp_path, epochs=epochs)
-        record.epoch(EpochSummary(1, 2, 20, {"train": {"loss": 1.0}, "val": {"loss": 0.5}}, 9.0, {"loss": 0.5}, 20))
+        record.progress.best, record.progress.best_step = 0.5, 20
+        metrics = {"train": {"loss": 1.0}, "val": {"loss": 0.5}, "best": {"loss": 0.5}}
+        record.epoch(EpochSummary(1, 2, 20, metrics, {"samples": 9.0}))
     info = run_info(tmp_path)
     record.end(replace(info, last={"loss": 0.5}, test={"step": 20, "metrics": {"loss": 0.0}}), "finished")
     run = read_run(tmp_path)
@@ -122,7 +124,7 @@ def test_a_run_that_is_killed_before_its_first_snapshot_keeps_its_start(tmp_path
 def test_the_history_of_a_long_run_stays_short(tmp_path: Path) -> None:
     record = started(tmp_path)
     for epoch in range(1, 5001):
-        record.epoch(EpochSummary(epoch, 5000, epoch, {"val": {"loss": 1 / epoch}}, 9.0))
+        record.epoch(EpochSummary(epoch, 5000, epoch, {"val": {"loss": 1 / epoch}}, {"samples": 9.0}))
     record.end(run_info(tmp_path), "finished")
     history = read_run(tmp_path)["history"]
     assert 300 < len(history) <= 1000

@@ -140,7 +140,7 @@ class RunRecord:
             (self.folder / DIFF).unlink(missing_ok=True)
             if diff:
                 (self.folder / DIFF).write_bytes(diff)
-        (name, mode), step, now = self.objective, progress.step, time.time()
+        (name, mode), step, now, self.progress = self.objective, progress.step, time.time(), progress
         self.begun = facts["start"] | {"started": now, "ended": now, "state": RUNNING, "exit_code": None}
         self.begun |= {"pid": os.getpid(), "from_step": step, "to_step": step, "source": code["source"]}
         self.run = {
@@ -168,8 +168,7 @@ class RunRecord:
             del history[:-1:2]
         self.run["steps"] = max(self.run["steps"], summary.step)
         self.run["samples_per_second"] = metrics.get("speed/samples_per_s", self.run["samples_per_second"])
-        best = next(iter(summary.best.values()), None)
-        self.run["objective"] |= {"best": best, "step": summary.best_step}
+        self.run["objective"] |= {"best": self.progress.best, "step": self.progress.best_step}
         self._write(every=SHORT_SECONDS if len(history) > MANY else 0.0)
 
     def end(self, info: Any, state: str) -> None:
