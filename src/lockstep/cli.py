@@ -78,15 +78,9 @@ def _run(main: Callable[[], Any]) -> None:
     sys.argv[1:] = flags_first(with_overrides_of_run(words))
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
-    if MULTIRUN_FLAGS & set(words) and not asks_for_text(words):
-        from lockstep.sweeps.jobs import server
-
-        if info.world_size > 1:
-            raise ConfigError(
-                f"a sweep starts the ranks of each job itself; leave {info.started_by} out, and type launch=torchrun"
-            )
-        gc.enable()
-        server()  # it imports torch while Hydra composes
+    if info.world_size > 1 and MULTIRUN_FLAGS & set(words) and not asks_for_text(words):
+        what = f"a sweep starts the ranks of each job itself; leave {info.started_by} out"
+        raise ConfigError(f"{what}, and type launch=torchrun")
     main()
     signals.stop_listening()  # the run has finished
     forget_start(info)
