@@ -77,10 +77,7 @@ class TrainedRun:
         path = self.folder / name if file is None else Path(file)
         if path.exists() and not path.is_file():  # such as a device, which a file would replace
             raise ConfigError(f"{path} is no file that can be replaced; {OTHER_FILE}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise cannot_write(path, error) from None
+        path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def write(self, path: Path, contents: Contents) -> None:
@@ -90,14 +87,10 @@ class TrainedRun:
             try:
                 write_whole(path, contents, shared=True)  # another command may write the same file
             except OSError as error:
-                problem = str(cannot_write(path, error))
+                problem = f"{path} cannot be written ({error.strerror}); {OTHER_FILE}"
         if problem := self.world.broadcast_json(problem):
             raise ConfigError(problem)
         log.info("written to: %s", path)
-
-
-def cannot_write(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{path} cannot be written ({error.strerror}); {OTHER_FILE}")
 
 
 def recorded(snapshot: Path) -> Mapping[str, Any]:

@@ -36,8 +36,8 @@ class FindLr(Mode):
 
     def __init__(self, min_lr: Positive, max_lr: Positive, steps: Annotated[int, Ge(40)]) -> None:
         if min_lr >= max_lr:
-            what = f"mode.max_lr={show(max_lr)} must be above mode.min_lr={show(min_lr)}"
-            raise ConfigError(f"{what}; type mode.max_lr={show(1000 * min_lr)}")
+            advice = f"type mode.max_lr={show(1000 * min_lr)}"
+            raise ConfigError(f"mode.max_lr={show(max_lr)} must be above mode.min_lr={show(min_lr)}; {advice}")
         self.min_lr, self.max_lr, self.steps = min_lr, max_lr, steps
 
     def work(self, config: RunConfig, record: "ConfigRecord", parts: "Parts") -> float:
