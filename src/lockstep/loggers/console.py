@@ -79,10 +79,8 @@ class ProgressBarLogger(Logger):
 
         # tqdm's own lock adds a semaphore for several processes, which Python calls leaked when a rank exits.
         tqdm.set_lock(threading.RLock())
-        # The loss is to be seen on 50 columns, too.
-        form = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}, {rate_fmt}]"
-        length, self.run = len(info.run.loaders.train), info.run
-        self.bar = tqdm(total=length, unit=" samples", bar_format=form, leave=False, disable=None)
+        self.run = info.run
+        self.bar = tqdm(total=len(self.run.loaders.train), unit=" samples", leave=False, disable=None)
         self.stack.callback(self.bar.close)
         if not self.bar.disable:
             self.stack.enter_context(logging_redirect_tqdm())

@@ -28,8 +28,6 @@ class TensorBoardLogger(Logger):
         is_new = not any(Path(self.run_dir).glob("events.out.tfevents.*"))
         self.writer = SummaryWriter(self.run_dir, purge_step=None if is_new else info.run.progress.step + 1)
         if is_new:  # TensorBoard keeps the first hyperparameters that it reads of a run
-            config = "\n".join(f"{key}: {show(value)}" for key, value in info.facts["config"].items())
-            self.writer.add_text("config", f"```yaml\n{config}\n```", 0)
             metrics = [*info.run.task.better, *info.run.config.evaluation.metrics]
             charts = {name: ("Multiline", [f"^(train|val|test)/{name}$"]) for name in metrics}
             self.writer.add_custom_scalars({"results": charts | {"best so far": ("Multiline", ["^best/.*$"])}})

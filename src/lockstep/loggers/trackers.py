@@ -1,4 +1,4 @@
-"""logger=wandb, mlflow and trackio: config, curves and images of a run, on a tracking service.
+"""logger=wandb, mlflow and trackio: config and curves of a run, on a tracking service.
 
 Their packages queue what they get and send it from threads or processes of their own. What a service does not take is
 lost there, with one warning; TensorBoard's files have it.
@@ -13,9 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from lockstep.config.schema import Whole
 from lockstep.files import write_whole
 from lockstep.loggers.base import Logger, RunInfo
 from lockstep.runs.record import FINISHED, PAUSED
@@ -26,14 +23,13 @@ END_SECONDS = 60  # for what is still to be sent to MLflow
 class Tracker(Logger):
     """What trackers share: the run's id on the service stays in the run folder, so that a resumed run goes on there.
 
-    package: what is imported. run_dir: folder of this run. images: test images that an evaluation shows; 0: no images
-    of it. options: of the package's own function that begins a run.
+    package: what is imported. run_dir: folder of this run. options: of the package's own function that begins a run.
     """
 
     package = ""
 
-    def __init__(self, run_dir: str, images: Whole, **options: Any) -> None:
-        self.run_dir, self.images, self.options = Path(run_dir), images, options
+    def __init__(self, run_dir: str, **options: Any) -> None:
+        self.run_dir, self.options = Path(run_dir), options
         self.api: Any = importlib.import_module(self.package)  # not later: some draw from `random`, as a model may
         self.run: Any = None
 
@@ -47,11 +43,8 @@ class Tracker(Logger):
         group = None if sweep is None else Path(sweep).name
         write_whole(path, self.begin(info.facts, known, self.run_dir.absolute().name, group), sync=False)
 
-    def log(self, metrics: dict[str, Any], step: int) -> None:
+    def log(self, metrics: dict[str, float], step: int) -> None:
         self.run.log(metrics, step=step)
-
-    def image(self, tag: str, image: Tensor, step: int) -> None:
-        self.log({tag: self.api.Image(pixels(image))}, step)
 
     def end(self, info: RunInfo, state: str) -> None:
         self.run.finish()
@@ -71,7 +64,7 @@ class WandbLogger(Tracker):
         self.run.define_metric("*", step_metric="step")  # a resumed run may begin before its last step
         return str(self.run.id)
 
-    def log(self, metrics: dict[str, Any], step: int) -> None:
+    def log(self, metrics: dict[str, float], step: int) -> None:
         self.run.log({**metrics, "step": step})
 
     def end(self, info: RunInfo, state: str) -> None:
@@ -86,11 +79,11 @@ class MLflowLogger(Tracker):
 
     package = "mlflow"
 
-    def __init__(self, run_dir: str, images: Whole, **options: Any) -> None:
+    def __init__(self, run_dir: str, **options: Any) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # the end of a run waits so long for a lost server
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
-        super().__init__(run_dir, images, **options)  # the import sets the package's level
+        super().__init__(run_dir, **options)  # the import sets the package's level
         logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # it tells of each table of its database
         self.sent: list[Any] = []  # calls that may be under way
 
@@ -104,9 +97,6 @@ class MLflowLogger(Tracker):
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.sent.append(self.api.log_metrics(metrics, step, synchronous=False))
-
-    def image(self, tag: str, image: Tensor, step: int) -> None:
-        self.api.log_image(pixels(image), key=tag.replace("/", "_"), step=step, synchronous=False)
 
     def end(self, info: RunInfo, state: str) -> None:
         """Wait until all is sent: the process ends without its exit handlers. But the queue tries each call for a
@@ -132,8 +122,3 @@ class TrackioLogger(Tracker):
         name, resume = known or f"{name}-{uuid.uuid4().hex[:8]}", "never" if known is None else "must"
         self.run = self.api.init(name=name, group=group, config=facts["config"], resume=resume, **self.options)
         return name
-
-
-def pixels(image: Tensor) -> Any:
-    """(3, height, width) from 0 to 1 as (height, width, 3) of uint8, in numpy."""
-    return (image * 255).round().byte().permute(1, 2, 0).numpy()

@@ -4,7 +4,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
 from lockstep.runs.record import FINISHED, read_run
@@ -30,7 +30,10 @@ def compare(folders: Sequence[str], a: str | None = None, b: str | None = None, 
     if (a is None) != (b is None) or (a is None and len(folders) != 2):
         raise ConfigError(f"compare needs two folders, or folders with --a and --b; type {EXAMPLE}")
     names = list(folders) if a is None or b is None else [a, b]
-    both = [frame([name]) for name in folders] if a is None else [_runs_of(name, folders) for name in names]
+    if a is None:
+        both = [frame([name]) for name in folders]
+    else:
+        both = [filtered(frame(folders), shlex.split(name)) for name in names]
     for name, side in zip(names, both, strict=True):
         if side.empty:
             raise ConfigError(f"no run for {name}; type python src/runs.py table {shlex.join(folders)} to see the runs")
@@ -56,17 +59,10 @@ def compare(folders: Sequence[str], a: str | None = None, b: str | None = None, 
     return [*aligned(rows), *notes, how, verdict(difference, counted, direction, scale, unit)]
 
 
-def _runs_of(overrides: str, folders: Sequence[str]) -> "pd.DataFrame":
-    runs = frame(folders)
-    return runs if runs.empty else filtered(runs, [word.lstrip("+") for word in shlex.split(overrides)])
-
-
 def _finished(letter: str, name: str, runs: "pd.DataFrame", metric: str, notes: list[str]) -> "pd.DataFrame":
     """The runs that have finished with a number, which is the column "value". Of others, `notes` gets a line."""
-    objective = runs["metric"].iloc[0]
     if metric not in runs and metric not in {*runs["metric"]}:
-        what = f"--metric {metric}: {name} keeps {objective} and the metrics of its test"
-        raise ConfigError(f"{what}; type --metric {objective}, or --metric test/{objective.partition('/')[2]}")
+        raise ConfigError(f"no run of {name} has {metric}; type --metric {runs['metric'].iloc[0]}")
     values = runs["objective"].where(runs["metric"] == metric) if metric in {*runs["metric"]} else runs[metric]
     kept = runs.assign(value=values.astype(float))
     kept = kept[(kept["state"] == FINISHED) & (kept["value"].abs() < math.inf)]
@@ -86,28 +82,21 @@ def _finished(letter: str, name: str, runs: "pd.DataFrame", metric: str, notes: 
 
 def _difference(one: "pd.DataFrame", other: "pd.DataFrame", names: Sequence[str]) -> tuple[Estimate, str, str]:
     """(B - A, "pairs" or "runs a side", a line that says how they were compared)."""
-    rho = max(rho_of(one), rho_of(other))
-    a, b = (_by_repeat(side, name) for side, name in zip((one, other), names, strict=True))
-    common = [place for place in a if place in b]
+    rho, values = max(rho_of(one), rho_of(other)), list[Any]()
+    for side, name in zip((one, other), names, strict=True):
+        values.append(side.set_index([side.reindex(columns=[key])[key].map(show) for key in REPEATS])["value"])
+        if values[-1].index.has_duplicates:
+            what = f"{name} has two runs of one seed and fold, and one counts once"
+            raise ConfigError(f"{what}; type folders with one of them")
+    a, b = values
+    common = a.index.intersection(b.index)
     if len(common) < 2:
-        return welch(one["value"].tolist(), other["value"].tolist(), rho), "runs a side", "not paired"
+        return welch(a.tolist(), b.tolist(), rho), "runs a side", "not paired"
     alone = len(a) + len(b) - 2 * len(common)
     left_out = f"; {alone} runs without a partner are left out" if alone else ""
-    keys = [key for key, *values in zip(REPEATS, *common, strict=True) if len({*values}) > 1]
-    found = paired([a[place] for place in common], [b[place] for place in common], rho)
+    keys = [key for key, *different in zip(REPEATS, *common, strict=True) if len({*different}) > 1]
+    found = paired(a[common].tolist(), b[common].tolist(), rho)
     return found, "pairs", f"paired by {' and '.join(keys)}{left_out}"
-
-
-def _by_repeat(runs: "pd.DataFrame", name: str) -> dict[tuple[str, ...], float]:
-    """{values of REPEATS: number}. Raises ConfigError if two runs have the same ones: one run counts once."""
-    found = {}
-    for place, value in zip(runs.reindex(columns=REPEATS).itertuples(index=False), runs["value"], strict=True):
-        words = tuple(map(show, place))
-        if words in found:
-            same = " ".join(f"{key}={word}" for key, word in zip(REPEATS, words, strict=True) if word != "nan")
-            raise ConfigError(f"{name} has two runs with {same}, and one counts once; type folders with one of them")
-        found[words] = value
-    return found
 
 
 def verdict(difference: Estimate, counted: str, direction: str, scale: float, unit: str) -> str:
@@ -117,13 +106,8 @@ def verdict(difference: Estimate, counted: str, direction: str, scale: float, un
     """
     better = "B" if (difference.mean > 0) == (direction == "max") else "A"
     count, size, interval = f"{difference.count:.0f} {counted}", abs(difference.mean) * scale, difference.interval
-    if interval is None:
-        if difference.count < 2:
-            return "cannot be told apart: one run tells nothing about the spread; train both with seed=1,2,3,4,5"
-        if size == 0:
-            return f"the same: the numbers of all {count} are equal"
-        why = "which a metric of few samples gives by chance; train both with more seeds"
-        return f"cannot be told apart: {size:.2g}{unit} in all {count} is no spread, {why}"
+    if interval is None:  # a metric of few samples can give equal numbers by chance
+        return f"cannot be told apart: {size:.2g}{unit} in {count} tells no spread; train both with seed=1,2,3,4,5"
     sign = 1 if difference.mean >= 0 else -1
     low, high = sorted(sign * end * scale for end in interval)
     digits = max(1 - math.floor(math.log10((high - low) / 2)), 0)

@@ -30,7 +30,6 @@ PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "tensorb
 WRITE_SECONDS = 1.0  # between two writes
 MOST_ROWS = 1000  # of the history; of more, every second one is dropped
 
-Best = tuple[float | None, int | None]  # the best evaluation, and its step
 Run = dict[str, Any]
 """The contents of a run.json, and "folder": the run folder's path. docs/runs.md has the keys."""
 
@@ -63,7 +62,7 @@ def changes_no_number(word: str) -> bool:
     return re.split(r"[=./@]", word.lstrip("+~"))[0] in NO_NUMBER
 
 
-def best_of(run: Run) -> Best:
+def best_of(run: Run) -> tuple[float | None, int | None]:
     """(objective, step) of the best evaluation. Of a run that ended before its first one, those of its end."""
     objective = run["objective"]
     if objective["best"] is None and objective["last"] is not None:

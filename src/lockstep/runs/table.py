@@ -162,8 +162,7 @@ def check_names(table: "pd.DataFrame", names: Iterable[str], option: str) -> Non
         if name not in table:
             longer = [key for key in table if key == f"{name}._target_" or key.endswith(f".{name}")]
             close = [*longer, *difflib.get_close_matches(name, table, 1, 0.8), "state"][0]
-            what = f"{option} {name}: no run has this key, and the columns are {', '.join(sorted(COLUMNS + OTHERS))}"
-            raise ConfigError(f"{what}; type {option} {close}{'=<value>' * (option == '--filter')}")
+            raise ConfigError(f"no run has {name}; type {option} {close}{'=<value>' * (option == '--filter')}")
 
 
 def filtered(runs: "pd.DataFrame", filters: Sequence[str]) -> "pd.DataFrame":
@@ -213,27 +212,23 @@ def show(table: "pd.DataFrame", columns: Sequence[str] | None = None) -> list[st
 
 def _text(row: Mapping[str, Any], name: str) -> str:
     """A cell, with what stands in other columns."""
-    text = _cell(name, row[name])
-    low, high = {"objective": ("low", "high"), "test": ("test_low", "test_high")}.get(name, ("", ""))
-    if text != "-" and _is_there(row.get(low)):
+    value = row[name]
+    if not _is_there(value):
+        return "-"
+    if name not in ("objective", "test"):
+        is_whole = isinstance(value, float) and (name == "speed" or value.is_integer())
+        return f"{value:.0f}" if is_whole else as_word(value)
+    low, high = ("low", "high") if name == "objective" else ("test_low", "test_high")
+    text = f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
+    if _is_there(row.get(low)):
         text += f" ± {(row[high] - row[low]) / 2:.2g}"
-    if name == "objective" and text != "-" and 0 < row.get("count", 0) < row["runs"]:
+    if name == "objective" and row.get("count", 0) < row.get("runs", 0):
         text += f" of {row['count']}"
     return text
 
 
 def _is_there(value: Any) -> bool:
     return bool(value) if isinstance(value, list) else value is not None and bool(value == value)
-
-
-def _cell(name: str, value: Any) -> str:
-    if not _is_there(value):
-        return "-"
-    if name in ("objective", "test"):
-        return f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
-    if isinstance(value, float) and (name == "speed" or value.is_integer()):
-        return f"{value:.0f}"
-    return as_word(value)
 
 
 def choosing(table: "pd.DataFrame") -> str:
@@ -252,6 +247,5 @@ def choosing(table: "pd.DataFrame") -> str:
     if is_share(metric) and _is_there(best["test_samples"]):
         samples = int(best["test_samples"])
         (low, high), source = wilson(test, samples), f"{samples} test samples"
-    known = f"95 %: {low:.4g} to {high:.4g}, from {source}"
-    known = known if _is_there(low) else "with one run its interval is not known"
-    return f"{chosen}; test/{metric} {test:.6g} had no part in it ({known})"
+    known = f" (95 %: {low:.4g} to {high:.4g}, from {source})" if _is_there(low) else ""
+    return f"{chosen}; test/{metric} {test:.6g} had no part in it{known}"
