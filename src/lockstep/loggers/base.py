@@ -67,11 +67,9 @@ class Logger:
     """Receives what a run reports. Every method but `epoch` does nothing here.
 
     A step is the number of optimizer steps done. What a call reports is on its way to the disk when it returns: a
-    snapshot may follow. An exception costs one warning, and the training goes on.
-    images: how many samples of an evaluation its images show; 0: it gets no images.
+    snapshot may follow. An exception costs one warning, and the training goes on. Its key `images`, if it has one, says
+    how many samples of an evaluation the images show.
     """
-
-    images: int = 0
 
     def start(self, info: RunInfo) -> None:
         """Training starts or goes on. A run that was killed repeats the steps after `progress.step`: drop them."""
@@ -125,9 +123,7 @@ class Loggers(Logger):
         self._each("epoch", summary)
 
     def image(self, tag: str, image: Tensor, step: int) -> None:
-        for member in self.members:
-            if member.images:
-                self._call(member, "image", tag, image, step)
+        self._each("image", tag, image, step)
 
     def draw(self, split: str, figures: Callable[[], Mapping[str, Tensor]], step: int) -> None:
         """Images of the weights of `step`, which `figures` draws as {tag: image}: now, or at the end the newest ones.

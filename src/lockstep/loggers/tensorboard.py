@@ -21,7 +21,7 @@ class TensorBoardLogger(Logger):
     """
 
     def __init__(self, run_dir: str, images: Whole) -> None:
-        self.run_dir, self.images = run_dir, images
+        self.run_dir = run_dir
         self.writer: Any = None  # a SummaryWriter, from the start on
 
     def start(self, info: RunInfo) -> None:

@@ -36,7 +36,7 @@ class FindLr(Mode):
 
     def __init__(self, min_lr: Positive, max_lr: Positive, steps: Annotated[int, Ge(40)]) -> None:
         if min_lr >= max_lr:
-            raise ConfigError(f"mode.max_lr={show(max_lr)} is below mode.min_lr; type mode.max_lr={show(1000 * min_lr)}")
+            raise ConfigError(f"mode.max_lr={show(max_lr)} is below min_lr; type mode.max_lr={show(1000 * min_lr)}")
         self.min_lr, self.max_lr, self.steps = min_lr, max_lr, steps
 
     def work(self, config: RunConfig, record: "ConfigRecord", parts: "Parts") -> float:

@@ -115,8 +115,6 @@ class RunRecord:
     and whether "min" or "max" of it is better; where nothing is chosen, test/loss of the last weights.
     """
 
-    images = 0
-
     def __init__(self, folder: Path, objective: tuple[str, str]) -> None:
         self.folder, self.objective = folder, objective
         self.run: Run = {}
@@ -166,6 +164,9 @@ class RunRecord:
         self.run["test"] = info.test
         self.begun |= {"state": state, "exit_code": info.exit_code}
         self._write(sync=True)
+
+    def image(self, *shown: Any) -> None:
+        pass
 
     def close(self) -> None:
         pass

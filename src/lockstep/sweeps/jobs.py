@@ -61,12 +61,8 @@ class Outcome:
     cause: str = ""
 
 
-@dataclass(frozen=True)
-class Slot:
-    """The cores and the GPUs that one job at a time may use; None for all."""
-
-    cores: list[int] | None = None
-    gpus: list[str] | None = None
+Slot = tuple[list[int], list[str]]
+"""The cores and the GPUs that one job at a time may use; empty for all."""
 
 
 class Process:
@@ -111,15 +107,17 @@ def _become(job: Job, slot: Slot, console: Path | None) -> None:
     """Turn this process into the command. Never returns."""
     signals.end_at_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOP_SIGNALS)
-    end_with_parent()
+    sweep: Any = multiprocessing.parent_process()
+    end_with_parent(parent=sweep.pid)
     GlobalHydra.instance().clear()  # of the sweep
     HydraConfig.instance().cfg = None
     os.setsid()  # Ctrl-C is for the sweep, which passes it on
     os.environ[SWEEP] = str(job.folder.parent)
-    if slot.gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpus)
-    if slot.cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, slot.cores)
+    cores, gpus = slot
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
     if console is not None:
         console.parent.mkdir(parents=True, exist_ok=True)
         with console.open("ab") as file:
@@ -132,8 +130,8 @@ def _become(job: Job, slot: Slot, console: Path | None) -> None:
 def divide_machine(n_jobs: int) -> list[Slot]:
     """What each of the jobs at once may use. No core and no GPU is in two slots, if there are as many."""
     if n_jobs == 1:
-        return [Slot()]
-    import torch  # the jobs are no forks of this process
+        return [([], [])]
+    import torch  # device_count asks NVML: a process that has started CUDA cannot fork
 
     count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = named.split(",")[:count] if named else list(map(str, range(count)))
@@ -142,4 +140,4 @@ def divide_machine(n_jobs: int) -> list[Slot]:
         size = max(1, len(units) // n_jobs)  # what is left over belongs to none
         return units[number * size % len(units) :][:size] if units else []
 
-    return [Slot(share(usable_cores(), number), share(gpus, number)) for number in range(n_jobs)]
+    return [(share(usable_cores(), number), share(gpus, number)) for number in range(n_jobs)]
