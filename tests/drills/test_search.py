@@ -56,7 +56,7 @@ def test_hopeless_trials_are_pruned_with_a_snapshot_and_end_no_sweep(start):
     assert sum(trial.state == TrialState.PRUNED for trial in trials_of(run.cwd / "s")) == len(pruned)
     for name in pruned:
         assert list((run.cwd / "s" / name / "snapshots").glob("step_*[0-9]"))
-        assert f", {name} pruned\n" in run.output
+        assert f"sweep: {name} pruned\n" in run.output
 
 
 def test_a_search_that_is_stopped_goes_on(start):

@@ -114,7 +114,7 @@ def test_two_jobs_at_once_have_the_same_numbers(start):
     assert "epoch 1/30" not in two.output
     for name in objectives(two.cwd / "two"):
         assert "epoch 30/30" in (two.cwd / "two" / name / "console.log").read_text()
-        assert f", {name} finished\n" in two.output
+        assert f"sweep: {name} finished\n" in two.output
 
 
 MEMORY = CGROUPS / "lockstep_sweep"
