@@ -27,7 +27,8 @@ UNKNOWN = "unknown"  # began on another machine, and writes nothing any more
 SILENT_SECONDS = 3600.0  # without a write of run.json by a run on another machine
 STATES = {"killed": KILLED, "hang": "hang"}  # by the kind of a failure report
 PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "tensorboard", "tqdm", "scikit-learn")
-WRITE_SECONDS = 1.0  # between two writes
+WRITE_SECONDS = 1.0  # between two writes, but for those after the first epochs
+FIRST_EPOCHS = 100
 MOST_ROWS = 1000  # of the history; of more, every second one is dropped
 
 Run = dict[str, Any]
@@ -155,7 +156,10 @@ class RunRecord:
         self.run["steps"] = max(self.run["steps"], summary.step)
         self.run["samples_per_second"] = metrics.get("speed/samples_per_s", self.run["samples_per_second"])
         self.run["objective"] |= {"best": self.progress.best, "step": self.progress.best_step}
-        self._write_now_and_then()
+        if len(history) <= FIRST_EPOCHS:
+            self._write()
+        else:
+            self._write_now_and_then()
 
     def end(self, info: Any, state: str) -> None:
         """`info.last`, or the test where nothing is chosen, has the last value of the objective."""
