@@ -72,14 +72,9 @@ def _run(main: Callable[[], Any]) -> None:
     sys.argv[1:] = flags_first(with_overrides_of_run(words))
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
-    if MULTIRUN_FLAGS & set(words) and not asks_for_text(words):
-        if info.world_size > 1:
-            what = "a sweep starts the ranks of each job itself"
-            raise ConfigError(f"{what}; leave {info.started_by} out, and type launch=torchrun")
-        from lockstep.sweeps.jobs import server
-
-        gc.enable()
-        server()  # before Hydra begins here: a job must not find it begun
+    if info.world_size > 1 and MULTIRUN_FLAGS & set(words) and not asks_for_text(words):
+        what = f"a sweep starts the ranks of each job itself; leave {info.started_by} out"
+        raise ConfigError(f"{what}, and type launch=torchrun")
     main()
     signals.stop_listening()  # the run has finished
     forget_start(info)

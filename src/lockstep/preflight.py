@@ -2,7 +2,6 @@
 
 import gc
 import importlib.util
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,13 +89,12 @@ def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
     return Parts(launcher, mode, strategy, gradient_sync)
 
 
-# until issue 45
 def check_loggers(config: RunConfig) -> None:
-    """Raise ConfigError for a logger whose packages are not installed."""
+    """Raise ConfigError for a tracker whose package is not installed."""
     for name, node in config.logger.items():
-        needed: Sequence[str] = getattr(locate(f"logger.{name}", node["_target_"]), "packages", ())
-        if missing := [package for package in needed if importlib.util.find_spec(package) is None]:
-            raise ConfigError(f"logger={name} needs {' and '.join(missing)}; type pip install {' '.join(missing)}")
+        package = getattr(locate(f"logger.{name}", node["_target_"]), "package", "")
+        if package and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"logger={name} needs {package}; type pip install {package}")
 
 
 def check_optimizer(path: str, node: Node) -> None:

@@ -50,7 +50,8 @@ def make_texts(home: Path) -> None:
     folder = home / "lockstep" / "texts"
     folder.mkdir()
     for shard, name in enumerate(("train-0", "train-1", "train-2", "test-3")):
-        (folder / f"{name}.txt").write_text("\n".join(f"Document {number} of shard {shard}. " * 5 for number in range(10)))
+        lines = [f"Document {number} of shard {shard}. " * 5 for number in range(10)]
+        (folder / f"{name}.txt").write_text("\n".join(lines))
 
 
 def make_tars(home: Path) -> None:

@@ -182,10 +182,6 @@ def test_a_full_disk_is_named(run: Path, tmp_path: Path) -> None:
             ["mode=evaluate", "resume={run}", "mode.snapshot=nope"],
             "mode.snapshot=nope does not exist; type mode.snapshot=<a run folder or one of its",
         ),
-        (
-            ["mode=predict", "resume={run}", "mode.file=/dev/null/x.csv"],
-            "/dev/null/x.csv cannot be written (File exists)",
-        ),
         (["mode=export", "resume={run}", "launch=fork"], "mode=export is the work of one process, not of 2"),
     ],
 )

@@ -21,7 +21,7 @@ from lockstep.errors import ConfigError
 from lockstep.text import show
 
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
-CHECKED_BY_TYPE = ("lockstep.", "torch.optim.")  # of another class only the names of its arguments are known
+CHECKED_BY_TYPE = ("lockstep.", "hydra_plugins.lockstep.", "torch.optim.")  # of others only the arguments' names are
 ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 Kind = TypeVar("Kind")
@@ -48,8 +48,9 @@ def locate(key: str, path: object) -> Callable[..., Any]:
         found = importlib.import_module(names[0])
         for count, name in enumerate(names[1:], start=2):
             if not hasattr(found, name) and inspect.ismodule(found):
-                importlib.import_module(".".join(names[:count]))
-            found = getattr(found, name)
+                found = importlib.import_module(".".join(names[:count]))
+            else:
+                found = getattr(found, name)
         if not callable(found):
             raise TypeError("it is neither a class nor a function")
     except Exception as error:  # a module of the user's may raise anything

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-LAUNCHER = "LOCKSTEP_LAUNCHER"  # in the environment of the server that a sweep's jobs are forked from: the sweep's pid
 ENDS_WITH_PARENT = "LOCKSTEP_ENDS_WITH_PARENT"  # in the environment of a training that a notebook has started
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

@@ -140,35 +140,9 @@ class HeldFolder:
                 self.file.close()
             self.file = None
 
-    def restore(self) -> None:
-        """Make the folder again, and lock it, if it was deleted or moved away. Only for the rank that holds the lock.
-
-        Raises CannotStartNow if it cannot be made, or if another run holds a new one by now.
-        """
-        if self.file is None or self._is_there(self.file):
-            return
-        self.release()
-        problem = self.lock()
-        if problem is not None:
-            raise CannotStartNow(f"the run folder was deleted, and nothing can be saved any more: {problem}")
-        with suppress(OSError):  # then the log lines are lost, and the training is not
-            (self.folder / "logs").mkdir(exist_ok=True)
-        log.warning(
-            "the run folder %s was deleted or moved away. It is made again, without what it held; training goes on",
-            self.folder,
-        )
-
-    def _is_there(self, file: IO[str]) -> bool:
-        try:
-            return os.path.samestat(os.stat(self.folder / ".lock"), os.fstat(file.fileno()))
-        except FileNotFoundError:
-            return False
-        except OSError:  # a network file system that does not answer now
-            return True
-
 
 @contextmanager
-def hold_run_folder(folder: str | Path, world: "World") -> Iterator[HeldFolder]:
+def hold_run_folder(folder: str | Path, world: "World") -> Iterator[None]:
     """Rank 0 holds a lock on `folder` while the block runs. Every rank calls this.
 
     Raises CannotStartNow on every rank if another run holds the folder, or if it cannot be written to.
@@ -179,6 +153,6 @@ def hold_run_folder(folder: str | Path, world: "World") -> Iterator[HeldFolder]:
         problem = world.broadcast_json(problem)
         if problem is not None:
             raise CannotStartNow(problem)
-        yield held
+        yield
     finally:
         held.release()

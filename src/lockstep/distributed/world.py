@@ -6,7 +6,6 @@ A world of one is a world, too. Values go between ranks as JSON and tensors: not
 import hashlib
 import io
 import json
-import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +25,6 @@ from lockstep.distributed.host import keep_freed_memory, name_of_machine, usable
 from lockstep.distributed.rendezvous import form_group
 from lockstep.errors import CannotStartNow, ConfigError
 from lockstep.failures.record import heartbeat
-
-log = logging.getLogger(__name__)
 
 PREPARE_TIMEOUT = timedelta(days=2)  # for a download or a conversion of data, which may take longer than any collective
 
@@ -215,10 +212,6 @@ def join_world(
             sharing = [[of, used] for of, _, used in everyone].count([machine, cores])
             threads = backends.number_of_threads(threads, sharing, info.started_by)
             torch.set_num_threads(threads)
-            log.info(
-                "rank %d of %d: %s on %s, %d thread%s, started by %s",
-                *(info.rank, info.world_size, backend, device, threads, "s" * (threads > 1), info.started_by),
-            )
             yield world
         finally:
             if dist.is_initialized():  # a rank that still waits for this one gets an error at once
