@@ -332,10 +332,3 @@ def test_a_model_is_built_in_ranks_alone_and_the_folder_of_the_command_may_hold_
     built = (tmp_path / "builds").read_text().split()
     assert len(built) == len(set(built)) == 2
     assert str(run.process.pid) not in built
-
-
-def test_a_sweep_collects_garbage_while_it_runs(start: Callable[..., Command], tmp_path: Path) -> None:
-    (tmp_path / "counted.py").write_text(COUNTED)
-    words = ["model._target_=counted.net", "trainer.max_steps=1", "logger=[]", "seed=1,2"]
-    start(*PYTHON_TRAIN, "-m", *words, cwd=tmp_path, PYTHONPATH=tmp_path).finish()
-    assert (tmp_path / "imports").read_text().split()[0] == "True"  # each job is a command of its own
