@@ -54,6 +54,7 @@ LATER: dict[str, tuple[int, frozenset[str]]] = {
     "optimizer": (1, frozenset()),
     "scheduler": (1, frozenset({"steps_per_epoch", "total_steps", "direction"})),
     "scheduler.schedule": (1, frozenset()),
+    "optimizer.others": (1, frozenset()),
     "loader.collate_fn": (1, frozenset()),
     "loader.augment": (0, frozenset({"epochs"})),
     "trainer.ema": (1, frozenset()),
@@ -213,7 +214,7 @@ class RunConfig:
         share, fold, folds = self.loader.validation or 0, self.loader.fold, self.loader.folds
         monitor, final, chooses = self.monitor or "", self.trainer.final, self.chooses
         metric = monitor.partition("/")[2]
-        plateau = self.scheduler.get("_target_") == "lockstep.training.schedules.Plateau"
+        plateau = self.scheduler.get("_target_") == "lockstep.training.schedules.plateau"
         all_folds = f"loader.fold=0, or -m 'loader.fold=range(0,{folds})'"
         hold_out = "trainer.final=null" if final else "loader.validation=0.1"
         compares = "compares evaluations, and here nothing is chosen"
