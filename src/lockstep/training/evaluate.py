@@ -27,7 +27,7 @@ from lockstep.files import write_whole
 from lockstep.loggers.base import Loggers
 from lockstep.tasks.base import Samples, Task, as_float64
 from lockstep.training.metrics import Meter
-from lockstep.training.nonfinite import OTHER_DATA, SMALLER_STEPS, broken_in, sentence_about
+from lockstep.training.nonfinite import SMALLER_STEPS
 from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)
@@ -158,16 +158,23 @@ class Metrics:
 
     def _whole(self, run: Run) -> list[Tensor]:
         """The scores and targets of all samples, on every rank, in the order of the data set."""
-        columns, device = [torch.cat(column) for column in zip(*self.kept, strict=True)], run.meter.device
-        mine = [[list(column.shape[1:]), str(column.dtype).removeprefix("torch.")] for column in columns[:2]]
+        columns = [torch.cat(column) for column in zip(*self.kept, strict=True)]
+        mine = [[list(column.shape[1:]), str(column.dtype).removeprefix("torch.")] for column in columns]
         forms = next(filter(None, run.world.all_gather_json(mine)))  # of a pipeline, one rank has the outputs
-        wholes = []
-        for place, (shape, dtype) in enumerate(forms):
-            whole = torch.zeros(self.samples, *shape, dtype=torch.float64, device=device)
-            if columns:
-                whole[columns[2].to(device)] = columns[place].to(device, torch.float64)
-            wholes.append(run.world.all_reduce_sum(whole).to(getattr(torch, dtype)))
-        return wholes
+        columns = columns or [torch.empty(0, *shape, dtype=getattr(torch, dtype)) for shape, dtype in forms]
+        *mine, numbers = columns
+        return [by_sample(run.world, self.samples, numbers, column).to(column.dtype) for column in mine]
+
+
+def by_sample(world: World, samples: int, numbers: Tensor, rows: Tensor) -> Tensor:
+    """(samples, ...) float64: the rows that the ranks have of each sample, 0 where none has any. A collective.
+
+    numbers: (N,) of the samples of this rank's rows.
+    """
+    device = float64_device(world.device)
+    whole = torch.zeros(samples, *rows.shape[1:], dtype=torch.float64, device=device)
+    whole[numbers.to(device)] = rows.to(device, torch.float64)
+    return world.all_reduce_sum(whole)
 
 
 class SampleResults:
@@ -208,10 +215,9 @@ class SampleResults:
 
     def reduce(self, world: World) -> None:
         self.samples = sum(world.all_gather_json(self.samples))
-        whole = torch.zeros(self.length, len(COLUMNS), dtype=torch.float64, device=float64_device(world.device))
-        for numbers, rows in self.kept:
-            whole[numbers.to(whole.device)] = rows.to(whole.device)
-        whole = world.all_reduce_sum(whole).cpu()
+        self.kept.append((torch.empty(0, dtype=torch.int64), torch.empty(0, len(COLUMNS))))  # a rank may have none
+        mine, rows = ([each.cpu() for each in column] for column in zip(*self.kept, strict=True))
+        whole = by_sample(world, self.length, torch.cat(mine), torch.cat(rows)).cpu()
         numbers = whole[:, 0].nonzero().flatten()
         self.columns = {"number": numbers} | dict(zip(COLUMNS, whole[numbers].unbind(1), strict=True))
         for metric, name in (("loss", "loss"), ("accuracy", "right")):
@@ -272,11 +278,7 @@ class Evaluator:
         metrics = Metrics(self.metrics, len(loader.reader)) if self.metrics else None
         means = evaluate(run, loader, on_stop, results, metrics)
         if not math.isfinite(means["loss"]):
-            name = {"val": "validation"}.get(self.name, self.name)
-            what, broken = f"the {name} loss is {means['loss']} at step {step}", broken_in(loader, run)
-            if broken:
-                raise TrainingDiverged(f"{what}; in the {name} data {sentence_about(broken)}", OTHER_DATA)
-            raise TrainingDiverged(what, SMALLER_STEPS)
+            raise TrainingDiverged(f"the {self.name} loss is {means['loss']} at step {step}", SMALLER_STEPS)
         for callback in run.callbacks:
             callback.on_evaluation(run, self.name, means)
         if results is None:

@@ -107,7 +107,7 @@ def _along_cosine(start: float, end: float, done: float) -> float:
 
 
 class TorchSchedule(Schedule):
-    """Any schedule of torch, or of the user's own, with a warm-up. A resumed run steps it again, from the first step on.
+    """Any schedule of torch, or of the user's own, with a warm-up. A resumed run steps it again, from the first step.
 
     schedule: the schedule's _target_ and its arguments: (optimizer) -> a torch scheduler.
     every: when the schedule moves on; after an evaluation it gets the monitor's value.
