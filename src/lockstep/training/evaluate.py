@@ -162,8 +162,8 @@ class Metrics:
         mine = [[list(column.shape[1:]), str(column.dtype).removeprefix("torch.")] for column in columns]
         forms = next(filter(None, run.world.all_gather_json(mine)))  # of a pipeline, one rank has the outputs
         columns = columns or [torch.empty(0, *shape, dtype=getattr(torch, dtype)) for shape, dtype in forms]
-        *mine, numbers = columns
-        return [by_sample(run.world, self.samples, numbers, column).to(column.dtype) for column in mine]
+        *rows, numbers = columns
+        return [by_sample(run.world, self.samples, numbers, each).to(each.dtype) for each in rows]
 
 
 def by_sample(world: World, samples: int, numbers: Tensor, rows: Tensor) -> Tensor:
@@ -229,18 +229,14 @@ class SampleResults:
     def table(self, loader: Loader) -> dict[str, Sequence[Any]]:
         """{column: a value for each sample} of number, file, target, loss and right: those that there are."""
         files, classes = files_of(loader), class_names(loader.reader.dataset)
-        always = ("number", "loss")
-        known = {name: c.tolist() for name, c in self.columns.items() if name in always or not c.isnan().all()}
-        known |= {name: [*map(_shown, known[name])] for name in known.keys() & {"target", "right"}}
-        if files:
-            known["file"] = [files[number] for number in known["number"]]
-        if "target" in known:
-            known["target"] = [classes[one] if one in range(len(classes)) else one for one in known["target"]]
-        return {name: known[name] for name in ("number", "file", "target", "loss", "right") if name in known}
-
-
-def _shown(value: float) -> float:
-    return int(value) if value.is_integer() else value
+        known: dict[str, list[Any]] = {name: column.tolist() for name, column in self.columns.items()}
+        for name in ("target", "right"):
+            known[name] = [int(value) if value.is_integer() else value for value in known[name]]
+        known["target"] = [classes[one] if one in range(len(classes)) else one for one in known["target"]]
+        known["file"] = [files[number] for number in known["number"]] if files else []
+        given = [name for name in ("target", "right") if not self.columns[name].isnan().all()]
+        wanted = ("number", *["file"] * bool(files), "target", "loss", "right")
+        return {name: known[name] for name in wanted if name in ("number", "file", "loss", *given)}
 
 
 def _one_value(values: Any) -> Tensor | None:

@@ -110,8 +110,9 @@ class TorchSchedule(Schedule):
     """Any schedule of torch, or of the user's own, with a warm-up. A resumed run steps it again, from the first step.
 
     schedule: the schedule's _target_ and its arguments: (optimizer) -> a torch scheduler.
-    every: when the schedule moves on; after an evaluation it gets the monitor's value.
+    every: when the schedule moves on.
     warmup_epochs: epochs in which the learning rate rises linearly to the schedule's.
+    is_judged: of `plateau`: it moves on after each evaluation alone, by the monitor's value.
     """
 
     def __init__(
@@ -119,11 +120,12 @@ class TorchSchedule(Schedule):
         optimizer: Optimizer,
         steps_per_epoch: int,
         schedule: Callable[[Optimizer], Any],
-        every: Literal["epoch", "step", "evaluation"],
+        every: Literal["epoch", "step"],
         warmup_epochs: NotNegative,
+        is_judged: bool = False,
     ) -> None:
         self.optimizer, self.interval = optimizer, steps_per_epoch if every == "epoch" else 1
-        self.is_judged, self.warmup, self.number = every == "evaluation", int(warmup_epochs * steps_per_epoch), 0
+        self.is_judged, self.warmup, self.number = is_judged, int(warmup_epochs * steps_per_epoch), 0
         self.base = self._rates()
         self.schedule = schedule(optimizer)
         self.rates = self._rates()  # of the schedule, without the warm-up
@@ -185,7 +187,7 @@ def plateau(
 ) -> TorchSchedule:
     """torch's ReduceLROnPlateau with these options, stepped with the monitor after each evaluation, with a warm-up."""
     judge = partial(ReduceLROnPlateau, mode=direction, **options)
-    return TorchSchedule(optimizer, steps_per_epoch, judge, "evaluation", warmup_epochs)
+    return TorchSchedule(optimizer, steps_per_epoch, judge, "step", warmup_epochs, is_judged=True)
 
 
 def as_schedule(made: Any, optimizer: Optimizer) -> Schedule:
