@@ -113,7 +113,7 @@ def test_where_reading_would_wait_the_next_log_finds_the_step(tmp_path: Path) ->
     cfg = composed(f"run_dir={tmp_path}", *MARKED, "logging.every=5")
     assert step == 10
     for sentence in in_world(2, _train_as_on_a_gpu, cfg):
-        assert sentence.startswith("the loss is nan at step 11 ")
+        assert sentence.startswith("the loss is nan at step 11; ")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

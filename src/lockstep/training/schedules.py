@@ -7,8 +7,7 @@ stepped after every optimizer step, or a `Schedule`.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -16,7 +15,7 @@ from annotated_types import Gt, Lt
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lockstep.config.schema import NotNegative, Positive
+from lockstep.config.schema import NotNegative, Positive, Whole
 
 START_OF_CYCLE, END_OF_CYCLE = 1 / 25, 1 / 25e4  # torch's own shares of the highest rate
 
@@ -107,11 +106,10 @@ def _along_cosine(start: float, end: float, done: float) -> float:
 
 
 class TorchSchedule(Schedule):
-    """Any schedule of torch, or of the user's own, with a warm-up. A resumed run steps it again, from the first step.
+    """Any schedule of torch, or of the user's own. A resumed run steps it again, from the first step on.
 
     schedule: the schedule's _target_ and its arguments: (optimizer) -> a torch scheduler.
     every: when the schedule moves on.
-    warmup_epochs: epochs in which the learning rate rises linearly to the schedule's.
     is_judged: of `plateau`: it moves on after each evaluation alone, by the monitor's value.
     """
 
@@ -121,47 +119,31 @@ class TorchSchedule(Schedule):
         steps_per_epoch: int,
         schedule: Callable[[Optimizer], Any],
         every: Literal["epoch", "step"],
-        warmup_epochs: NotNegative,
         is_judged: bool = False,
     ) -> None:
         self.optimizer, self.interval = optimizer, steps_per_epoch if every == "epoch" else 1
-        self.is_judged, self.warmup, self.number = is_judged, int(warmup_epochs * steps_per_epoch), 0
-        self.base = self._rates()
+        self.number, self.is_judged, self.base = 0, is_judged, self._rates()
         self.schedule = schedule(optimizer)
-        self.rates = self._rates()  # of the schedule, without the warm-up
-        self._warm_up()
+        self.rates = self._rates()
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def __call__(self, step: int) -> None:
-        with self._moving(), warnings.catch_warnings():
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate  # a resume has put the snapshot's there, and some schedules go on from what they find
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # before the optimizer's: a resume
             while self.number < step:
                 self.number += 1
                 if not self.is_judged and self.number % self.interval == 0:
                     self.schedule.step()
-
-    @contextmanager
-    def _moving(self) -> Iterator[None]:
-        """In the block the optimizer has the schedule's own rates: some schedules go on from what they find."""
-        self._set(self.rates)
-        yield
         self.rates = self._rates()
-        self._warm_up()
-
-    def _rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def _set(self, rates: Sequence[float]) -> None:
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-
-    def _warm_up(self) -> None:
-        if self.number < self.warmup:
-            self._set([rate * (self.number + 1) / self.warmup for rate in self.rates])
 
     def evaluated(self, value: float) -> None:
         if self.is_judged:
-            with self._moving():
-                self.schedule.step(value)
+            self.schedule.step(value)
+            self.rates = self._rates()
 
     def forget_best(self) -> None:
         if self.is_judged:
@@ -180,16 +162,17 @@ class TorchSchedule(Schedule):
 
 def plateau(
     optimizer: Optimizer,
-    steps_per_epoch: int,
     direction: Literal["min", "max"],
-    warmup_epochs: NotNegative,
-    **options: Any,
+    factor: Annotated[float, Gt(0), Lt(1)],
+    patience: Whole,
+    threshold: NotNegative,
+    min_lr: NotNegative,
 ) -> TorchSchedule:
-    """torch's ReduceLROnPlateau with these options, stepped with the monitor after each evaluation, with a warm-up."""
-    judge = partial(ReduceLROnPlateau, mode=direction, **options)
-    return TorchSchedule(optimizer, steps_per_epoch, judge, "step", warmup_epochs, is_judged=True)
+    """torch's ReduceLROnPlateau, which has these arguments, stepped with the monitor after each evaluation."""
+    options = {"factor": factor, "patience": patience, "threshold": threshold, "min_lr": min_lr}
+    return TorchSchedule(optimizer, 1, partial(ReduceLROnPlateau, mode=direction, **options), "step", is_judged=True)
 
 
 def as_schedule(made: Any, optimizer: Optimizer) -> Schedule:
     """What the function of `scheduler._target_` has returned, as a Schedule."""
-    return made if isinstance(made, Schedule) else TorchSchedule(optimizer, 1, lambda _: made, "step", 0.0)
+    return made if isinstance(made, Schedule) else TorchSchedule(optimizer, 1, lambda _: made, "step")
