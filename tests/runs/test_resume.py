@@ -157,6 +157,7 @@ CHANGED_SCHEDULES = [
     ([PLATEAU, LARGE], [PLATEAU]),
     (["scheduler=cosine"], [PLATEAU]),
     ([PLATEAU], ["scheduler=cosine"]),
+    ([PLATEAU], TORCH),
     (["scheduler=one_cycle"], TORCH),
     ([LARGE, "scheduler=cosine"], ["scheduler=cosine"]),
     ([LARGE, "scheduler=one_cycle"], ["scheduler=one_cycle"]),

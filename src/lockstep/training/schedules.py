@@ -37,9 +37,6 @@ class Schedule:
     def evaluated(self, value: float) -> None:
         """value: of the monitor, the same on every rank."""
 
-    def forget_best(self) -> None:
-        """The values from now on cannot be compared with those before."""
-
     def state_dict(self) -> dict[str, Any]:
         """What evaluations have made of it: all else follows from the step."""
         return {}
@@ -145,10 +142,6 @@ class TorchSchedule(Schedule):
             self.schedule.step(value)
             self.rates = self._rates()
 
-    def forget_best(self) -> None:
-        if self.is_judged:
-            self.schedule.best, self.schedule.num_bad_epochs = self.schedule.mode_worse, 0
-
     def state_dict(self) -> dict[str, Any]:
         if not self.is_judged:
             return {}
@@ -156,8 +149,9 @@ class TorchSchedule(Schedule):
         return {"factors": factors, "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rates = [base * factor for base, factor in zip(self.base, state["factors"], strict=True)]
-        self.schedule.load_state_dict(state["schedule"])
+        if self.is_judged:
+            self.rates = [base * factor for base, factor in zip(self.base, state["factors"], strict=True)]
+            self.schedule.load_state_dict(state["schedule"])
 
 
 def plateau(
