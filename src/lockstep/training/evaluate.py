@@ -140,21 +140,12 @@ class Metrics:
 
     def compute(self, run: Run) -> dict[str, float]:
         """{name: value}, the same on every rank. A collective."""
-        world, found = run.world, dict[str, float]()
         whole = self._whole(run) if self.by_sample else ()
-
-        def gathered(state: Tensor, group: Any = None) -> list[Tensor]:
-            states = state.new_zeros(world.size, *state.shape)
-            states[world.rank] = state
-            return list(world.all_reduce_sum(states))
-
         for name, metric in self.metrics.items():
-            syncs, metric.dist_sync_fn = world.size > 1 and name not in self.by_sample, gathered
-            metric.distributed_available_fn = lambda syncs=syncs: syncs
+            metric.sync_on_compute = name not in self.by_sample
             if name in self.by_sample:
                 metric.update(*whole)
-            found[name] = float(metric.compute())
-        return found
+        return {name: float(metric.compute()) for name, metric in self.metrics.items()}
 
     def _whole(self, run: Run) -> list[Tensor]:
         """The scores and targets of all samples, on every rank, in the order of the data set."""
@@ -301,11 +292,3 @@ def write_samples(file: Path, results: SampleResults, loader: Loader) -> None:
         write_whole(file, text.getvalue(), sync=False)
     except OSError as error:
         log.warning("%s cannot be written (%s); the run goes on", file, error)
-
-
-@dataclass(frozen=True)
-class Evaluations:
-    """What a run evaluates: `of_each`, each time one is due, and `test`, at the end; None: the test set stays shut."""
-
-    of_each: Sequence[Evaluator]
-    test: Evaluator | None
