@@ -163,7 +163,7 @@ def plateau(
     min_lr: NotNegative,
 ) -> TorchSchedule:
     """torch's ReduceLROnPlateau, which has these arguments, stepped with the monitor after each evaluation."""
-    options = {"factor": factor, "patience": patience, "threshold": threshold, "min_lr": min_lr}
+    options: dict[str, Any] = {"factor": factor, "patience": patience, "threshold": threshold, "min_lr": min_lr}
     return TorchSchedule(optimizer, 1, partial(ReduceLROnPlateau, mode=direction, **options), "step", is_judged=True)
 
 
