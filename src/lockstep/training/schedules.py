@@ -121,6 +121,7 @@ class TorchSchedule(Schedule):
         self.optimizer, self.interval = optimizer, steps_per_epoch if every == "epoch" else 1
         self.number, self.is_judged, self.base = 0, is_judged, self._rates()
         self.schedule = schedule(optimizer)
+        self.move = self.schedule.step
         self.rates = self._rates()
 
     def _rates(self) -> list[float]:
@@ -134,12 +135,12 @@ class TorchSchedule(Schedule):
             while self.number < step:
                 self.number += 1
                 if not self.is_judged and self.number % self.interval == 0:
-                    self.schedule.step()
+                    self.move()
         self.rates = self._rates()
 
     def evaluated(self, value: float) -> None:
         if self.is_judged:
-            self.schedule.step(value)
+            self.move(value)
             self.rates = self._rates()
 
     def state_dict(self) -> dict[str, Any]:
