@@ -55,6 +55,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": lambda x: x + torch.normal(x.detach(), 0.1),
     "normal of tensors": lambda x: x + torch.normal(0.0, torch.ones(len(x), 5, 6)),
     "normal of a size": lambda x: x + torch.normal(0.0, 0.1, size=x.shape),
+    "a gamma number": lambda x: x * torch.distributions.Beta(2.0, 2.0).sample(),
     "uniform_": lambda x: x + torch.empty_like(x).uniform_(-1, 1),
     "distributions": lambda x: x + torch.distributions.Normal(x.detach(), 0.1).rsample(),
     "two": nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.3)),

@@ -204,6 +204,12 @@ class _Operators(dispatch_mode()):  # type: ignore[misc]
                 return input * mask / (1 - p), mask.bool()
             case _, (Tensor() as tensor, *numbers) if name in FILLERS:
                 return self._fill(tensor, name, *numbers, **kwargs)
+            case (("_sample_dirichlet" | "multinomial"), (row, *_)) if row.numel() == row.shape[-1]:
+                self.draws.has_drawn = True  # one draw, as MixUp's, is the same on all ranks
+                return func(*args, **kwargs)
+            case "_standard_gamma", (number, *_) if number.numel() == 1:
+                self.draws.has_drawn = True
+                return func(*args, **kwargs)
         return self.draws.by_rank(func, *args, **kwargs)
 
     def _fill(self, tensor: Tensor, name: str, *numbers: Any, **kwargs: Any) -> Tensor:
