@@ -376,3 +376,8 @@ def test_an_inner_loop_is_that_of_plain_torch(start: Callable[..., Command], tmp
 
 def net_of(weights: list[Tensor], x: Tensor) -> Tensor:
     return (x @ weights[0].T + weights[1]).tanh() @ weights[2].T + weights[3]
+
+
+def test_a_graph_is_refused_without_a_gpu(start: Callable[..., Command], tmp_path: Path) -> None:
+    output = start(*PYTHON_TRAIN, "step=cuda_graph", cwd=tmp_path).finish(2).output
+    assert "step=cuda_graph records what one rank computes on a GPU; type step=default" in output

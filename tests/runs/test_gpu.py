@@ -118,3 +118,11 @@ def test_batch_norm_over_all_ranks_by_torchs_kernels(shares: list[int], dtype: t
     """Ranks over gloo, on one GPU."""
     for distances in in_world(len(shares), normalised_on_first_gpu, shares, dtype):
         assert max(distances) < limit
+
+
+@pytest.mark.parametrize("words", [[], ["optimizer=adamw", "trainer.max_grad_norm=0.5"]], ids=str)
+def test_a_recorded_step_has_the_bits_of_an_ordinary_one(words: list[str], tmp_path: Path) -> None:
+    for folder, warmup in (("graphed", 3), ("ordinary", 10**6)):
+        step = ["step=cuda_graph", f"step.warmup={warmup}", "trainer.max_steps=40", "trainer.deterministic=true"]
+        in_world(1, train, small_training(tmp_path / folder, *words, *step, backend="nccl"))
+    assert distance(weights(tmp_path / "graphed"), weights(tmp_path / "ordinary")) == 0

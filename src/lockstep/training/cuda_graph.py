@@ -1,0 +1,97 @@
+"""`step=cuda_graph`: a whole step is recorded once and then replayed, so that the host's calls cost nothing."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.config.schema import Count
+from lockstep.data.loader import Batch
+from lockstep.data.source import map_tensors, tensors_in
+from lockstep.errors import ConfigError
+from lockstep.training.rng import Draws
+from lockstep.training.step import Step
+
+
+class GraphedStep(Step):
+    """The kernels of an ordinary step in a torch.cuda.CUDAGraph, replayed with the samples and rates of each step.
+
+    Of one rank on a GPU. What Python decides in a step is decided once: a layer that is dropped now and then, a count
+    in an attribute. Draws are those of a rank. A batch of another size is computed without the graph.
+
+    warmup: ordinary steps before the recording, in which caches are filled and states are made.
+    """
+
+    def __init__(self, *, warmup: Count, **parts: Any) -> None:
+        super().__init__(**parts)
+        device = self.strategy.world.device
+        if device.type != "cuda" or self.strategy.world.size > 1:
+            raise ConfigError("step=cuda_graph records what one rank computes on a GPU; type step=default")
+        if self.scales or self.skip is not None:  # the host would have to wait for a value
+            raise ConfigError("step=cuda_graph cannot leave out updates; type watch.nan=stop trainer.precision=bf16")
+        self.draws = Draws(self.draws.seed, device, by_sample=False)
+        for group in self.optimizer.param_groups:  # a plain number would be recorded
+            group["lr"] = torch.full((), float(group["lr"]), device=device)
+            if "capturable" in group:
+                group["capturable"] = True
+        self.stream, self.warmup, self.warm = torch.cuda.Stream(device), warmup, 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.recorded: Any = None  # the batch whose tensors the graph reads
+        self.measured: list[Any] = []  # what the graph gives to the meter
+        self.norm: Tensor | None = None
+
+    def __call__(self, batch: Batch) -> None:
+        if self.warm < self.warmup or (self.graph is not None and _forms(batch) != _forms(self.recorded)):
+            self.warm += 1
+            with self._on_own_stream():
+                super().__call__(batch)
+            return
+        if self.graph is None:
+            self._record(batch)
+        for part, recorded in zip(batch.parts, self.recorded.parts, strict=True):
+            for now, place in zip(_tensors(part), _tensors(recorded), strict=True):
+                place.copy_(now, non_blocking=True)
+        for part in batch.parts:
+            self.draws.of_part(self.progress.step, part, batch.count)
+        assert self.graph is not None
+        self.graph.replay()
+        for values, counts in self.measured:
+            self.meter.add(self.progress.step + 1, [value.clone() for value in values], counts)
+        self.grad_norm = None if self.norm is None else self.norm.clone()
+        self.schedule(self.progress.step + self.progress.ahead + 1)
+
+    def _on_own_stream(self) -> torch.cuda.StreamContext:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.stream)
+
+    def _record(self, batch: Batch) -> None:
+        """Nothing is computed yet."""
+        parts = [
+            part._replace(inputs=map_tensors(torch.clone, part.inputs), targets=map_tensors(torch.clone, part.targets))
+            for part in batch.parts
+        ]
+        self.recorded, weight = Batch(batch.number, batch.count, parts), self.begin(batch)
+        if self.pending is not None:
+            what = "step=cuda_graph replays a step, and this task counts targets by their values"
+            raise ConfigError(f"{what}, another number in each step; type step=default")
+        self.meter.flush()
+        self.optimizer.zero_grad()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=self.stream):
+            for part in parts:
+                self.strategy.forward_backward(part, self.loss, weight, part is parts[-1])
+            if self.max_grad_norm is not None:
+                self.norm = self.strategy.clip_grad_norm(self.parameters, self.max_grad_norm)
+            self.optimizer.step()
+            if self.average is not None:
+                self.average.update()
+        self.measured = [entry[1:] for entry in self.meter.waiting]
+        self.meter.discard(self.progress.step + 1)
+
+
+def _tensors(part: Any) -> list[Tensor]:
+    return [*tensors_in(part.inputs), *tensors_in(part.targets)]
+
+
+def _forms(batch: Any) -> list[Any]:
+    return [(tensor.shape, tensor.dtype) for part in batch.parts for tensor in _tensors(part)]
