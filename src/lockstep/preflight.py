@@ -147,7 +147,7 @@ def check_mode(config: RunConfig, mode: Mode, job: "JobSpec") -> None:
         find_snapshots(config.resume, Path(config.run_dir))
         return
     if mode.needs_run:
-        snapshots_to_try(config.resume, mode.snapshot, mode.name)
+        snapshots_to_try(config.resume, mode.snapshot)
     elif config.resume is not None:
         what = f"mode={mode.name} reads no run; leave resume={config.resume} out"
         raise ConfigError(f"{what}, or type parameters.init=<a run> for its weights")
