@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -70,7 +71,7 @@ class Checkpointer:
         mirror: on rank 0, gets what is written.
         """
         if any(hasattr(weight, "to_local") for weight in run.model.parameters()):
-            import safetensors  # noqa: F401: it shall be missed before the first step
+            import_module("safetensors")  # it shall be missed before the first step
         self.run, self.world, self.run_dir = run, run.world, Path(run.config.run_dir)
         self.folder, self.identity, self.config = self.run_dir / "snapshots", identity, config
         self.count, self.unit = interval(run.config.snapshot.every)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lockstep.compat import shape_and_offsets_of_part
 from lockstep.errors import ConfigError
-from lockstep.text import first_line
 from lockstep.training.run import Run
 
 if TYPE_CHECKING:
