@@ -111,6 +111,7 @@ def check_options(config: RunConfig, launcher: Launcher, mode: Mode, strategy: "
     """Raise ConfigError for options that contradict each other."""
     from lockstep.build import direction_of
     from lockstep.data.partition import seeded
+    from lockstep.snapshots.checkpointer import interval
     from lockstep.tasks.base import Task
     from lockstep.training.run import time_limit
 
@@ -123,11 +124,12 @@ def check_options(config: RunConfig, launcher: Launcher, mode: Mode, strategy: "
         except Exception:  # perhaps it needs what the data will tell; then a rank makes it, or says why it cannot
             pass
     time_limit(config.trainer.max_time)
-    job = job_spec(config, launcher)
-    if job.compile == "reduce-overhead" and job.gradient_accumulation_steps > 1:
+    interval(config.snapshot.every)
+    job, trainer = job_spec(config, launcher), config.trainer
+    if trainer.compile == "reduce-overhead" and trainer.gradient_accumulation_steps > 1:
         what = "trainer.compile=reduce-overhead overwrites gradients that are accumulated (pytorch issue 169545)"
         raise ConfigError(f"{what}; type trainer.compile=true, or trainer.gradient_accumulation_steps=1")
-    if job.nan == "skip" and job.precision == "fp16":
+    if config.watch.nan == "skip" and trainer.precision == "fp16":
         what = "watch.nan=skip and the loss scaling of fp16 would both leave out updates"
         raise ConfigError(f"{what}; type watch.nan=stop, or trainer.precision=bf16")
     check_mode(config, mode, job)
@@ -147,7 +149,7 @@ def check_mode(config: RunConfig, mode: Mode, job: "JobSpec") -> None:
         find_snapshots(config.resume, Path(config.run_dir))
         return
     if mode.needs_run:
-        snapshots_to_try(config.resume, mode.snapshot)
+        snapshots_to_try(config.resume, mode.snapshot, mode.name)
     elif config.resume is not None:
         what = f"mode={mode.name} reads no run; leave resume={config.resume} out"
         raise ConfigError(f"{what}, or type parameters.init=<a run> for its weights")
@@ -157,7 +159,6 @@ def check_mode(config: RunConfig, mode: Mode, job: "JobSpec") -> None:
 def job_spec(config: RunConfig, launcher: Launcher) -> "JobSpec":
     """What the config asks for. Raises ConfigError if this machine lacks the backend."""
     from lockstep.distributed.backend import uses_mps, validate_backend
-    from lockstep.snapshots.checkpointer import interval
     from lockstep.strategies.base import JobSpec
     from lockstep.training.step import Step
 
@@ -168,21 +169,10 @@ def job_spec(config: RunConfig, launcher: Launcher) -> "JobSpec":
         backend = validate_backend(
             backend, RankInfo(0, world_size, 0, ranks_here, started_by), config.backend.socket_ifname
         )
-    trainer = config.trainer
-    return JobSpec(
-        world_size=world_size,
-        ranks_here=ranks_here,
-        device_type="cuda" if backend == "nccl" else "mps" if uses_mps(config.backend.name, world_size) else "cpu",
-        precision=trainer.precision,
-        sync_bn=config.sync_bn.mode,
-        gradient_accumulation_steps=trainer.gradient_accumulation_steps,
-        compile=trainer.compile,
-        deterministic=trainer.deterministic,
-        nan=config.watch.nan,
-        save_unit=interval(config.snapshot.every)[1],
-        has_own_step=locate("step", config.step["_target_"]) is not Step,
-        gradient_sync=locate("gradient_sync", config.gradient_sync["_target_"]),
-    )
+    device_type = "cuda" if backend == "nccl" else "mps" if uses_mps(config.backend.name, world_size) else "cpu"
+    has_own_step = locate("step", config.step["_target_"]) is not Step
+    gradient_sync = locate("gradient_sync", config.gradient_sync["_target_"])
+    return JobSpec(config, world_size, device_type, has_own_step, gradient_sync)
 
 
 def check_batch_size(config: RunConfig, shares: int) -> int:

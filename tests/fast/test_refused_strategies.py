@@ -75,13 +75,13 @@ def test_what_goes_together_is_accepted(typed: list[str]) -> None:
     preflight(composed(*typed))
 
 
-def job(**changes: object) -> JobSpec:
-    return replace(job_spec(composed(), EnvLauncher()), **changes)  # type: ignore[arg-type]
+def job(device_type: str, *words: str) -> JobSpec:
+    return replace(job_spec(composed(*words), EnvLauncher()), device_type=device_type)
 
 
 def test_virtual_ranks_on_gpus_need_deterministic_kernels() -> None:
     strategy = instantiate(composed("strategy=virtual_ranks").strategy)
     with pytest.raises(ConfigError, match="type trainer.deterministic=true"):
-        strategy.validate(job(device_type="cuda"))
-    strategy.validate(job(device_type="cuda", deterministic=True))
-    strategy.validate(job(device_type="cpu"))
+        strategy.validate(job("cuda"))
+    strategy.validate(job("cuda", "trainer.deterministic=true"))
+    strategy.validate(job("cpu"))

@@ -143,7 +143,7 @@ def test_damaged_snapshots_are_passed_over(tmp_path: Path, caplog: pytest.LogCap
         assert f"snapshot {path} is damaged ({said}" in caplog.text
     shutil.rmtree(good)
     with pytest.raises(
-        ConfigError, match="none of the 6 snapshots in .* can be read; type another one, such as a best"
+        ConfigError, match="none of these 6 snapshots can be read: .*; type another one, such as a best"
     ):
         load_first_good(list_snapshots(tmp_path))
 
@@ -160,7 +160,7 @@ def test_a_strangers_snapshot_runs_no_code_and_reads_no_other_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path, "step_00000001", {"evil": Evil(tmp_path / "harm")})
-    with pytest.raises(ConfigError, match="none of the 1 snapshots in .* can be read; type another one"):
+    with pytest.raises(ConfigError, match="none of these 1 snapshots can be read: .*; type another one"):
         load_first_good([path])
     assert "it holds more than tensors and plain values, and loading that could run code" in caplog.text
     assert "weights_only" not in caplog.text  # torch's advice is to switch the check off
@@ -203,7 +203,7 @@ def test_what_resume_a_mode_and_python_name(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(run)  # which is that of another run
     for which, path in (("last", step), ("best", best), (str(best), best)):
         for name in (run, step):
-            assert snapshots_to_try(str(name), which) == [path]
+            assert snapshots_to_try(str(name), which, "evaluate") == [path]
     for say, said in (
         (
             lambda: find_snapshots(tmp_path / "no", new),
@@ -213,14 +213,14 @@ def test_what_resume_a_mode_and_python_name(tmp_path: Path, monkeypatch: pytest.
         (lambda: find_snapshots(none, new), "none holds no finished snapshot; type a run folder"),
         (
             lambda: load_first_good(find_snapshots(None, old)),
-            "none of the 1 snapshots in .*; type another one.* hydra.run.dir=<a new",
+            "none of these 1 snapshots .*; type another one.* hydra.run.dir=<a new",
         ),
-        (lambda: snapshots_to_try(None, "last"), "needs a trained run; type resume=<a run f"),
+        (lambda: snapshots_to_try(None, "last", "evaluate"), "mode=evaluate needs a trained run; type resume=<a run f"),
         (
-            lambda: snapshots_to_try("../no", "last"),
+            lambda: snapshots_to_try("../no", "last", "load"),
             "^../no does not exist; type a run folder",
         ),
-        (lambda: snapshots_to_try(str(run), "no"), "^no does not exist; type a run folder"),
+        (lambda: snapshots_to_try(str(run), "no", "load"), "^no does not exist; type a run folder"),
     ):
         with pytest.raises(ConfigError, match=said):
             say()

@@ -152,7 +152,7 @@ class Mode:
         with join(config, record, parts, holds=False) as (world, _):
             run = build.build_run(config, world, parts)
             record = record.completed(run.config)
-            paths = snapshots_to_try(config.resume, self.snapshot)
+            paths = snapshots_to_try(config.resume, self.snapshot, self.name)
             saved, snapshot = restore_trained(run, paths, build.model_config(record))
             trained = TrainedRun(run, snapshot, saved, record.shown)
             _check_data(trained)

@@ -73,7 +73,7 @@ def load(
     run: a run folder or a snapshot. which: "last", "best" or a snapshot's file. device: where the net computes.
     model: takes the weights, in the place of what the run's config makes. Raises ConfigError if there is no such run.
     """
-    saved, path = load_first_good(snapshots_to_try(str(run), which))
+    saved, path = load_first_good(snapshots_to_try(str(run), which, "load"))
     config, precision = saved["config"], saved["config"]["trainer.precision"]
     net = built(nn.Module, config, "model") if model is None else model
     channels_last = config["trainer.channels_last"] and "auto"  # a GPU may have trained what a CPU must not

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from lockstep.errors import (
     path_word,
 )
 from lockstep.failures.record import heartbeat
-from lockstep.files import explain_disk_error, is_url
+from lockstep.files import is_url
 from lockstep.snapshots import files, find
 from lockstep.snapshots.files import list_snapshots, load_state, step_of
 from lockstep.snapshots.state import as_saved, collect, map_tensors, restore, restore_weights, trained_weights
@@ -91,9 +90,7 @@ class Checkpointer:
             files.remove_leftovers(self.folder)
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         heartbeat.enter("disk")  # which may take longer
         self.thread.shutdown()
         if self.mirror is not None:
@@ -212,7 +209,6 @@ class Checkpointer:
         weights = [
             value.detach() for value in run.model.parameters() if value.dtype.is_floating_point or value.is_complex()
         ]
-        weights = [value.float() if value.dtype.itemsize == 1 else value for value in weights]  # no norm of float8
         if any(self.world.any_of([not are_finite(weights)])):
             raise TrainingDiverged(f"the weights are not finite at step {run.progress.step}", SMALLER_STEPS)
         require_same_weights(run)
@@ -244,7 +240,7 @@ class Checkpointer:
                 files.write_tensors(unfinished / names[-1], state)
             written = files.of_files(unfinished, names)
         except OSError as error:
-            problem = explain_disk_error(error, self.folder)
+            problem = str(error)
         if self.threads_world is not None:
             reports = self.threads_world.all_gather_json([written, problem])
             written = {name: tuple(found) for of_rank, _ in reports for name, found in of_rank.items()}
@@ -256,9 +252,8 @@ class Checkpointer:
                 raise OSError(problem)
             path = files.finish_snapshot(self.folder, name, written)
         except OSError as error:
-            problem = problem or explain_disk_error(error, self.folder)
             shutil.rmtree(unfinished, ignore_errors=True)  # on a disk that may be full
-            log.warning("no snapshot %s: %s; training goes on", name, problem)
+            log.warning("no snapshot %s: %s; training goes on", name, error)
             return
         if self.mirror is not None:
             self.mirror.put(path)
@@ -290,7 +285,7 @@ class Checkpointer:
         try:
             files.write_tensors(self.run_dir / LAST, map_tensors(lambda _, tensor: as_saved(tensor), weights))
         except OSError as error:
-            raise ConfigError(f"no {LAST}: {explain_disk_error(error, self.run_dir)} {again}") from None
+            raise ConfigError(f"no {LAST}: {error}; free some space {again}") from None
 
     def _best(self) -> Path | None:
         """The snapshot of the best evaluation. None, with a warning, if it is not there, or damaged.
@@ -299,12 +294,13 @@ class Checkpointer:
         """
         step = self.run.progress.best_step
         folders = [self.folder] + ([] if self.resumed_from is None else [self.resumed_from.parent])
-        found = find.first_good([path for path in (folder / f"best_{step:08d}" for folder in folders) if path.exists()])
-        if found is None:
-            log.warning(
-                "the weights of the best evaluation, after step %s, are gone: the last ones stand for them", step
-            )
-        return found[1] if found else None
+        paths = [path for path in (folder / f"best_{step:08d}" for folder in folders) if path.exists()]
+        try:
+            return find.load_first_good(paths)[1]
+        except ConfigError:
+            what = "the weights of the best evaluation, after step %s, are gone: the last ones stand for them"
+            log.warning(what, step)
+            return None
 
     def take_best(self) -> int:
         """Give the model the weights of the best evaluation, for the test. Returns their step: the last one's where

@@ -50,14 +50,14 @@ def find_snapshots(resume: str | Path | None, run_dir: Path) -> list[Path]:
     return own if own or resume is None or is_url(resume) else named_snapshots(resume)
 
 
-def snapshots_to_try(run: str | None, which: str) -> list[Path]:
-    """Those of a trained run that a mode uses.
+def snapshots_to_try(run: str | None, which: str, mode: str) -> list[Path]:
+    """Those of a trained run that `mode` uses.
 
     run: a run folder, a folder of snapshots, or a snapshot. which: last, best, or a snapshot, which wins.
     Raises ConfigError if nothing is there.
     """
     if run is None:
-        raise ConfigError("this mode needs a trained run; type resume=<a run folder>")
+        raise ConfigError(f"mode={mode} needs a trained run; type resume=<a run folder>")
     if which not in ("last", "best"):
         return named_snapshots(which)
     paths = named_snapshots(run)
@@ -83,9 +83,12 @@ def named_snapshots(name: str | Path) -> list[Path]:
 # Loading.
 
 
-def first_good(paths: list[Path]) -> Found | None:
-    """The first of `paths` that is not damaged. Others are passed over with a warning. Raises ConfigError for the
-    snapshot of another version."""
+def load_first_good(paths: list[Path]) -> Found:
+    """The first of `paths` that is not damaged. Others are passed over with a warning.
+
+    Raises ConfigError for the snapshot of another version, and if all are damaged, since a silent fresh start would
+    lose the run.
+    """
     for path in paths:
         try:
             verify(path)
@@ -94,18 +97,8 @@ def first_good(paths: list[Path]) -> Found | None:
             raise
         except Exception as error:  # torch.load raises many types
             log.warning("snapshot %s is damaged (%s) and passed over", path, first_line(error))
-    return None
-
-
-def load_first_good(paths: list[Path]) -> Found:
-    """As `first_good`, of one path at least. Raises ConfigError if all are damaged, since a silent fresh start would
-    lose the run.
-    """
-    found = first_good(paths)
-    if found is None:
-        what = f"none of the {len(paths)} snapshots in {paths[0].parent} can be read"
-        raise ConfigError(f"{what}; type another one, such as a best one, and to go on hydra.run.dir=<a new folder>")
-    return found
+    what = f"none of these {len(paths)} snapshots can be read: {', '.join(map(str, paths))}"
+    raise ConfigError(f"{what}; type another one, such as a best one, and to go on hydra.run.dir=<a new folder>")
 
 
 def on_rank_zero(world: World, work: Callable[[], Any]) -> Any:
@@ -139,7 +132,6 @@ def bring_back(
     path = Path(name)
     with disk_access(run.world):
         saved = load_state(path)
-    with disk_access(run.world):  # shards are read from their files now
         restore(run, saved, path)
     return saved, path
 
