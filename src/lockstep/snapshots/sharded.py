@@ -64,5 +64,6 @@ def _real(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return torch.view_as_real(tensor)
     strides = (*(2 * stride for stride in tensor.stride()), 1)
-    layout = {"run_check": False, "shape": torch.Size((*tensor.shape, 2)), "stride": strides}
-    return DTensor.from_local(torch.view_as_real(tensor.to_local()), tensor.device_mesh, tensor.placements, **layout)
+    layout = tensor.device_mesh, tensor.placements
+    shape = torch.Size((*tensor.shape, 2))
+    return DTensor.from_local(torch.view_as_real(tensor.to_local()), *layout, shape=shape, stride=strides)

@@ -193,11 +193,11 @@ def as_held(section: str, named: Mapping[str, Any], like: Mapping[str, Any], pat
     """
     wanted = dict[str, Tensor]()
 
-    def held(other: Any, place: str, value: Tensor) -> Tensor:
+    def held(other: Any, place: str, value: Tensor) -> Any:
         is_cut = hasattr(other, "to_local") and other.shape == value.shape
         if not is_cut and not value.is_meta:
             return value
-        result = torch.empty_like(other, dtype=value.dtype) if is_cut else torch.empty_like(value, device="cpu")
+        result: Any = torch.empty_like(other, dtype=value.dtype) if is_cut else torch.empty_like(value, device="cpu")
         if value.is_meta:
             wanted[place] = result
         else:
@@ -207,7 +207,7 @@ def as_held(section: str, named: Mapping[str, Any], like: Mapping[str, Any], pat
         return result
 
     with torch.no_grad():
-        result = {
+        whole = {
             name: map_tensors(partial(held, like.get(name)), value, f"{section}/{name}")
             for name, value in named.items()
         }
@@ -215,7 +215,7 @@ def as_held(section: str, named: Mapping[str, Any], like: Mapping[str, Any], pat
             from lockstep.snapshots.sharded import load_shards
 
             load_shards(path, wanted)
-    return result
+    return whole
 
 
 def _restore_optimizer(run: Run, saved: dict[str, Any], own: dict[str, Any], path: Path) -> None:

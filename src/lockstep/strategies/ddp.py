@@ -49,7 +49,7 @@ class DDP(Strategy):
             device_ids=[world.device.index] if on_one_gpu else None,
             init_sync=False,
             gradient_as_bucket_view=True,
-            bucket_cap_mb=self.bucket_cap_mb,  # type: ignore[arg-type]
+            bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=self.find_unused_parameters,
             **{BUFFERS_IN_FORWARD: False},  # type: ignore[arg-type]
         )
