@@ -19,7 +19,6 @@ from pretend_gpu import device
 from pretend_gpu.models import TakesDict
 from pretend_gpu.scenarios import GPUS, SCENARIOS, small_training, trained_on_gpus, worked
 from support.commands import ema
-from support.configs import composed
 from support.worlds import distance, in_world, train, weights
 
 
