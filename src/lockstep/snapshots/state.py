@@ -235,8 +235,11 @@ def _restore_optimizer(run: Run, saved: dict[str, Any], own: dict[str, Any], pat
     beside = own["optimizer_beside"]
     run.optimizer.load_state_dict(beside | {"state": by_index | beside["state"], "param_groups": groups})
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
-    for index, values in by_index.items():  # torch casts all to the type of the weight; it alone knows where "step" is
-        run.optimizer.state[parameters[index]] |= {key: each for key, each in values.items() if key != "step"}
+    for index, values in by_index.items():  # torch has cast all to the type of the weight
+        held = run.optimizer.state[parameters[index]]
+        for key, value in values.items():
+            if isinstance(value, Tensor) and key != "step" and held[key].dtype != value.dtype:
+                held[key] = value
 
 
 @torch.no_grad()
