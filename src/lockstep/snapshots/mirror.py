@@ -69,7 +69,7 @@ class Place:
 
 
 class Mirror:
-    """Copies snapshots to the address `to` in a thread, each whole or not at all.
+    """Copies snapshots to the address `to` in a thread, each whole or not at all: of each kind the newest one.
 
     Whatever happens there costs a line in the log, and the training goes on. Snapshots that the run no longer has are
     removed there, too, when a newer one is whole.
@@ -100,7 +100,7 @@ class Mirror:
 
     def _copy(self, path: Path) -> None:
         try:
-            if path.exists():  # else newer ones wait
+            if list_snapshots(path.parent, path.name[:4])[:1] == [path]:  # else a newer one waits, which stays longer
                 self.place.put(path)
             self.is_behind = False
         except Exception as error:  # of any library
