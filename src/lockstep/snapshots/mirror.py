@@ -102,7 +102,7 @@ class Mirror:
         try:
             if list_snapshots(path.parent, path.name[:4])[:1] == [path]:  # else a newer one waits, which stays longer
                 self.place.put(path)
-            self.is_behind = False
+                self.is_behind = False
         except Exception as error:  # of any library
             if path.exists() and not self.is_behind:
                 what = "is not copied to %s (%s); the next ones are tried, and the training goes on"
