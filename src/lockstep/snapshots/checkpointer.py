@@ -209,6 +209,7 @@ class Checkpointer:
         weights = [
             value.detach() for value in run.model.parameters() if value.dtype.is_floating_point or value.is_complex()
         ]
+        weights = [value.float() if value.dtype.itemsize == 1 else value for value in weights]  # no norm of float8
         if any(self.world.any_of([not are_finite(weights)])):
             raise TrainingDiverged(f"the weights are not finite at step {run.progress.step}", SMALLER_STEPS)
         require_same_weights(run)
