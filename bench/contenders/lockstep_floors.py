@@ -96,7 +96,10 @@ class Floors(Steps):
         strategy: Any = self.run.strategy
         strategies: dict[str, Strategy] = {"bare loop": Strategy()}
         if self.run.world.size > 1:
-            strategies = {"bare DDP": DDP(**strategy.options), "no synchronisation": Strategy()}
+            strategies = {
+                "bare DDP": DDP(strategy.bucket_cap_mb, strategy.find_unused_parameters),
+                "no synchronisation": Strategy(),
+            }
         return {name: Floor(strategy, self.run) for name, strategy in strategies.items()}
 
     def end_turn(self) -> None:

@@ -147,17 +147,6 @@ def batch_norm_class() -> Any:
     return _BatchNorm
 
 
-def tree_map() -> Callable[..., Any]:
-    """torch's function for what a layer may take: tensors in lists, named tuples, dicts and what else is registered.
-
-    No public function knows them all. Missing: an ImportError, and strategy=model_parallel cannot be had.
-    """
-    from torch.utils import _pytree
-
-    function: Callable[..., Any] = _pytree.tree_map
-    return function
-
-
 def shape_and_offsets_of_part(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape of this rank's part of `tensor`, and where it begins in each dimension.
 

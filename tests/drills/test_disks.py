@@ -96,4 +96,4 @@ def test_torchrun_hears_once_that_all_snapshots_are_damaged(start, train, tmp_pa
         state.write_text("damaged")
     torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN]
     run = start(*torchrun, "model=mlp", "hydra.run.dir=run").finish(1)
-    assert f"none of the 1 snapshots in {tmp_path}/run/snapshots can be read; type hydra.run.dir=" in run.sentence
+    assert f"none of these 1 snapshots can be read: {tmp_path}/run/snapshots/" in run.sentence

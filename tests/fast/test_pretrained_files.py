@@ -1,7 +1,6 @@
 """Files of weights that other programs wrote, as what a net begins with."""
 
 import logging
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ def test_torchvisions_weights_come_in_with_a_new_head(
         save_file(pretrained.state_dict(), path)
     head = net.fc.weight.clone()
     with pytest.raises(
-        ConfigError, match=r"fc.bias is \[7\] here and \[20\] there.*type .?parameters.new_layers=\[fc\]"
+        ConfigError, match=r"size mismatch for fc.bias: .*\[20\].*\[7\].*type .?parameters.new_layers=\[<the layers"
     ):
         load_initial_weights(net, str(path), [])
     with caplog.at_level(logging.INFO):
@@ -38,11 +37,3 @@ def test_torchvisions_weights_come_in_with_a_new_head(
     assert torch.equal(net.fc.weight, head)
     assert f"init: {len(expected) - 2} of {len(expected)} tensors" in caplog.text
     assert "init: keep their first values: fc.bias, fc.weight" in caplog.text
-
-
-def test_a_safetensors_file_without_the_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "weights.safetensors"
-    path.touch()
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ConfigError, match=r"^parameters.init=.* needs safetensors; type pip install safetensors$"):
-        load_initial_weights(resnet18(), str(path), [])

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from lockstep.errors import ConfigError
@@ -30,24 +29,22 @@ from lockstep.snapshots.files import (
     write_tensors,
 )
 from lockstep.snapshots.find import (
-    MODE,
-    PYTHON,
     find_snapshots,
     load_first_good,
     log_config_changes,
     snapshots_to_try,
 )
-from lockstep.snapshots.sharded import Shard, load_shards, save_shards
+from lockstep.snapshots.sharded import load_shards, save_shards
 from lockstep.snapshots.state import as_held
 from support.killed_disk import Disk
 
 MATRIX = torch.arange(28, dtype=torch.float64).view(7, 4)
 
 
-def in_four(tensor: Tensor, rank: int) -> Shard:
+def in_four(tensor: Tensor, rank: int) -> tuple[Tensor, tuple[int, int]]:
     """A quarter of a matrix: rows and columns are cut in two, not in the middle."""
     rows, columns = (slice(0, 3), slice(3, None))[rank // 2], (slice(0, 1), slice(1, None))[rank % 2]
-    return Shard(tensor[rows, columns].contiguous(), (rows.start, columns.start))
+    return tensor[rows, columns].contiguous(), (rows.start, columns.start)
 
 
 def write(folder: Path, name: str, state: dict[str, Any], *others: str) -> Path:
@@ -122,12 +119,16 @@ def flip(path: Path) -> None:
 
 
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
-    (STATE, lambda path: path.write_bytes(path.read_bytes()[:-1]), "its state.pt is cut off"),
-    (STATE, flip, "the SHA-256 of its state.pt is another one"),
-    ("shard-00003-model-00001-of-00001.safetensors", Path.unlink, "its shard-00003-model-00001-of-00001.saf"),
-    ("shard-00002-model-00001-of-00001.safetensors", flip, "the SHA-256 of its shard-00002-model-00001-of-00001.saf"),
-    (MANIFEST, lambda path: path.write_text("{"), "its manifest.json cannot be read"),
-    (MANIFEST, Path.unlink, "it has no manifest.json"),
+    (STATE, lambda path: path.write_bytes(path.read_bytes()[:-1]), "its state.pt is cut off or changed"),
+    (STATE, flip, "its state.pt is cut off or changed"),
+    ("shard-00003-model-00001-of-00001.safetensors", Path.unlink, "[Errno 2] No such file or directory: "),
+    (
+        "shard-00002-model-00001-of-00001.safetensors",
+        flip,
+        "its shard-00002-model-00001-of-00001.safetensors is cut off or changed",
+    ),
+    (MANIFEST, lambda path: path.write_text("{"), "Expecting property name enclosed in double quotes"),
+    (MANIFEST, Path.unlink, "[Errno 2] No such file or directory: "),
 ]
 
 
@@ -141,9 +142,10 @@ def test_damaged_snapshots_are_passed_over(tmp_path: Path, caplog: pytest.LogCap
     for path, (_, _, said) in zip(damaged, DAMAGES, strict=True):
         assert f"snapshot {path} is damaged ({said}" in caplog.text
     shutil.rmtree(good)
-    for key in (MODE[1], PYTHON[1], "resume"):
-        with pytest.raises(ConfigError, match=f"none of the 6 snapshots in .* can be read; type .*{key}=<another snap"):
-            load_first_good(list_snapshots(tmp_path), key)
+    with pytest.raises(
+        ConfigError, match="none of these 6 snapshots can be read: .*; type another one, such as a best"
+    ):
+        load_first_good(list_snapshots(tmp_path))
 
 
 class Evil:
@@ -158,7 +160,7 @@ def test_a_strangers_snapshot_runs_no_code_and_reads_no_other_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path, "step_00000001", {"evil": Evil(tmp_path / "harm")})
-    with pytest.raises(ConfigError, match="none of the 1 snapshots in .* can be read; type hydra.run.dir="):
+    with pytest.raises(ConfigError, match="none of these 1 snapshots can be read: .*; type another one"):
         load_first_good([path])
     assert "it holds more than tensors and plain values, and loading that could run code" in caplog.text
     assert "weights_only" not in caplog.text  # torch's advice is to switch the check off
@@ -166,7 +168,7 @@ def test_a_strangers_snapshot_runs_no_code_and_reads_no_other_file(
     (tmp_path / "secret").write_bytes(b"8 bytes.")
     manifest = json.loads((path / MANIFEST).read_text())
     (path / MANIFEST).write_text(json.dumps(manifest | {"files": {"../secret": [8, "0"]}}))
-    with pytest.raises(ValueError, match="its secret is missing"):
+    with pytest.raises(FileNotFoundError, match="step_00000001/secret"):
         verify(path)
     (path / MANIFEST).write_text(json.dumps(manifest | {"format": 5}))
     with pytest.raises(ConfigError, match=f"format 5, and this version reads format {FORMAT}; type resume="):
@@ -205,29 +207,30 @@ def test_what_resume_a_mode_and_python_name(tmp_path: Path, monkeypatch: pytest.
     for say, said in (
         (
             lambda: find_snapshots(tmp_path / "no", new),
-            "no does not exist; type resume=<a run folder or one of its sna",
+            "no does not exist; type a run folder or one of its sna",
         ),
-        (lambda: find_snapshots(run / "model.pt", new), "model.pt holds no finished snapshot; type resume="),
-        (lambda: find_snapshots(none, new), "none holds no finished snapshot; type resume="),
+        (lambda: find_snapshots(run / "model.pt", new), "model.pt holds no finished snapshot; type a run folder"),
+        (lambda: find_snapshots(none, new), "none holds no finished snapshot; type a run folder"),
         (
             lambda: load_first_good(find_snapshots(None, old)),
-            "none of the 1 snapshots in .*; type hydra.run.dir=<a new",
+            "none of these 1 snapshots .*; type another one.* hydra.run.dir=<a new",
         ),
         (lambda: snapshots_to_try(None, "last", "evaluate"), "mode=evaluate needs a trained run; type resume=<a run f"),
         (
-            lambda: snapshots_to_try("../no", "last", "load", PYTHON),
-            "^run=../no does not exist; type run=<a run folder",
+            lambda: snapshots_to_try("../no", "last", "load"),
+            "^../no does not exist; type a run folder",
         ),
-        (lambda: snapshots_to_try(str(run), "no", "load"), "^mode.snapshot=no does not exist; type mode.snapshot="),
+        (lambda: snapshots_to_try(str(run), "no", "load"), "^no does not exist; type a run folder"),
     ):
         with pytest.raises(ConfigError, match=said):
             say()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.uint16, torch.complex128])
-def test_any_window_of_a_tensor_can_be_read(
+def test_a_tensor_in_parts_can_be_read_and_what_is_missing_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
+    """Windows of it: tests/runs/test_strategies.py, at several numbers of ranks."""
     monkeypatch.setattr(sharded, "FILE_BYTES", 40)
     matrix = MATRIX.remainder(5).to(dtype)
     files = {
@@ -236,18 +239,13 @@ def test_any_window_of_a_tensor_can_be_read(
         for name in save_shards({f"a/{n}": in_four(matrix, rank) for n in range(3)}, tmp_path, rank)
     }
     assert files == {path.name for path in tmp_path.iterdir()}
-    for top in range(7):
-        for bottom in range(top, 8):
-            found = torch.empty(bottom - top, 2, dtype=dtype)
-            load_shards(tmp_path, {"a/1": Shard(found, (top, 1))})
-            assert found.tolist() == matrix[top:bottom, 1:3].tolist()
-    stored = torch.view_as_real(matrix) if dtype.is_complex else matrix
-    whole = {"a/1": torch.empty_like(stored)}
-    dcp.load(whole, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)  # torch reads them, too
-    assert torch.equal(whole["a/1"], stored)
+    assert len(files) > 4 or dtype.itemsize < 4
+    found = torch.empty_like(matrix)
+    load_shards(tmp_path, {"a/1": found})
+    assert found.tolist() == matrix.tolist()
     for name, shape in (("a/1", (9, 4)), ("b", (7, 4))):
-        with pytest.raises(ValueError, match=f"numbers of {name} are not there$"):
-            load_shards(tmp_path, {name: Shard(torch.empty(shape, dtype=dtype), (0, 0))})
+        with pytest.raises(ValueError, match=name):
+            load_shards(tmp_path, {name: torch.empty(shape, dtype=dtype)})
 
 
 def test_when_a_snapshot_is_due() -> None:
@@ -258,10 +256,10 @@ def test_when_a_snapshot_is_due() -> None:
             interval(wrong)
 
 
-def test_the_folder_of_a_logger_is_no_change_of_the_config(caplog: pytest.LogCaptureFixture) -> None:
-    then = {"logger.tensorboard.run_dir": "a", "logger.tensorboard.images": 25}
+def test_a_logger_is_no_change_of_the_config(caplog: pytest.LogCaptureFixture) -> None:
+    then = {"logger.tensorboard.run_dir": "a", "logging.every": 10}
     with caplog.at_level("INFO"):
         log_config_changes(then, then | {"logger.tensorboard.run_dir": "b"})
         assert caplog.text == ""
-        log_config_changes(then, then | {"logger.tensorboard.images": 9})
-        assert "logger.tensorboard.images (25 in the snapshot, 9 now)" in caplog.text
+        log_config_changes(then, then | {"logging.every": 9})
+        assert "logging.every (10 in the snapshot, 9 now)" in caplog.text

@@ -12,8 +12,6 @@ import torch
 
 from lockstep.data import Tensors
 from lockstep.distributed.world import join_world
-from lockstep.errors import ConfigError
-from lockstep.preflight import preflight
 from lockstep.strategies.one_process import UnevenDataParallel
 from lockstep.tasks.tasks import CrossEntropy
 from lockstep.training.run import Progress
@@ -21,7 +19,6 @@ from pretend_gpu import device
 from pretend_gpu.models import TakesDict
 from pretend_gpu.scenarios import GPUS, SCENARIOS, small_training, trained_on_gpus, worked
 from support.commands import ema
-from support.configs import composed
 from support.worlds import distance, in_world, train, weights
 
 
@@ -157,17 +154,3 @@ def distance_of_parts_from_whole(samples: int) -> float:
 
 def test_data_parallel_cuts_several_inputs() -> None:
     assert in_world(1, distance_of_parts_from_whole, 7) == [pytest.approx(0, abs=1e-6)]
-
-
-def refusal_beside_a_gpu() -> str:
-    device.pretend(1, "gloo")
-    try:
-        preflight(composed("gradient_sync=powersgd", "backend=gloo"))
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_powersgd_over_gloo_is_refused_where_there_is_a_gpu() -> None:
-    (refusal,) = in_world(1, refusal_beside_a_gpu)
-    assert refusal.endswith("type backend=nccl, or gradient_sync=auto")

@@ -108,7 +108,7 @@ def test_what_float64_cannot_compute_is_compared_as_typed(start: Start, tmp_path
 
 def test_a_job_whose_snapshots_are_refused_is_refused(start: Start) -> None:
     words = ["mode=check", "model=linear", "optimizer._target_=zoo.optimizers.Recent", "optimizer.lr=0.05"]
-    assert "Recent keeps collections.deque, and a snapshot holds" in start(*PYTHON_TRAIN, *words).finish(2).output
+    assert "has collections.deque; keep tensors" in start(*PYTHON_TRAIN, *words).finish(2).output
 
 
 def test_a_check_that_hangs_ends_with_a_verdict(start: Start, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_model_file_is_no_snapshot(train, tmp_path):
     weights = torch.load(tmp_path / "run/model.pt", weights_only=True)
     assert weights
     refused = train("model=mlp", f"resume={tmp_path}/run/model.pt", "hydra.run.dir=other", code=2)
-    assert f"resume={tmp_path}/run/model.pt holds no finished snapshot; type resume=" in refused.sentence
+    assert f"{tmp_path}/run/model.pt holds no finished snapshot; type a run folder" in refused.sentence
     assert run.epochs
 
 

@@ -149,7 +149,7 @@ def test_a_loaded_net_gives_what_the_evaluation_computed(run: Path) -> None:
     assert not net.training
     best = lockstep.load(str(run), which="best")  # its only evaluation was at the end
     assert torch.equal(best(images()), outputs)
-    with pytest.raises(ConfigError, match="run=.*/nothing does not exist; type run=<a run folder"):
+    with pytest.raises(ConfigError, match="/nothing does not exist; type a run folder"):
         lockstep.load(run / "nothing")
 
 
@@ -180,7 +180,7 @@ def test_a_full_disk_is_named(run: Path, tmp_path: Path) -> None:
         (["mode=evaluate", "resume={run}", "model=mlp"], "does not fit this run: model._target_ ("),
         (
             ["mode=evaluate", "resume={run}", "mode.snapshot=nope"],
-            "mode.snapshot=nope does not exist; type mode.snapshot=<a run folder or one of its",
+            "nope does not exist; type a run folder or one of its",
         ),
         (["mode=export", "resume={run}", "launch=fork"], "mode=export is the work of one process, not of 2"),
     ],

@@ -15,7 +15,7 @@ CHOSEN = [
 REFUSED = [
     (
         ["optimizer._target_=zoo.optimizers.Recent", "trainer.max_steps=1"],
-        "Recent keeps collections.deque, and a snapshot holds tensors",
+        "has collections.deque; keep tensors, numbers",
     ),
 ]
 

@@ -87,9 +87,7 @@ class LateDDP(DDP):
     """Lingers in "meeting" on rank 1, which the other ranks then wait for."""
 
     def __init__(self) -> None:
-        super().__init__(
-            gradient_as_bucket_view=True, static_graph=False, bucket_cap_mb=25, find_unused_parameters=False
-        )
+        super().__init__(bucket_cap_mb=25, find_unused_parameters=False)
 
     @property
     def binds_one_device(self) -> bool:  # type: ignore[override]

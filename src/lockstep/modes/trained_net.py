@@ -15,8 +15,8 @@ from lockstep.config.nodes import Kind, check_nodes, instantiate_as
 from lockstep.data.loader import InputConverter
 from lockstep.data.source import map_tensors
 from lockstep.modes.base import recorded
-from lockstep.snapshots.find import PYTHON, load_first_good, snapshots_to_try
-from lockstep.snapshots.state import give_buffers, trained_weights
+from lockstep.snapshots.find import load_first_good, snapshots_to_try
+from lockstep.snapshots.state import trained_weights
 from lockstep.strategies.base import autocast, model_dtype
 from lockstep.tasks.base import Task
 from lockstep.tasks.tasks import CrossEntropy
@@ -73,7 +73,7 @@ def load(
     run: a run folder or a snapshot. which: "last", "best" or a snapshot's file. device: where the net computes.
     model: takes the weights, in the place of what the run's config makes. Raises ConfigError if there is no such run.
     """
-    saved, path = load_first_good(snapshots_to_try(str(run), which, "load", PYTHON), "which")
+    saved, path = load_first_good(snapshots_to_try(str(run), which, "load"))
     config, precision = saved["config"], saved["config"]["trainer.precision"]
     net = built(nn.Module, config, "model") if model is None else model
     channels_last = config["trainer.channels_last"] and "auto"  # a GPU may have trained what a CPU must not
@@ -82,9 +82,7 @@ def load(
     net = net.to(device)
     if memory_format == torch.channels_last:
         net = net.to(memory_format=torch.channels_last)
-    weights = trained_weights(saved, path, averaged=True)
-    give_buffers(net, weights, saved["buffers"])
-    net.load_state_dict(weights)
+    net.load_state_dict(trained_weights(saved, path, averaged=True))
     normalised = config.get("dataset.mean"), config.get("dataset.std")
     converter = InputConverter(model_dtype(precision), memory_format, *normalised).to(device)
     return TrainedNet(

@@ -5,11 +5,11 @@ import math
 import re
 import shutil
 import time
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch.distributed as dist
@@ -30,19 +30,17 @@ from lockstep.files import is_url
 from lockstep.snapshots import files, find
 from lockstep.snapshots.files import list_snapshots, load_state, step_of
 from lockstep.snapshots.state import as_saved, collect, map_tensors, restore, restore_weights, trained_weights
-from lockstep.text import first_line
 from lockstep.training.nonfinite import SMALLER_STEPS, are_finite, diverged
 from lockstep.training.replicas import require_same_weights
 from lockstep.training.run import Run
 
 if TYPE_CHECKING:
     from lockstep.snapshots.mirror import Mirror
-    from lockstep.snapshots.sharded import Shard
+    from lockstep.snapshots.sharded import Shards
 
 log = logging.getLogger(__name__)
 
-MAX_PENDING = 2  # whole snapshots in memory that are not on the disk yet
-LAST, BEST = "model.pt", "model_best.pt"  # the weights that a run leaves at its end; BEST if the best are others
+LAST = "model.pt"  # the weights that a run leaves at its end
 
 
 def interval(every: str) -> tuple[int, str]:
@@ -72,29 +70,28 @@ class Checkpointer:
         mirror: on rank 0, gets what is written.
         """
         if any(hasattr(weight, "to_local") for weight in run.model.parameters()):
-            files.require_safetensors("a strategy by which each rank holds a part of the weights")
+            import_module("safetensors")  # it shall be missed before the first step
         self.run, self.world, self.run_dir = run, run.world, Path(run.config.run_dir)
         self.folder, self.identity, self.config = self.run_dir / "snapshots", identity, config
         self.count, self.unit = interval(run.config.snapshot.every)
         self.keep_last = run.config.snapshot.keep_last
         self.mirror = mirror
-        self.thread, self.pending = ThreadPoolExecutor(1, "snapshots"), deque[Future[None]]()
+        self.thread, self.pending = ThreadPoolExecutor(1, "snapshots"), Future[None]()
+        self.pending.set_result(None)
         self.threads_world: World | None = None  # of the writing threads, while the others use their own groups
+        if self.world.size > 1 and not run.strategy.replicas_equal:
+            own_group: Any = dist.new_group(backend="gloo", timeout=find.DISK_TIMEOUT)
+            self.threads_world = replace(self.world, control=own_group)
         self.resumed_from: Path | None = None
-        self.start_step, self.saved_at, self.is_due = 0, time.monotonic(), False
+        self.saved_at, self.is_due = time.monotonic(), False
 
     def __enter__(self) -> Self:
         if self.world.is_rank_zero:
             files.remove_leftovers(self.folder)
-        if self.mirror is not None:
-            self.mirror.start()
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.pending or self.mirror is not None:
-            heartbeat.enter("disk")  # which may take longer
+    def __exit__(self, *error: object) -> None:
+        heartbeat.enter("disk")  # which may take longer
         self.thread.shutdown()
         if self.mirror is not None:
             self.mirror.close()
@@ -134,15 +131,14 @@ class Checkpointer:
             return None
         saved, path = found
         find.log_config_changes(saved["config"], self.config)
-        self.start_step = self.run.progress.step
         # This snapshot precedes the epoch's evaluation. A newer one must follow it, or a kill would repeat it.
         self.is_due = self.run.progress.samples == self.run.epoch_samples
         self.resumed_from = path
-        heartbeat.note(resumed=[str(path.absolute()), self.start_step])
+        heartbeat.note(resumed=[str(path.absolute()), self.run.progress.step])
         log.info("resumed from %s", path)
         if self.run.finished:
             message = "nothing to train: the run is at step %d already; type %s=<more> to go on"
-            log.info(message, self.start_step, self.run.reached_limit)
+            log.info(message, self.run.progress.step, self.run.reached_limit)
         return path
 
     # When to save, and when to stop.
@@ -217,29 +213,20 @@ class Checkpointer:
         if any(self.world.any_of([not are_finite(weights)])):
             raise TrainingDiverged(f"the weights are not finite at step {run.progress.step}", SMALLER_STEPS)
         require_same_weights(run)
-        with find.disk_access(self.world):  # of shards a rank has memory for one copy
-            self._await(MAX_PENDING - 1 if self.threads_world is None else 0)
+        with find.disk_access(self.world):  # in memory there is one snapshot at most
+            self.pending.result()
         state, shards = collect(run, totals)
-        others_write = any(self.world.any_of([bool(shards), not self.world.is_rank_zero and state is not None]))
-        if others_write and self.threads_world is None:
-            own_group: Any = dist.new_group(backend="gloo", timeout=find.DISK_TIMEOUT)
-            self.threads_world = replace(self.world, control=own_group)
         if kind == "step":
             self.is_due, self.saved_at = False, time.monotonic()
         if self.world.is_rank_zero and state is not None:
             state |= {"identity": self.identity, "config": self.config, "world_size": self.world.size}
         if self.world.is_rank_zero or self.threads_world is not None:
-            self.pending.append(self.thread.submit(self._write, self._name(kind), state, shards))
+            self.pending = self.thread.submit(self._write, self._name(kind), state, shards)
 
     def _name(self, kind: str) -> str:
         return f"{kind}_{self.run.progress.step:08d}"
 
-    def _await(self, left: int = 0) -> None:
-        """Wait until all but `left` snapshots are written. Raises what writing raised."""
-        while len(self.pending) > left:
-            self.pending.popleft().result()
-
-    def _write(self, name: str, state: dict[str, Any] | None, shards: dict[str, "Shard"]) -> None:
+    def _write(self, name: str, state: dict[str, Any] | None, shards: "Shards") -> None:
         """In the thread. Each rank writes what it alone has, and rank 0 ends the snapshot when all is on the disk. A
         full disk costs a warning, not the training."""
         unfinished, rank, written, problem = self.folder / f"{name}.tmp", self.world.rank, files.Files(), ""
@@ -256,67 +243,48 @@ class Checkpointer:
         except OSError as error:
             problem = str(error)
         if self.threads_world is not None:
-            try:
-                reports = self.threads_world.all_gather_json([written, problem])
-            except RuntimeError as error:  # which ends the training, too
-                log.warning("no snapshot %s: a rank was lost (%s)", name, first_line(error))
-                return
+            reports = self.threads_world.all_gather_json([written, problem])
             written = {name: tuple(found) for of_rank, _ in reports for name, found in of_rank.items()}
             problem = "; ".join(filter(None, (said for _, said in reports)))
         if rank:
             return
         try:
-            if not problem:
-                path = files.finish_snapshot(self.folder, name, written)
+            if problem:
+                raise OSError(problem)
+            path = files.finish_snapshot(self.folder, name, written)
         except OSError as error:
-            problem = str(error)
-        if problem:
             shutil.rmtree(unfinished, ignore_errors=True)  # on a disk that may be full
-            log.warning("no snapshot %s: %s; training goes on", name, problem)
+            log.warning("no snapshot %s: %s; training goes on", name, error)
             return
         if self.mirror is not None:
             self.mirror.put(path)
-        try:
+        with suppress(OSError):  # older ones stay
             files.prune(self.folder, self.keep_last)
-        except OSError as error:
-            reason = str(error)
-            log.warning("%s is saved, but not all older ones are removed: %s; training goes on", path, reason)
 
     def newest(self) -> Path | None:
         """The newest snapshot, else the one that this run resumed from. Not a collective.
 
         Rank 0 waits for its pending write. Other ranks see what is on the disk.
         """
-        self._await()
+        self.pending.result()
         return next(iter(list_snapshots(self.folder)), self.resumed_from)
 
     # The end.
 
     def export(self) -> None:
-        """Write the model, with the averaged weights if there are any, as a plain state dict to model.pt, and if the
-        best evaluation came before the last step, its weights to model_best.pt. They are those of the snapshots.
-
-        Raises ConfigError on all ranks if one cannot be written.
+        """Write the model of the last snapshot, with the averaged weights if there are any, as a plain state dict to
+        model.pt. Raises ConfigError on all ranks if it cannot be written.
         """
         find.on_rank_zero(self.world, self._export)
 
     def _export(self) -> None:
-        """A run that has trained no step keeps the files of an earlier start; one that has model.pt is complete."""
-        progress, newest, last = self.run.progress, self.newest(), self.run_dir / LAST
+        newest = self.newest()
         again = f"and type the command again with {path_word('hydra.run.dir', self.run_dir)}"
-        if newest is None or step_of(newest) != progress.step:
+        if newest is None or step_of(newest) != self.run.progress.step:
             raise ConfigError(f"no {LAST}: the last snapshot could not be written; free some space {again}")
-        is_new = last.exists() and last.stat().st_mtime >= newest.stat().st_mtime
-        if is_new and progress.step == self.start_step:
-            return
-        best = self._best() if progress.best_step not in (None, progress.step) else None
+        weights = trained_weights(load_state(newest), newest, averaged=self.run.average is not None)
         try:
-            if best is None:
-                (self.run_dir / BEST).unlink(missing_ok=True)
-            for name, path in ((BEST, best), (LAST, newest)):
-                if path is not None:
-                    weights = trained_weights(load_state(path), path, averaged=self.run.average is not None)
-                    files.write_tensors(self.run_dir / name, map_tensors(lambda _, tensor: as_saved(tensor), weights))
+            files.write_tensors(self.run_dir / LAST, map_tensors(lambda _, tensor: as_saved(tensor), weights))
         except OSError as error:
             raise ConfigError(f"no {LAST}: {error}; free some space {again}") from None
 
@@ -327,12 +295,13 @@ class Checkpointer:
         """
         step = self.run.progress.best_step
         folders = [self.folder] + ([] if self.resumed_from is None else [self.resumed_from.parent])
-        found = find.first_good([path for path in (folder / f"best_{step:08d}" for folder in folders) if path.exists()])
-        if found is None:
-            log.warning(
-                "the weights of the best evaluation, after step %s, are gone: the last ones stand for them", step
-            )
-        return found[1] if found else None
+        paths = [path for path in (folder / f"best_{step:08d}" for folder in folders) if path.exists()]
+        try:
+            return find.load_first_good(paths)[1]
+        except ConfigError:
+            what = "the weights of the best evaluation, after step %s, are gone: the last ones stand for them"
+            log.warning(what, step)
+            return None
 
     def take_best(self) -> int:
         """Give the model the weights of the best evaluation, for the test. Returns their step: the last one's where

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,8 @@ Found = tuple[dict[str, Any], Path]
 """What a snapshot holds beside its shards, and the snapshot's path."""
 
 DISK_TIMEOUT = timedelta(hours=1)  # for a slow disk
-NOT_COMPARED = ("launch.", "hydra.", "mode.")  # parts of the config that say where a run computes, not what
-NOT_COMPARED_KEYS = ("run_dir", "resume", "trainer.pause_after")
-FOLDER = ".run_dir"  # of a logger
-MODE, PYTHON = ("resume", "mode.snapshot"), ("run", "which")  # by what a run and one of its snapshots are typed
+# Parts of the config that say where a run computes and writes, not what it computes.
+NOT_COMPARED = ("launch.", "hydra.", "mode.", "logger.", "run_dir", "resume", "trainer.pause_after")
 
 
 @contextmanager
@@ -49,46 +47,48 @@ def find_snapshots(resume: str | Path | None, run_dir: Path) -> list[Path]:
     snapshots become the run's own when it begins. Raises ConfigError if there is nothing to resume from.
     """
     own = list_snapshots(run_dir / "snapshots")
-    return own if own or resume is None or is_url(resume) else named_snapshots(resume, "resume")
+    return own if own or resume is None or is_url(resume) else named_snapshots(resume)
 
 
-def snapshots_to_try(run: str | None, which: str, mode: str, keys: tuple[str, str] = MODE) -> list[Path]:
-    """Those of a trained run that a mode uses.
+def snapshots_to_try(run: str | None, which: str, mode: str) -> list[Path]:
+    """Those of a trained run that `mode` uses.
 
     run: a run folder, a folder of snapshots, or a snapshot. which: last, best, or a snapshot, which wins.
-    keys: by which the two were typed. Raises ConfigError if nothing is there.
+    Raises ConfigError if nothing is there.
     """
     if run is None:
         raise ConfigError(f"mode={mode} needs a trained run; type resume=<a run folder>")
     if which not in ("last", "best"):
-        return named_snapshots(which, keys[1])
-    paths = named_snapshots(run, keys[0])
+        return named_snapshots(which)
+    paths = named_snapshots(run)
     if which == "best":
         paths = list_snapshots(paths[0].parent, "best")
     if not paths:
-        raise ConfigError(f"{keys[0]}={run} has no snapshots/best_*; type {keys[1]}=last")
+        raise ConfigError(f"{run} has no snapshots/best_*; type mode.snapshot=last, in Python last")
     return paths
 
 
-def named_snapshots(name: str | Path, key: str) -> list[Path]:
-    """The snapshots that a name stands for: a run folder, a folder of snapshots, or a snapshot. key: what it was typed
-    for. Raises ConfigError if there is none."""
+def named_snapshots(name: str | Path) -> list[Path]:
+    """The snapshots that a name stands for: a run folder, a folder of snapshots, or a snapshot. Raises ConfigError."""
     path = Path(name)
     if (path / MANIFEST).is_file():
         return [path]
     found = list_snapshots(path / "snapshots") or list_snapshots(path)
     if not found:
         what = "holds no finished snapshot" if path.exists() else "does not exist"
-        raise ConfigError(f"{key}={name} {what}; type {key}=<a run folder or one of its snapshots/step_*>")
+        raise ConfigError(f"{name} {what}; type a run folder or one of its snapshots/step_*")
     return found
 
 
 # Loading.
 
 
-def first_good(paths: list[Path]) -> Found | None:
-    """The first of `paths` that is not damaged. Others are passed over with a warning. Raises ConfigError for the
-    snapshot of another version."""
+def load_first_good(paths: list[Path]) -> Found:
+    """The first of `paths` that is not damaged. Others are passed over with a warning.
+
+    Raises ConfigError for the snapshot of another version, and if all are damaged, since a silent fresh start would
+    lose the run.
+    """
     for path in paths:
         try:
             verify(path)
@@ -97,20 +97,8 @@ def first_good(paths: list[Path]) -> Found | None:
             raise
         except Exception as error:  # torch.load raises many types
             log.warning("snapshot %s is damaged (%s) and passed over", path, first_line(error))
-    return None
-
-
-def load_first_good(paths: list[Path], key: str = "resume") -> Found:
-    """As `first_good`, of one path at least. key: what names another one.
-
-    Raises ConfigError if all are damaged, since a silent fresh start would lose the run.
-    """
-    found = first_good(paths)
-    if found is None:
-        what = f"none of the {len(paths)} snapshots in {paths[0].parent} can be read"
-        start = "" if key != "resume" else "hydra.run.dir=<a new folder>, to go on from a snapshot with "
-        raise ConfigError(f"{what}; type {start}{key}=<another snapshot, such as a best one>")
-    return found
+    what = f"none of these {len(paths)} snapshots can be read: {', '.join(map(str, paths))}"
+    raise ConfigError(f"{what}; type another one, such as a best one, and to go on hydra.run.dir=<a new folder>")
 
 
 def on_rank_zero(world: World, work: Callable[[], Any]) -> Any:
@@ -144,7 +132,6 @@ def bring_back(
     path = Path(name)
     with disk_access(run.world):
         saved = load_state(path)
-    with disk_access(run.world):  # shards are read from their files now
         restore(run, saved, path)
     return saved, path
 
@@ -157,7 +144,7 @@ def restore_trained(run: Run, paths: list[Path], model_config: dict[str, Any]) -
     """
 
     def find() -> Path:
-        saved, path = load_first_good(paths, "mode.snapshot")
+        saved, path = load_first_good(paths)
         of_model = {key: value for key, value in saved["identity"].items() if key.startswith("model.")}
         require_same(path, of_model, model_config, "leave model= out, and type data like that of the training")
         return path
@@ -193,23 +180,17 @@ def _differences(saved: Mapping[str, Any], ours: Mapping[str, Any], here: str) -
 
 def compared(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a flat config that says what is computed, without where."""
-    return {
-        key: value
-        for key, value in config.items()
-        if key not in NOT_COMPARED_KEYS and not key.startswith(NOT_COMPARED) and not key.endswith(FOLDER)
-    }
+    return {key: value for key, value in config.items() if not key.startswith(NOT_COMPARED)}
 
 
 def write_hydra_files(world: World, run_dir: str | Path, files: Mapping[str, str]) -> None:
     """Write the composed config and the typed overrides, {file name: text}, to `run_dir`/.hydra, on rank 0.
 
-    It is called once the run holds the run folder's lock. A full disk costs a warning, not the training.
+    It is called once the run holds the run folder's lock. A full disk costs the files, not the training.
     """
     if world.is_rank_zero and files:
         folder = Path(run_dir) / ".hydra"
-        try:
+        with suppress(OSError):
             folder.mkdir(exist_ok=True)
             for name, text in files.items():
                 (folder / name).write_text(text)
-        except OSError as error:
-            log.warning("the config could not be written to %s (%s); training goes on", folder, error)

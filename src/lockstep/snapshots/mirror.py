@@ -2,19 +2,16 @@
 
 import logging
 import re
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lockstep.errors import ConfigError
 from lockstep.files import short_hash
-from lockstep.snapshots.files import MANIFEST, Damaged, files_of, list_snapshots, verify
+from lockstep.snapshots.files import MANIFEST, files_of, list_snapshots, verify
 from lockstep.text import first_line
 
 log = logging.getLogger(__name__)
 
-PAUSE = 5.0  # seconds before a copy is tried again
-LAST_WAIT = 120.0  # seconds that the end of a run waits for the last copy
 NAME = re.compile(r"(step|best)_\d+-[0-9a-f]{16}")
 
 
@@ -25,9 +22,7 @@ class Place:
     def __init__(self, key: str, url: str) -> None:
         from fsspec.core import url_to_fs  # torch needs it, too
 
-        self.key, self.url = key, url
-        for name in ("botocore", "aiobotocore"):  # a line for each place where keys were found
-            logging.getLogger(name).setLevel(logging.WARNING)
+        self.url = url
         try:
             self.files, self.folder = url_to_fs(url, skip_instance_cache=True)
         except (ImportError, ValueError) as error:  # in its words, fsspec says what to install
@@ -53,7 +48,7 @@ class Place:
         for name in files_of(manifest):
             self.files.put_file(str(path / name), f"{self.folder}/{copied}/{name}")
         if (path / MANIFEST).read_bytes() != manifest:
-            raise Damaged("another one has replaced it")
+            raise ValueError("another one has replaced it")
         self.files.pipe_file(f"{self.folder}/{copied}/{MANIFEST}", manifest)
         here = {kept.name for kept in list_snapshots(path.parent, path.name[:4])} - {path.name}
         for old in self.names(path.name[:4], whole=False):
@@ -63,7 +58,7 @@ class Place:
                 self.files.rm(f"{self.folder}/{old}", recursive=True)
 
     def take(self, name: str, folder: Path) -> None:
-        """Copy a whole snapshot into `folder`. Raises Damaged if what is there is not what its manifest says."""
+        """Copy a whole snapshot into `folder`. Raises ValueError if what is there is not what its manifest says."""
         path = folder / name.partition("-")[0]
         unfinished = folder / f"{path.name}.tmp"
         unfinished.mkdir(parents=True, exist_ok=True)
@@ -76,15 +71,13 @@ class Place:
 class Mirror:
     """Copies snapshots to the address `to` in a thread, each whole or not at all: of each kind the newest one.
 
-    Whatever happens there costs a line in the log, and is tried again; the training goes on. Snapshots that the run no
-    longer has are removed there, too, when a newer one is whole.
+    Whatever happens there costs a line in the log, and the training goes on. Snapshots that the run no longer has are
+    removed there, too, when a newer one is whole.
     """
 
     def __init__(self, to: str) -> None:
         self.place = Place("snapshot.mirror.to", to)
-        self.paths: dict[str, Path] = {}  # of each kind, the newest one
-        self.changed, self.ends, self.is_behind = threading.Event(), False, False
-        self.thread = threading.Thread(target=self._copy_all, name="mirror", daemon=True)
+        self.thread, self.is_behind = ThreadPoolExecutor(1, "mirror"), False
 
     def require_free(self, resume: str | None, run_dir: Path) -> None:
         """Raise ConfigError for a place that has the snapshots of another run. resume: as the key."""
@@ -97,44 +90,24 @@ class Mirror:
                 f"snapshot.mirror.to=<another place>, or resume={url} to go on with that run"
             )
 
-    def start(self) -> None:
-        self.thread.start()
-
     def put(self, path: Path) -> None:
-        """Copy the snapshot `path`, which is written, when the one before is copied."""
-        self.paths = self.paths | {path.name[:4]: path}
-        self.changed.set()
+        """Copy the snapshot `path`, which is written, when those before are copied."""
+        self.thread.submit(self._copy, path)
 
     def close(self) -> None:
-        """Wait until all is copied, LAST_WAIT seconds at most."""
-        self.ends = True
-        self.changed.set()
-        self.thread.join(LAST_WAIT)
-        if self.thread.is_alive():
-            log.warning("snapshot.mirror: the run ends without a copy of its last snapshot")
+        """Wait until all is copied."""
+        self.thread.shutdown()
 
-    def _copy_all(self) -> None:
-        while not self.ends or self.changed.is_set() or self.is_behind:
-            if self.is_behind:
-                time.sleep(PAUSE)
-            else:
-                self.changed.wait()
-            self.changed.clear()
-            was_behind, self.is_behind = self.is_behind, False
-            for path in self.paths.values():
-                try:
-                    self.place.put(path)
-                except Exception as error:  # of any library
-                    if not path.exists():  # a newer one comes
-                        continue
-                    self.is_behind = True
-                    if not was_behind:
-                        log.warning(
-                            "snapshot.mirror: %s is not copied to %s (%s); it is tried again, and the training goes on",
-                            *(path.name, self.place.url, first_line(error)),
-                        )
-            if was_behind and not self.is_behind:
-                log.info("snapshot.mirror: the snapshots are copied again")
+    def _copy(self, path: Path) -> None:
+        try:
+            if list_snapshots(path.parent, path.name[:4])[:1] == [path]:  # else a newer one waits, which stays longer
+                self.place.put(path)
+                self.is_behind = False
+        except Exception as error:  # of any library
+            if path.exists() and not self.is_behind:
+                what = "is not copied to %s (%s); the next ones are tried, and the training goes on"
+                log.warning(f"snapshot.mirror: %s {what}", path.name, self.place.url, first_line(error))
+                self.is_behind = True
 
 
 def fetch(url: str, folder: Path) -> None:

@@ -1,88 +1,69 @@
-"""The tensors of which each rank has a part, in safetensors files of the form of torch.distributed.checkpoint.
+"""The tensors of which each rank has a part, in safetensors files that torch.distributed.checkpoint reads.
 
-Its HuggingFaceStorageReader reads them. Its own description of a checkpoint is a pickle, and its collectives unpickle
-what other ranks send; here any number of ranks reads what it needs, without the others.
+Its own description of a checkpoint is a pickle, and its collectives unpickle what other ranks send. Here each rank
+writes its own files, and any number of ranks reads what it needs, without the others.
 """
 
 import json
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lockstep.files import write_whole
-from lockstep.snapshots.files import require_safetensors
 
 FILE_BYTES = 2**25  # of a file, at least: it is put together in memory
-FILES = 16  # of a rank, about
-PLACES = "DCP_SHARDING_INFO"  # in a file's header, {name: where in the whole tensor its part begins}
+FILES = 16  # of a rank, at most
+
+Shards = dict[str, tuple[Tensor, tuple[int, ...]]]
+"""{name of a tensor: (this rank's part of it, contiguous on the CPU, and where it begins in the whole)}."""
 
 
-@dataclass(frozen=True)
-class Shard:
-    """`values` of a tensor of `shape`, in which their first element is at the index `offsets`."""
+def save_shards(shards: Shards, folder: Path, rank: int) -> list[str]:
+    """Write this rank's parts to files in `folder`, where other ranks write theirs, which must not overlap with these.
 
-    values: Tensor
-    offsets: tuple[int, ...]
-
-    @property
-    def stored(self) -> "Shard":
-        """As the files hold it: complex numbers as pairs of real ones."""
-        return Shard(torch.view_as_real(self.values), (*self.offsets, 0)) if self.values.is_complex() else self
-
-
-def save_shards(shards: Mapping[str, Shard], folder: Path, rank: int) -> list[str]:
-    """Write this rank's parts, contiguous ones on the CPU, to files in `folder`, where other ranks write theirs, which
-    must not overlap with these. Returns their names. Raises OSError, for example on a full disk.
+    Returns their names. Raises OSError, for example on a full disk.
     """
     from safetensors.torch import save
 
-    of_file, size = max(FILE_BYTES, sum(shard.values.nbytes for shard in shards.values()) // FILES), 0
-    groups: list[dict[str, Shard]] = []
-    for name, shard in shards.items():
-        if not groups or size >= of_file:
-            groups.append({})
-            size = 0
-        groups[-1][name], size = shard.stored, size + shard.values.nbytes
-    folder.mkdir(parents=True, exist_ok=True)
-    names = [
-        f"shard-{rank + 1:05d}-model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))
+    stored = [
+        (name, torch.view_as_real(part), (*offsets, 0)) if part.is_complex() else (name, part, offsets)
+        for name, (part, offsets) in shards.items()
     ]
-    for name, group in zip(names, groups, strict=True):
-        places = {key: {"saved_offsets": shard.offsets} for key, shard in group.items()}
-        header = {"DCP_VERSION": "1.0", PLACES: json.dumps(places)}
-        write_whole(folder / name, save({key: shard.values for key, shard in group.items()}, header))
+    count = min(FILES, sum(part.nbytes for _, part, _ in stored) // FILE_BYTES + 1, len(stored))
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"shard-{rank + 1:05d}-model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    for number, name in enumerate(names):
+        places = {key: {"saved_offsets": offsets} for key, _, offsets in stored[number::count]}
+        header = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
+        write_whole(folder / name, save({key: part for key, part, _ in stored[number::count]}, header))
     return names
 
 
-def load_shards(folder: Path, wanted: Mapping[str, Shard]) -> None:
-    """Read the values of `wanted` from the files in `folder`, in place. Nothing else is read.
+def load_shards(folder: Path, wanted: Mapping[str, Tensor]) -> None:
+    """Read the values of `wanted`, whole tensors and DTensors, from the files in `folder`, in place. Nothing else is
+    read. The files must have been verified: torch does not notice that one is missing. Raises ValueError."""
+    import torch.distributed.checkpoint as dcp
 
-    Raises OSError, and ValueError if the files do not hold all of it.
-    """
-    require_safetensors(f"{folder}, which holds tensors in parts,")
-    from safetensors import safe_open
+    state: dict[str, Any] = {name: _real(tensor) for name, tensor in wanted.items()}
+    try:
+        with torch.device("cpu"), warnings.catch_warnings(action="ignore"):  # the default may be meta; of no_dist
+            dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    except dcp.CheckpointException as error:  # a BaseException
+        raise ValueError(str(error)) from error
 
-    kept = {name: shard.stored for name, shard in wanted.items()}
-    missing = {name: shard.values.numel() for name, shard in kept.items()}
-    for path in folder.glob("*.safetensors"):
-        with torch.device("cpu"), safe_open(path, framework="pt") as file:  # the default may be meta
-            places = json.loads(file.metadata()[PLACES])
-            for name in kept.keys() & places.keys():
-                part, here, there = file.get_slice(name), kept[name], places[name]["saved_offsets"]
-                ranges = [
-                    (max(ours, theirs), min(ours + length, theirs + saved))
-                    for ours, length, theirs, saved in zip(
-                        here.offsets, here.values.shape, there, part.get_shape(), strict=True
-                    )
-                ]
-                if all(begin < end for begin, end in ranges):
-                    source = tuple(slice(b - at, e - at) for (b, e), at in zip(ranges, there, strict=True))
-                    target = tuple(slice(b - at, e - at) for (b, e), at in zip(ranges, here.offsets, strict=True))
-                    here.values[target] = part[source].to(here.values.device)
-                    missing[name] -= here.values[target].numel()
-    for name, numbers in missing.items():
-        if numbers:
-            raise ValueError(f"{numbers} of {wanted[name].values.numel()} numbers of {name} are not there")
+
+def _real(tensor: Tensor) -> Tensor:
+    """A view of complex numbers as pairs of real ones, which is how the files hold them."""
+    if not tensor.is_complex():
+        return tensor
+    if not isinstance(tensor, DTensor):
+        return torch.view_as_real(tensor)
+    strides = (*(2 * stride for stride in tensor.stride()), 1)
+    layout = tensor.device_mesh, tensor.placements
+    shape = torch.Size((*tensor.shape, 2))
+    return DTensor.from_local(torch.view_as_real(tensor.to_local()), *layout, shape=shape, stride=strides)

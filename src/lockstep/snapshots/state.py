@@ -10,34 +10,29 @@ import io
 import logging
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 
 from lockstep.compat import shape_and_offsets_of_part
 from lockstep.errors import ConfigError
-from lockstep.text import first_line
 from lockstep.training.run import Run
 
 if TYPE_CHECKING:
-    from lockstep.snapshots.sharded import Shard
+    from lockstep.snapshots.sharded import Shards
 
 log = logging.getLogger(__name__)
 
 SECTIONS = ("model", "optimizer", "ema")  # of state.pt: {name of a parameter or buffer: nested tensors}
-# How a step is computed, not what it computes. These follow the device and the strategy of each run.
-IMPLEMENTATION_FLAGS = ("fused", "foreach", "capturable", "differentiable")
 
 # Taken.
 
 
-def collect(run: Run, totals: Tensor) -> tuple[dict[str, Any] | None, dict[str, "Shard"]]:
+def collect(run: Run, totals: Tensor) -> tuple[dict[str, Any] | None, "Shards"]:
     """(what this rank writes by torch.save, its parts of tensors that are cut). A collective.
 
     Rank 0 writes all that is not cut, and another rank the layers that rank 0 has not, None if there are none. All are
@@ -49,16 +44,11 @@ def collect(run: Run, totals: Tensor) -> tuple[dict[str, Any] | None, dict[str, 
     beside = optimizer | {"state": {key: each for key, each in state.items() if key not in names}, "param_groups": None}
     groups, built = ([_of_group(each) for each in of] for of in (run.optimizer.param_groups, run.hyperparameters))
     schedule, progress = run.schedule.state_dict(), asdict(run.progress)
-    require_loadable("the model's get_extra_state", weights)
-    require_loadable(type(run.optimizer).__name__, optimizer | {"param_groups": [groups, built]})
-    require_loadable(type(run.step).__name__, step)
-    require_loadable("the schedule", [schedule, progress])
-    buffers = [name for name, _ in run.model.named_buffers(remove_duplicate=False) if name in weights]
+    require_loadable([weights, state, beside, groups, built, step, schedule, progress])
     sections: dict[str, Any] = {
         "model": weights,
         "optimizer": {names[index]: values for index, values in state.items() if index in names},
         "ema": {} if run.average is None else run.average.state_dict(),
-        "buffers": dict.fromkeys(buffers),
     }
     sections = map_tensors(partial(_without_parts, shards), sections)
     known = run.world.broadcast_json({section: list(named) for section, named in sections.items()})
@@ -99,7 +89,7 @@ def _of_group(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "param_names") and not callable(v)}
 
 
-def _without_parts(shards: dict[str, Any], place: str, tensor: Any) -> Tensor:
+def _without_parts(shards: "Shards", place: str, tensor: Any) -> Tensor:
     """`tensor`, or, if it is cut, one without numbers that stands for it. `shards` gets this rank's part of that, if it
     is the first that has it. A collective."""
     if not hasattr(tensor, "to_local"):  # without the import of DTensor, which takes long
@@ -109,16 +99,12 @@ def _without_parts(shards: dict[str, Any], place: str, tensor: Any) -> Tensor:
         whole = tensor.full_tensor()
         return whole
     mesh = tensor.device_mesh
-    copies = [
-        at for at, placement in zip(mesh.get_coordinate(), tensor.placements, strict=True) if placement.is_replicate()
-    ]
+    of_copies = zip(mesh.get_coordinate(), tensor.placements, strict=True)
+    is_first = 0 in mesh.mesh and not any(at for at, placement in of_copies if placement.is_replicate())
     part = tensor.to_local().detach()
-    if part.numel() and 0 in mesh.mesh and not any(copies):
-        from lockstep.snapshots.sharded import Shard
-
+    if part.numel() and is_first:
         _, offsets = shape_and_offsets_of_part(tensor)
-        part = part.to("cpu", copy=True, memory_format=torch.contiguous_format)
-        shards[place] = Shard(part, offsets)
+        shards[place] = part.to("cpu", copy=True, memory_format=torch.contiguous_format), offsets
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
@@ -133,7 +119,7 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value, tensors)
 
 
-def require_loadable(owner: str, value: Any) -> None:
+def require_loadable(value: Any) -> None:
     """Raise ConfigError for what a file of tensors and plain values does not give back."""
     file = io.BytesIO()
     try:
@@ -141,11 +127,8 @@ def require_loadable(owner: str, value: Any) -> None:
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except Exception as error:  # of any type
         found = re.search(r"GLOBAL (\S+)", str(error))
-        raise ConfigError(
-            f"{owner} keeps {found[1] if found else first_line(error)}, and a snapshot holds tensors, numbers, texts "
-            "and bytes, and lists, tuples, sets and dicts of them; give list(x) of a collection there, "
-            "torch.from_numpy(x) of an array, x.item() of a number, x.getstate() of random numbers"
-        ) from None
+        what = f"the state of the model, the optimizer, the schedule or the step has {found[1] if found else error}"
+        raise ConfigError(f"{what}; keep tensors, numbers, texts, lists, tuples, sets and dicts there") from None
 
 
 # Brought back.
@@ -192,26 +175,9 @@ def restore_weights(run: Run, saved: dict[str, Any], path: Path) -> None:
     own = run.model.state_dict()
     elsewhere = set().union(*run.world.all_gather_json(list(own))) - own.keys()  # the layers of other ranks
     named = {name: value for name, value in saved["model"].items() if name not in elsewhere}
-    weights = as_held("model", named, own, path)
-    give_buffers(run.model, weights, saved["buffers"])
-    run.model.load_state_dict(weights)
+    run.model.load_state_dict(as_held("model", named, own, path))
     if run.average is not None:
         run.average.load_state_dict(_like_weights(run, "ema", saved, path))
-
-
-def give_buffers(model: nn.Module, weights: Mapping[str, Any], names: Mapping[str, None]) -> None:
-    """Give `model` the buffers `names` of a snapshot's `weights` that it lacks, or that have another shape there.
-
-    Some modules make or enlarge a buffer in their forward pass, so a new model has not the form of a trained one.
-    """
-    own = dict(model.named_buffers(remove_duplicate=False))
-    for name in names.keys() & weights.keys():
-        if name in own and (is_lazy(own[name]) or own[name].shape == weights[name].shape):
-            continue
-        owner, _, last = name.rpartition(".")
-        with suppress(AttributeError, KeyError):  # the model has another form, which load_state_dict explains
-            device = next(model.parameters()).device
-            model.get_submodule(owner).register_buffer(last, torch.empty_like(weights[name], device=device))
 
 
 def trained_weights(saved: dict[str, Any], path: Path, averaged: bool) -> dict[str, Any]:
@@ -224,35 +190,33 @@ def trained_weights(saved: dict[str, Any], path: Path, averaged: bool) -> dict[s
 def as_held(section: str, named: Mapping[str, Any], like: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """`named` of a section of the snapshot `path`, {name: nested tensors}, as this rank holds those of the same name in
     `like`: of a tensor that has the shape of one that is cut, a part. Only parts are read from shards. Whole tensors of
-    state.pt stay in the file: copy them.
-
-    Raises OSError and ValueError for shards that cannot be read.
+    state.pt stay in the file: copy them. Raises ValueError for shards that cannot be read.
     """
-    wanted = dict[str, tuple[Tensor, tuple[int, ...]]]()
+    wanted = dict[str, Tensor]()
 
-    def held(other: Any, place: str, value: Tensor) -> Tensor:
-        cut = other if hasattr(other, "to_local") and other.shape == value.shape else None
-        shape, offsets = (value.shape, (0,) * value.dim()) if cut is None else shape_and_offsets_of_part(cut)
+    def held(other: Any, place: str, value: Tensor) -> Any:
+        is_cut = hasattr(other, "to_local") and other.shape == value.shape
+        if not is_cut and not value.is_meta:
+            return value
+        result: Any = torch.empty_like(other, dtype=value.dtype) if is_cut else torch.empty_like(value, device="cpu")
         if value.is_meta:
-            local = torch.empty(shape, dtype=value.dtype, device="cpu" if cut is None else cut.device)
-            wanted[place] = local, tuple(offsets)
+            wanted[place] = result
         else:
-            local = value if cut is None else value[tuple(slice(b, b + n) for b, n in zip(offsets, shape, strict=True))]
-        if cut is None:
-            return local
-        from torch.distributed.tensor import DTensor
+            shape, offsets = shape_and_offsets_of_part(other)
+            window = tuple(slice(begin, begin + length) for begin, length in zip(offsets, shape, strict=True))
+            result.to_local().copy_(value[window])
+        return result
 
-        layout = {"run_check": False, "shape": cut.shape, "stride": cut.stride()}
-        return DTensor.from_local(local.to(cut.device), cut.device_mesh, cut.placements, **layout)
+    with torch.no_grad():
+        whole = {
+            name: map_tensors(partial(held, like.get(name)), value, f"{section}/{name}")
+            for name, value in named.items()
+        }
+        if wanted:
+            from lockstep.snapshots.sharded import load_shards
 
-    result = {
-        name: map_tensors(partial(held, like.get(name)), value, f"{section}/{name}") for name, value in named.items()
-    }
-    if wanted:
-        from lockstep.snapshots.sharded import Shard, load_shards
-
-        load_shards(path, {place: Shard(*part) for place, part in wanted.items()})
-    return result
+            load_shards(path, wanted)
+    return whole
 
 
 def _restore_optimizer(run: Run, saved: dict[str, Any], own: dict[str, Any], path: Path) -> None:
@@ -263,11 +227,11 @@ def _restore_optimizer(run: Run, saved: dict[str, Any], own: dict[str, Any], pat
     if len(groups) == len(own["groups"]):
         of_each = zip(groups, own["groups"], own["groups_as_built"], run.hyperparameters, strict=True)
         for group, before, then, now in of_each:
-            for key in before.keys() - set(IMPLEMENTATION_FLAGS):
-                like, value = group.get(key), before[key]
-                if _comparable(then.get(key)) != _comparable(now.get(key)):
+            for key, value in before.items():
+                if key == "capturable" or then.get(key) != now.get(key):  # which the step decides
                     continue
                 value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+                like = group.get(key)
                 group[key] = torch.full_like(like, value) if isinstance(like, Tensor) else value
     beside = own["optimizer_beside"]
     run.optimizer.load_state_dict(beside | {"state": by_index | beside["state"], "param_groups": groups})
@@ -276,12 +240,7 @@ def _restore_optimizer(run: Run, saved: dict[str, Any], own: dict[str, Any], pat
         held = run.optimizer.state[parameters[index]]
         for key, value in values.items():
             if isinstance(value, Tensor) and key != "step" and held[key].dtype != value.dtype:
-                held[key] = value.to(held[key].device)
-
-
-def _comparable(value: Any) -> Any:
-    """A list equals a tuple: YAML knows only lists. A tensor equals its numbers."""
-    return list(value) if isinstance(value, tuple) else value.tolist() if isinstance(value, Tensor) else value
+                held[key] = value
 
 
 @torch.no_grad()
@@ -299,7 +258,7 @@ def _like_weights(run: Run, section: str, saved: dict[str, Any], path: Path) -> 
     def copied_like(weight: Tensor, before: torch.dtype, place: str, tensor: Tensor) -> Tensor:
         # The optimizer chooses the type of "step". The momentum of sparse gradients has another layout.
         if place.endswith("/step") or tensor.shape != weight.shape or tensor.layout != weight.layout:
-            return tensor.clone()
+            return tensor.clone() if place.endswith("/step") else tensor.to(weight.device, copy=True)
         return torch.empty_like(weight, dtype=weight.dtype if tensor.dtype == before else tensor.dtype).copy_(tensor)
 
     return {

@@ -50,10 +50,6 @@ class JobSpec:
 REFUSABLE: dict[str, tuple[Callable[[JobSpec], bool], str]] = {
     "a gradient_sync of DDP": (lambda job: job.gradient_sync.needs_hooks, "gradient_sync=auto, or strategy=ddp"),
     "a step of your own": (lambda job: job.has_own_step, "step=default, or strategy=ddp"),
-    "backend=gloo beside a GPU": (
-        lambda job: job.device_type == "cpu" and torch.cuda.device_count() > 0,
-        "backend=nccl, or gradient_sync=auto",
-    ),
     "several ranks": (lambda job: job.world_size > 1, "strategy=ddp, or launch=env"),
     "snapshot.every=<n>steps": (
         lambda job: "step" in job.config.snapshot.every,

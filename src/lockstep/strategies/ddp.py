@@ -2,13 +2,11 @@
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.schema import Positive
-from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, Strategy, refuse
 from lockstep.strategies.messages import broadcast
 
@@ -24,8 +22,6 @@ class DDP(Strategy):
     Buffers are not broadcast before every forward pass, because batch norm does not read them in training;
     `sync_buffers` does it before an evaluation.
 
-    gradient_as_bucket_view: gradients lie in the buffers that are sent.
-    static_graph: every step uses the same parameters.
     bucket_cap_mb: megabytes of gradients that are sent at once.
     find_unused_parameters: some parameters get no gradient in some steps.
     """
@@ -33,26 +29,12 @@ class DDP(Strategy):
     name = "ddp"
     refused = ()
 
-    def __init__(
-        self,
-        gradient_as_bucket_view: bool,
-        static_graph: bool,
-        bucket_cap_mb: Positive,
-        find_unused_parameters: bool,
-    ) -> None:
-        self.options: dict[str, Any] = {
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "static_graph": static_graph,
-            "bucket_cap_mb": bucket_cap_mb,
-            "find_unused_parameters": find_unused_parameters,
-        }
+    def __init__(self, bucket_cap_mb: Positive, find_unused_parameters: bool) -> None:
+        self.bucket_cap_mb, self.find_unused_parameters = bucket_cap_mb, find_unused_parameters
 
     def validate(self, job: JobSpec) -> None:
         super().validate(job)
         refuse(f"gradient_sync={job.gradient_sync.name}", job.gradient_sync.refused, job)
-        if self.options["static_graph"] and job.config.trainer.gradient_accumulation_steps > 1 and job.world_size > 1:
-            what = "strategy.static_graph=true needs gradients averaged in every backward pass"
-            raise ConfigError(f"{what}; type strategy.static_graph=false, or trainer.gradient_accumulation_steps=1")
 
     def spread(self) -> None:
         world, parameters = self.world, list(self.model.parameters())
@@ -66,10 +48,13 @@ class DDP(Strategy):
             self.module,
             device_ids=[world.device.index] if on_one_gpu else None,
             init_sync=False,
-            **(self.options | {BUFFERS_IN_FORWARD: False}),
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=self.bucket_cap_mb,
+            find_unused_parameters=self.find_unused_parameters,
+            **{BUFFERS_IN_FORWARD: False},  # type: ignore[arg-type]
         )
         self.gradient_divisor = world.size
-        self.waits_for_gradients = not (self.options["find_unused_parameters"] or self.options["static_graph"])
+        self.waits_for_gradients = not self.find_unused_parameters
         self.gradient_sync.attach(self.wrapper, world)
 
     def accumulating(self) -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.compat import plain_functions
-from lockstep.config.schema import Count, NotNegative, Positive
+from lockstep.config.schema import Count
 from lockstep.distributed.shared_memory import SharedMemorySum, SumInPlace
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
@@ -112,26 +112,16 @@ class PowerSGD(GradientSync):
 
     rank: rank of the matrices that approximate the gradients.
     start_step: steps of plain all-reduce at first.
-    min_compression: a matrix that would shrink by less than this factor is sent whole.
-    epsilon: added to the norms when matrices are orthogonalised, for columns of zeros.
     """
 
     name = "powersgd"
     is_exact = False
     replicas_bitwise_equal = False  # on some CPUs a few weights differ between ranks in their last bit
     needs_hooks = True
-    # It adds the error of each step to the next, a NaN too; over gloo torch's hook waits for an idle GPU.
-    refused = ("watch.nan=skip", "backend=gloo beside a GPU")
+    refused = ("watch.nan=skip",)  # it adds the error of each step to the next, a NaN too
 
-    def __init__(
-        self, rank: Count, start_step: Annotated[int, Ge(2)], min_compression: Positive, epsilon: NotNegative
-    ) -> None:
-        self.state_options: dict[str, Any] = {
-            "matrix_approximation_rank": rank,
-            "start_powerSGD_iter": start_step,
-            "min_compression_rate": min_compression,
-            "orthogonalization_epsilon": epsilon,
-        }
+    def __init__(self, rank: Count, start_step: Annotated[int, Ge(2)]) -> None:
+        self.rank, self.start_step = rank, start_step
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -144,7 +134,9 @@ class PowerSGD(GradientSync):
             future.wait()
             return future
 
-        module.register_comm_hook(PowerSGDState(None, **self.state_options), one_bucket_at_a_time)
+        # epsilon: for columns of zeros
+        state = PowerSGDState(None, self.rank, self.start_step, orthogonalization_epsilon=1e-8)
+        module.register_comm_hook(state, one_bucket_at_a_time)
 
 
 def mean_hook(world: World, sum_in_place: SumInPlace) -> Callable[[Any, GradBucket], Future]:

@@ -6,10 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# What all backends can send, unlike float8, int16 and unsigned types.
-TYPES_SENT = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
-TYPES_SENT |= {torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool}
-
 
 def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """The bytes of all `tensors`, one tensor behind the other: (n,) uint8. Sparse ones as dense."""

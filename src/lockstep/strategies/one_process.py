@@ -1,23 +1,21 @@
 """One process, several devices: a model spread over them (model_parallel), or a copy on each (data_parallel)."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep import compat
 from lockstep.config.schema import Count, Positive
 from lockstep.data.partition import cut
 from lockstep.data.source import count_samples, map_tensors
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError
 from lockstep.strategies.base import Strategy, layer_groups
 from lockstep.strategies.ddp import DDP
 
 log = logging.getLogger(__name__)
-tree_map = compat.tree_map()
 
 
 class ModelParallel(DDP):
@@ -41,31 +39,20 @@ class ModelParallel(DDP):
         for group, device in zip(layer_groups(self.model, self.devices), mine, strict=True):
             for child in group.values():
                 child.to(device)
-                child.register_forward_pre_hook(inputs_moved_to(device), with_kwargs=True)
-        self.model.register_forward_hook(lambda module, inputs, outputs: map_tensors(lambda t: t.to(mine[0]), outputs))
+                child.register_forward_pre_hook(partial(move, device), with_kwargs=True)
+        self.model.register_forward_hook(lambda module, inputs, outputs: move(mine[0], module, outputs)[0])
         super().spread()
 
 
-def inputs_moved_to(device: torch.device) -> Callable[..., Any]:
-    """A forward pre-hook that moves a layer's inputs: tensors, and objects such as a PackedSequence."""
-
-    def can_move(value: Any) -> bool:
-        return hasattr(value, "to")
-
-    def move(module: nn.Module, *arguments: Any) -> Any:
-        return tree_map(lambda v: v.to(device) if can_move(v) else v, arguments, is_leaf=can_move)
-
-    return move
+def move(device: torch.device, module: nn.Module, *tensors: Any) -> Any:
+    """A hook that moves what a layer takes or returns."""
+    return map_tensors(lambda tensor: tensor.to(device), tensors)
 
 
 def rank_devices(world: World, count: int) -> list[torch.device]:
     """The `count` devices of this rank. On GPUs the first is `world.device`, and no two ranks share one."""
     if world.device.type != "cuda":
         return [world.device] * count
-    gpus, needed = torch.cuda.device_count(), world.local_size * count
-    if needed > gpus:
-        what = f"strategy=model_parallel needs {needed} GPUs for {world.local_size} ranks, and this machine has {gpus}"
-        raise ConfigError(f"{what}; type strategy.devices={max(1, gpus // world.local_size)}, or backend=gloo")
     return [torch.device("cuda", world.local_rank + number * world.local_size) for number in range(count)]
 
 

@@ -31,7 +31,6 @@ from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, Loss, Outputs, Strategy, clip_parts, local_part
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-STYLES = ("colwise", "rowwise", "gathered")
 REFUSED_WITH_PLAN = ("sync_bn=on", "trainer.precision=fp16", "trainer.compile")
 
 
@@ -68,18 +67,13 @@ class Sharded(Strategy):
         self.plan = [(str(pattern), style) for entry in parallelize_plan for pattern, style in entry.items()]
         self.name = "tensor_parallel" if self.plan else "fsdp"
         self.refused = (*Strategy.refused, *(REFUSED_WITH_PLAN if self.plan else ()))
-        for pattern, style in self.plan:
-            if style not in STYLES and not isinstance(style, ParallelStyle):
-                what = f"strategy.parallelize_plan: {style} is none of the styles {', '.join(STYLES)}"
-                raise ConfigError(f"{what}; type strategy.parallelize_plan=[{{{pattern}:colwise}}]")
 
     def validate(self, job: JobSpec) -> None:
         super().validate(job)
         groups = self.replicate * (self.shard if self.plan else 1)
         if job.world_size % groups or job.world_size == groups > 1:
             what = f"strategy={self.name} cannot make {groups} groups of two or more of {job.world_size} ranks"
-            one = "strategy.replicate=1 strategy.shard=1" if self.shard > 1 else "strategy.replicate=1"
-            raise ConfigError(f"{what}; type {one}, or strategy=ddp")
+            raise ConfigError(f"{what}; type strategy.replicate=1 and strategy.shard=1, or strategy=ddp")
 
     def sizes(self, world_size: int) -> tuple[int, int, int]:
         """(copies of the model, parts that fsdp makes of one, ranks that share a layer). Their product is all ranks."""
@@ -196,13 +190,10 @@ class Sharded(Strategy):
     @torch.no_grad()
     def _average_whole_weights(self) -> None:
         """The gradients of weights that no layer of the plan has, over the ranks that share layers: see `CutRegion`."""
-        gradients = [local_part(parameter.grad) for parameter in self.whole if parameter.grad is not None]
-        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-            some = [gradient for gradient in gradients if gradient.dtype == dtype]
-            vector = torch.cat([gradient.reshape(-1) for gradient in some])
-            dist.all_reduce(vector, group=self.shares_layers)
-            for gradient, values in zip(some, vector.split([one.numel() for one in some]), strict=True):
-                gradient.copy_(values.view(gradient.shape) / self.tensor)
+        for gradient in [local_part(parameter.grad) for parameter in self.whole if parameter.grad is not None]:
+            total = gradient.contiguous()
+            dist.all_reduce(total, group=self.shares_layers)
+            gradient.copy_(total / self.tensor)
 
     def evaluate(self, part: LoadedPart, count: Callable[[Any, Any], None]) -> None:
         super().evaluate(part, count)
@@ -327,8 +318,10 @@ def layers_of_plan(
 
 
 def _parallel_style(style: str | ParallelStyle, layer: nn.Module) -> ParallelStyle:
-    if isinstance(style, ParallelStyle):
-        return style
-    if style == "rowwise":  # every rank has all token numbers of an embedding
-        return RowwiseParallel(input_layouts=Replicate() if isinstance(layer, nn.Embedding) else Shard(-1))
-    return ColwiseParallel(output_layouts=Replicate() if style == "gathered" else Shard(-1))
+    styles: dict[Any, ParallelStyle] = {
+        "colwise": ColwiseParallel(output_layouts=Shard(-1)),
+        "gathered": ColwiseParallel(output_layouts=Replicate()),
+        # Every rank has all token numbers of an embedding.
+        "rowwise": RowwiseParallel(input_layouts=Replicate() if isinstance(layer, nn.Embedding) else Shard(-1)),
+    }
+    return style if isinstance(style, ParallelStyle) else styles[style]
