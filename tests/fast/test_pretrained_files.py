@@ -37,3 +37,11 @@ def test_torchvisions_weights_come_in_with_a_new_head(
     assert torch.equal(net.fc.weight, head)
     assert f"init: {len(expected) - 2} of {len(expected)} tensors" in caplog.text
     assert "init: keep their first values: fc.bias, fc.weight" in caplog.text
+
+
+def test_a_safetensors_file_without_the_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "weights.safetensors"
+    path.touch()
+    monkeypatch.setattr("lockstep.snapshots.files.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^parameters.init=.* needs safetensors; type pip install safetensors$"):
+        load_initial_weights(resnet18(), str(path), [])

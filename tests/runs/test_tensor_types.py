@@ -22,7 +22,7 @@ from lockstep.training.ema import Average
 from lockstep.training.setup import cast
 from support.commands import ema
 from support.configs import composed, with_values
-from support.models import OddTensors, WithExtraState
+from support.models import MadeInForward, OddTensors
 from support.reference import train_reference
 from support.run_folders import newest_snapshot
 from support.small_text import small_gpt
@@ -157,7 +157,7 @@ def test_any_name_of_a_shared_weight_freezes_groups_and_initialises_it(tmp_path:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_average_of_a_shared_weight_is_under_all_its_names(tmp_path: Path, strategy: str) -> None:
-    """In model.pt and in what init= reads of a snapshot."""
+    """In model.pt, in model_best.pt and in what init= reads of a snapshot."""
     words = small_gpt(tmp_path, ema(0.5), f"strategy={strategy}", f"run_dir={tmp_path / 'run'}")
     cfg = composed(*words)
     in_world(2, train_all, [cfg])
@@ -203,21 +203,24 @@ def test_optimizer_state_of_other_types_than_its_weight_is_resumed(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("strategy", "extra"), [("ddp", "set"), ("fsdp", "bytes")])
-def test_extra_state_is_resumed(tmp_path: Path, strategy: str, extra: str) -> None:
-    words = ["model=linear", "model._target_=support.models.WithExtraState", f"+model.extra={extra}", "logger=[]"]
+def test_buffers_that_a_forward_pass_makes_and_extra_state_are_resumed(
+    tmp_path: Path, strategy: str, extra: str
+) -> None:
+    words = ["model=linear", "model._target_=support.models.MadeInForward", f"+model.extra={extra}", "logger=[]"]
     base = composed(*words, f"strategy={strategy}", "trainer.batch_size=500", "trainer.epochs=2")
     whole, parts = (with_values(base, f"run_dir={tmp_path / name}") for name in ("whole", "parts"))
     in_world(2, train_all, [whole, with_values(parts, "trainer.pause_after=1"), parts])
     one, other = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "parts"))
     assert one.pop("_extra_state") == other.pop("_extra_state")
     assert_same(one, other)
-    loaded = lockstep.load(tmp_path / "whole").net.state_dict()
+    assert len(one["bank"]) == 6
+    loaded = lockstep.load(tmp_path / "whole", model=MadeInForward([1, 8, 8], 10, extra)).net.state_dict()
     loaded.pop("_extra_state")
     assert_same(loaded, one)
 
 
 def test_what_no_snapshot_holds_is_refused() -> None:
-    for value in (WithExtraState([4], 2, "array").state_dict(), {"a": [deque()]}, [np.float32(1)], {"a": lambda: 0}):
+    for value in (MadeInForward([4], 2, "array").state_dict(), {"a": [deque()]}, [np.float32(1)], {"a": lambda: 0}):
         with pytest.raises(ConfigError, match=r"^the state of the model.* has .*; keep tensors, numbers"):
             require_loadable(value)
 

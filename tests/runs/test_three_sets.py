@@ -189,6 +189,7 @@ def test_a_final_training_takes_all_data_and_reads_the_test_set_once(train, tmp_
     assert "chosen on" not in final
     assert same_bits(tmp_path / "final", tmp_path / "whole")
     assert [step for step, _ in scalars(tmp_path / "final")["test/loss"]] == [12]
+    assert not (tmp_path / "final" / "model_best.pt").exists()
     test = run_of(tmp_path / "final")["test"]
     assert test["step"] == 12
     assert test["metrics"]["loss"] == pytest.approx(scalars(tmp_path / "whole")["test/loss"][-1][1], rel=1e-6)

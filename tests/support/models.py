@@ -268,16 +268,27 @@ class OddTensors(nn.Module):
         return outputs if self.empty is None else outputs + self.empty.sum()
 
 
-class WithExtraState(nn.Module):
-    """Keeps what it counts in its extra state."""
+class MadeInForward(nn.Module):
+    """Makes a buffer in its first forward pass, enlarges another, and keeps what it counts in its extra state."""
+
+    bank: Tensor
+    cache: Tensor | None
 
     def __init__(self, shape: list[int], classes: int, extra: str = "set") -> None:
         super().__init__()
         self.layer, self.seen, self.extra = nn.Linear(math.prod(shape), classes), 0, extra
+        self.register_buffer("cache", None)
+        self.register_buffer("bank", torch.zeros(0, classes))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.layer(inputs.flatten(1) + self.seen / 100)
-        self.seen += self.training
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.full((inputs[0].numel(),), 0.5))
+        if self.cache is None:
+            self.cache = torch.ones(())
+        outputs: Tensor = self.layer(inputs.flatten(1) * self.mask + self.cache + self.seen / 100)
+        if self.training:
+            self.seen += 1
+            self.bank = torch.cat([self.bank, outputs.detach().mean(0, keepdim=True)])
         return outputs
 
     def get_extra_state(self) -> Any:

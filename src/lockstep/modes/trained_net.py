@@ -16,7 +16,7 @@ from lockstep.data.loader import InputConverter
 from lockstep.data.source import map_tensors
 from lockstep.modes.base import recorded
 from lockstep.snapshots.find import load_first_good, snapshots_to_try
-from lockstep.snapshots.state import trained_weights
+from lockstep.snapshots.state import give_buffers, trained_weights
 from lockstep.strategies.base import autocast, model_dtype
 from lockstep.tasks.base import Task
 from lockstep.tasks.tasks import CrossEntropy
@@ -82,7 +82,9 @@ def load(
     net = net.to(device)
     if memory_format == torch.channels_last:
         net = net.to(memory_format=torch.channels_last)
-    net.load_state_dict(trained_weights(saved, path, averaged=True))
+    weights = trained_weights(saved, path, averaged=True)
+    give_buffers(net, weights, saved["buffers"])
+    net.load_state_dict(weights)
     normalised = config.get("dataset.mean"), config.get("dataset.std")
     converter = InputConverter(model_dtype(precision), memory_format, *normalised).to(device)
     return TrainedNet(

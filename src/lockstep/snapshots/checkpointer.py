@@ -8,7 +8,6 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LAST = "model.pt"  # the weights that a run leaves at its end
+LAST, BEST = "model.pt", "model_best.pt"  # the weights that a run leaves at its end; BEST if the best are others
 
 
 def interval(every: str) -> tuple[int, str]:
@@ -70,7 +69,7 @@ class Checkpointer:
         mirror: on rank 0, gets what is written.
         """
         if any(hasattr(weight, "to_local") for weight in run.model.parameters()):
-            import_module("safetensors")  # it shall be missed before the first step
+            files.require_safetensors("a strategy by which each rank holds a part of the weights")
         self.run, self.world, self.run_dir = run, run.world, Path(run.config.run_dir)
         self.folder, self.identity, self.config = self.run_dir / "snapshots", identity, config
         self.count, self.unit = interval(run.config.snapshot.every)
@@ -273,18 +272,24 @@ class Checkpointer:
 
     def export(self) -> None:
         """Write the model of the last snapshot, with the averaged weights if there are any, as a plain state dict to
-        model.pt. Raises ConfigError on all ranks if it cannot be written.
+        model.pt, and if the best evaluation came before the last step, its weights to model_best.pt.
+
+        Raises ConfigError on all ranks if one cannot be written.
         """
         find.on_rank_zero(self.world, self._export)
 
     def _export(self) -> None:
-        newest = self.newest()
+        newest, progress = self.newest(), self.run.progress
         again = f"and type the command again with {path_word('hydra.run.dir', self.run_dir)}"
-        if newest is None or step_of(newest) != self.run.progress.step:
+        if newest is None or step_of(newest) != progress.step:
             raise ConfigError(f"no {LAST}: the last snapshot could not be written; free some space {again}")
-        weights = trained_weights(load_state(newest), newest, averaged=self.run.average is not None)
+        best = self._best() if progress.best_step not in (None, progress.step) else None
         try:
-            files.write_tensors(self.run_dir / LAST, map_tensors(lambda _, tensor: as_saved(tensor), weights))
+            (self.run_dir / BEST).unlink(missing_ok=True)
+            for name, path in ((BEST, best), (LAST, newest)):
+                if path is not None:
+                    weights = trained_weights(load_state(path), path, averaged=self.run.average is not None)
+                    files.write_tensors(self.run_dir / name, map_tensors(lambda _, tensor: as_saved(tensor), weights))
         except OSError as error:
             raise ConfigError(f"no {LAST}: {error}; free some space {again}") from None
 

@@ -14,6 +14,7 @@ import re
 import shutil
 import zipfile
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,12 @@ def load_state(path: Path) -> dict[str, Any]:
             for section, named in load_tensors(path / name).items():
                 saved[section] |= named
     return saved
+
+
+def require_safetensors(what: str) -> None:
+    """Raise ConfigError, which says that `what` needs the package, if it is not installed."""
+    if find_spec("safetensors") is None:
+        raise ConfigError(f"{what} needs safetensors; type pip install safetensors")
 
 
 def prune(folder: Path, keep_last: int) -> None:

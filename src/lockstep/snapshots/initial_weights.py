@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import all_names, matching_parameters, require_matches
-from lockstep.snapshots.files import load_tensors
+from lockstep.snapshots.files import load_tensors, require_safetensors
 from lockstep.snapshots.find import load_first_good, named_snapshots
 from lockstep.snapshots.state import trained_weights
 
@@ -83,6 +83,7 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
     """{name: tensor} of a file or a snapshot, without the names of wrappers."""
     contents: Any
     if path.suffix == ".safetensors":
+        require_safetensors(f"parameters.init={path}")
         from safetensors.torch import load_file
 
         contents = load_file(path)

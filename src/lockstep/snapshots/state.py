@@ -10,13 +10,15 @@ import io
 import logging
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lockstep.compat import shape_and_offsets_of_part
 from lockstep.errors import ConfigError
@@ -45,10 +47,12 @@ def collect(run: Run, totals: Tensor) -> tuple[dict[str, Any] | None, "Shards"]:
     groups, built = ([_of_group(each) for each in of] for of in (run.optimizer.param_groups, run.hyperparameters))
     schedule, progress = run.schedule.state_dict(), asdict(run.progress)
     require_loadable([weights, state, beside, groups, built, step, schedule, progress])
+    buffers = [name for name, _ in run.model.named_buffers(remove_duplicate=False) if name in weights]
     sections: dict[str, Any] = {
         "model": weights,
         "optimizer": {names[index]: values for index, values in state.items() if index in names},
         "ema": {} if run.average is None else run.average.state_dict(),
+        "buffers": dict.fromkeys(buffers),
     }
     sections = map_tensors(partial(_without_parts, shards), sections)
     known = run.world.broadcast_json({section: list(named) for section, named in sections.items()})
@@ -175,9 +179,26 @@ def restore_weights(run: Run, saved: dict[str, Any], path: Path) -> None:
     own = run.model.state_dict()
     elsewhere = set().union(*run.world.all_gather_json(list(own))) - own.keys()  # the layers of other ranks
     named = {name: value for name, value in saved["model"].items() if name not in elsewhere}
-    run.model.load_state_dict(as_held("model", named, own, path))
+    weights = as_held("model", named, own, path)
+    give_buffers(run.model, weights, saved["buffers"])
+    run.model.load_state_dict(weights)
     if run.average is not None:
         run.average.load_state_dict(_like_weights(run, "ema", saved, path))
+
+
+def give_buffers(model: nn.Module, weights: Mapping[str, Any], names: Mapping[str, None]) -> None:
+    """Give `model` the buffers `names` of a snapshot's `weights` that it lacks, or that have another shape there.
+
+    Some modules make or enlarge a buffer in their forward pass, so a new model has not the form of a trained one.
+    """
+    own = dict(model.named_buffers(remove_duplicate=False))
+    for name in names.keys() & weights.keys():
+        if name in own and (is_lazy(own[name]) or own[name].shape == weights[name].shape):
+            continue
+        owner, _, last = name.rpartition(".")
+        with suppress(AttributeError, KeyError):  # the model has another form, which load_state_dict explains
+            device = next(model.parameters()).device
+            model.get_submodule(owner).register_buffer(last, torch.empty_like(weights[name], device=device))
 
 
 def trained_weights(saved: dict[str, Any], path: Path, averaged: bool) -> dict[str, Any]:
