@@ -6,7 +6,7 @@ Each function with random numbers has a seed block of its own, so that none of t
 import os
 import platform
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -296,14 +296,14 @@ def evaluations(run: Run, loggers: Loggers) -> Evaluations:
     return Evaluations(each, None if config.evaluation.test == "never" else test)
 
 
-def loggers(run: Run, restore: Callable[[], None]) -> Loggers:
-    """The loggers on rank 0, none on other ranks. restore: see Loggers."""
+def loggers(run: Run) -> Loggers:
+    """The loggers on rank 0, none on other ranks."""
     if not run.world.is_rank_zero:
         return Loggers([])
     members = [instantiate_as(Logger, node, f"logger.{name}") for name, node in run.config.logger.items()]
     name = run.objective or f"test/{run.task.monitor}"
     direction = run.direction if run.objective else run.task.mode(name)
-    return Loggers([RunRecord(Path(run.config.run_dir), (name, direction)), *members], restore)
+    return Loggers([RunRecord(Path(run.config.run_dir), (name, direction)), *members])
 
 
 def run_info(record: ConfigRecord, snapshots: Checkpointer) -> RunInfo:

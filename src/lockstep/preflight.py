@@ -156,7 +156,7 @@ def check_mode(config: RunConfig, mode: Mode, job: "JobSpec") -> None:
 
 def job_spec(config: RunConfig, launcher: Launcher) -> "JobSpec":
     """What the config asks for. Raises ConfigError if this machine lacks the backend."""
-    from lockstep.distributed.backend import uses_mps, validate_backend
+    from lockstep.distributed.backend import choose_backend, uses_mps
     from lockstep.snapshots.checkpointer import interval
     from lockstep.strategies.base import JobSpec
     from lockstep.training.step import Step
@@ -165,9 +165,7 @@ def job_spec(config: RunConfig, launcher: Launcher) -> "JobSpec":
     started_by = "fork" if launcher.starts_processes else read_rank_info().started_by
     backend: str = config.backend.name
     if not launcher.runs_elsewhere:  # another machine may have the GPUs that this one lacks
-        backend = validate_backend(
-            backend, RankInfo(0, world_size, 0, ranks_here, started_by), config.backend.socket_ifname
-        )
+        backend = choose_backend(backend, RankInfo(0, world_size, 0, ranks_here, started_by))
     trainer = config.trainer
     return JobSpec(
         world_size=world_size,

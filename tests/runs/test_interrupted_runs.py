@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.loggers.csv_logger import read_rows
 from support.commands import (
     PYTHON_TRAIN,
     ROOT,
@@ -20,7 +19,6 @@ from support.commands import (
     ranks_under,
     wait_for,
 )
-from support.event_files import scalars
 from support.ports import free_port
 from support.run_folders import SLOW, has_logged, position, read_log, stopped_at
 
@@ -152,35 +150,6 @@ def test_ctrl_c_stops_a_run_with_loader_workers_at_a_saved_step(start, tmp_path)
     os.killpg(run.process.pid, signal.SIGINT)
     run.finish(75)
     assert stopped_at(tmp_path / "run") == position(tmp_path / "run")[0]
-
-
-@pytest.mark.parametrize("launch", ["env", "fork"])
-def test_a_run_folder_that_is_deleted_is_made_again_with_one_warning(start, train, tmp_path, launch):
-    options = ["snapshot.every=50epochs", "evaluation.every=50", "trainer.epochs=1000"]
-    options += ["logger=[tensorboard,csv,console]"]
-    run = start(*LONG, *options, f"launch={launch}")
-    wait_for(lambda: has_logged(tmp_path / "run", "epoch 1/"), "training")
-    wait_for(lambda: list((tmp_path / "run").glob("events*")), "TensorBoard's file")
-    (tmp_path / "run").rename(tmp_path / "moved")
-    wait_for(lambda: (tmp_path / "run/.lock").exists(), "new folder")
-    second = train("hydra.run.dir=run", code=2)
-    assert "another run holds" in second.sentence
-    wait_for(lambda: "train/running_loss" in scalars(tmp_path / "run"), "curves in the new folder")
-    run.process.terminate()
-    run.finish(75)
-    warnings = [line for line in run.output.splitlines() if "cannot write" in line or "was deleted" in line]
-    sentence = f"the run folder {tmp_path}/run was deleted or moved away. It is made again, without what it held"
-    # A logger may write in the moment between the move and the next look at the folder.
-    lost = ("events.out", "metrics.", "run.json")
-    others = [line for line in warnings if not any(name in line for name in lost)]
-    assert others == [f"{sentence}; training goes on"]
-    assert "Traceback" not in run.output
-    last = stopped_at(tmp_path / "run")
-    assert last == position(tmp_path / "run")[0]
-    assert 0 <= last - scalars(tmp_path / "run")["train/running_loss"][-1][0] < 10  # logging.every
-    table = read_rows(tmp_path / "run" / "metrics.csv")
-    assert (tmp_path / "run" / "metrics.csv").read_text().startswith("step,tag,value\n")
-    assert 0 <= last - table[-1][0] < 10
 
 
 def test_a_log_file_that_cannot_be_opened_again_does_not_end_the_run(start, tmp_path):

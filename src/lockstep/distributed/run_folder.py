@@ -77,13 +77,7 @@ def require_same_run(record: ConfigRecord, run_dir: str, elsewhere: str | None =
 def unwritable(folder: str | Path, error: OSError, key: str = "hydra.run.dir") -> str:
     """The sentence for a run folder that cannot be written to. key: the option that names another folder."""
     reason = os.strerror(error.errno) if error.errno else str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        advice = f"free some space there, or type {key}=<a folder on another disk>"
-    elif error.errno == errno.EROFS:
-        advice = f"type {key}=<a folder on a disk that is not mounted read-only>"
-    else:
-        advice = f"type {key}=<a folder you can write to>"
-    return f"the run folder {folder} cannot be written ({reason}); {advice}"
+    return f"the run folder {folder} cannot be written ({reason}); type {key}=<a folder you can write to, with room>"
 
 
 def go_on_words(folder: str | Path) -> str:
@@ -126,9 +120,7 @@ class HeldFolder:
             problem = f"{held}; wait for its end, or type {self.key}=<another folder>"
         except OSError as error:
             if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # Lustre without flock, some NFS
-                log.warning(
-                    "%s cannot be locked (%s): nothing keeps another run out of it", self.folder, error.strerror
-                )
+                log.warning("%s cannot be locked (%s): other runs are not kept out", self.folder, error.strerror)
                 return None
             problem = unwritable(self.folder, error, self.key)
         self.release()
@@ -140,35 +132,9 @@ class HeldFolder:
                 self.file.close()
             self.file = None
 
-    def restore(self) -> None:
-        """Make the folder again, and lock it, if it was deleted or moved away. Only for the rank that holds the lock.
-
-        Raises CannotStartNow if it cannot be made, or if another run holds a new one by now.
-        """
-        if self.file is None or self._is_there(self.file):
-            return
-        self.release()
-        problem = self.lock()
-        if problem is not None:
-            raise CannotStartNow(f"the run folder was deleted, and nothing can be saved any more: {problem}")
-        with suppress(OSError):  # then the log lines are lost, and the training is not
-            (self.folder / "logs").mkdir(exist_ok=True)
-        log.warning(
-            "the run folder %s was deleted or moved away. It is made again, without what it held; training goes on",
-            self.folder,
-        )
-
-    def _is_there(self, file: IO[str]) -> bool:
-        try:
-            return os.path.samestat(os.stat(self.folder / ".lock"), os.fstat(file.fileno()))
-        except FileNotFoundError:
-            return False
-        except OSError:  # a network file system that does not answer now
-            return True
-
 
 @contextmanager
-def hold_run_folder(folder: str | Path, world: "World") -> Iterator[HeldFolder]:
+def hold_run_folder(folder: str | Path, world: "World") -> Iterator[None]:
     """Rank 0 holds a lock on `folder` while the block runs. Every rank calls this.
 
     Raises CannotStartNow on every rank if another run holds the folder, or if it cannot be written to.
@@ -179,6 +145,6 @@ def hold_run_folder(folder: str | Path, world: "World") -> Iterator[HeldFolder]:
         problem = world.broadcast_json(problem)
         if problem is not None:
             raise CannotStartNow(problem)
-        yield held
+        yield
     finally:
         held.release()

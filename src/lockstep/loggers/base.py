@@ -114,9 +114,9 @@ Figures = Callable[[], Mapping[str, Tensor]]
 class Loggers(Logger):
     """Hands every call to each logger. The first exception of one is a warning; one that cannot start is left out."""
 
-    def __init__(self, members: Sequence[Any], restore: Callable[[], None] = lambda: None) -> None:
-        """members: loggers, and the RunRecord, which has their methods. restore: makes a deleted run folder again."""
-        self.members, self.restore = list(members), restore
+    def __init__(self, members: Sequence[Any]) -> None:
+        """members: loggers, and the RunRecord, which has their methods."""
+        self.members = list(members)
         self.info: RunInfo | None = None
         self.warned = set[int]()  # ids of those that have failed
         self.waiting = dict[str, tuple[Figures, int]]()  # {split: (draws its images, step)}
@@ -139,11 +139,9 @@ class Loggers(Logger):
         self.members = [member for member in self.members if self._call(member, "start", info)]
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        self.restore()
         self._each("log", metrics, step)
 
     def epoch(self, summary: EpochSummary) -> None:
-        self.restore()
         self._each("epoch", summary)
 
     def image(self, tag: str, image: Tensor, step: int) -> None:

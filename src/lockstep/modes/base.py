@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from lockstep.config.record import ConfigRecord
     from lockstep.config.schema import RunConfig
     from lockstep.data.loader import Loader
-    from lockstep.distributed.run_folder import HeldFolder
     from lockstep.distributed.world import World
     from lockstep.preflight import Parts
     from lockstep.strategies.base import JobSpec
@@ -149,7 +148,7 @@ class Mode:
         from lockstep import build
         from lockstep.snapshots.find import restore_trained, snapshots_to_try
 
-        with join(config, record, parts, holds=False) as (world, _):
+        with join(config, record, parts, holds=False) as world:
             run = build.build_run(config, world, parts)
             record = record.completed(run.config)
             paths = snapshots_to_try(config.resume, self.snapshot, self.name)
@@ -165,13 +164,15 @@ class Mode:
 
 
 @contextmanager
-def join(
-    config: "RunConfig", record: "ConfigRecord", parts: "Parts", holds: bool = True
-) -> "Iterator[tuple[World, HeldFolder]]":
+def join(config: "RunConfig", record: "ConfigRecord", parts: "Parts", holds: bool = True) -> "Iterator[World]":
     """Inside the block this rank has met the others, all with the same config. What fails there is reported, signals
     are listened to, and logs are written. holds: whether no other run may write into the run folder."""
+    import torch
+    from torch.distributed import get_backend
+
     from lockstep import build
-    from lockstep.distributed.run_folder import HeldFolder, hold_run_folder
+    from lockstep.distributed.environment import read_rank_info
+    from lockstep.distributed.run_folder import hold_run_folder
     from lockstep.distributed.watch import watch
     from lockstep.distributed.world import join_world
     from lockstep.loggers.rank_logs import RankLogs
@@ -183,15 +184,18 @@ def join(
         exits_are_failures("this rank left before the end of the training"),
         heartbeat.recording(),
         join_world(**vars(config.backend), bind_device=parts.strategy.binds_one_device) as world,
-        hold_run_folder(config.run_dir, world) if holds else nullcontext(HeldFolder(Path(config.run_dir))) as held,
+        hold_run_folder(config.run_dir, world) if holds else nullcontext(),
     ):
         set_determinism(config.seed, config.trainer.deterministic, config.trainer.tf32)
         logs.open(config.run_dir)
+        threads, started_by = torch.get_num_threads(), read_rank_info().started_by
+        said = f"{get_backend()} on {world.device}, {threads} thread{'s' * (threads > 1)}, started by {started_by}"
+        log.info("rank %d of %d: %s", world.rank, world.size, said)
         if world.is_rank_zero:
             settle(Path(config.run_dir))
         watch(world, config.run_dir, config.watch.timeout, config.watch.on_hang)
         build.check_same_config(record, world)
-        yield world, held
+        yield world
 
 
 def _check_data(trained: TrainedRun) -> None:

@@ -23,11 +23,11 @@ class Train(Mode):
         from lockstep.snapshots.find import write_hydra_files
         from lockstep.training.loop import fit
 
-        with join(config, record, parts) as (world, held):
+        with join(config, record, parts) as world:
             run = build.build_run(config, world, parts)
             record = record.completed(run.config)
             with (
-                build.loggers(run, held.restore) as loggers,
+                build.loggers(run) as loggers,
                 build.snapshots(record, run) as snapshots,
                 heartbeat.recording(),  # of the training, before the files are closed, which takes time
             ):
