@@ -17,7 +17,7 @@ from lockstep.distributed.environment import RankInfo, read_rank_info
 from lockstep.distributed.run_folder import check_run_folder
 from lockstep.distributed.signals import set_run_folder
 from lockstep.errors import ConfigError
-from lockstep.launchers.base import CalledHere, Launcher
+from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode
 from lockstep.text import show
 
@@ -46,9 +46,7 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
     launcher, mode = instantiate_as(Launcher, config.launch, "launch"), instantiate_as(Mode, config.mode, "mode")
     if not starts and not mode.trains:
         raise ConfigError(f"mode={mode.name} is no training, and a sweep trains; type the command without -m")
-    if starts and not mode.starts_ranks:
-        launcher.prepare()
-    parts = build_parts(config, CalledHere(launcher) if mode.starts_ranks else launcher, mode)
+    parts = build_parts(config, launcher, mode)
     if starts and not (mode.starts_ranks or launcher.runs_elsewhere):
         check_run_folder(config.run_dir)
         set_run_folder(config.run_dir)

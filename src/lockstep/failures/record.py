@@ -273,7 +273,8 @@ def _is_from_communication(error: BaseException) -> bool:
     file = _file(entries[-1])
     if is_project(file):
         return not file.startswith(COMPUTING)
-    return entries[-1].tb_frame.f_code.co_name == BACKWARD or any(part in file for part in WAITS)
+    is_own_wait = linecache.getline(file, entries[-1].tb_lineno).rstrip().endswith(".wait()")  # of the user's
+    return is_own_wait or entries[-1].tb_frame.f_code.co_name == BACKWARD or any(part in file for part in WAITS)
 
 
 def message_of(error: BaseException) -> str:

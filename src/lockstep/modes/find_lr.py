@@ -53,7 +53,7 @@ class FindLr(Mode):
         changes: dict[str, Any] = {"trainer.max_steps": self.steps, "trainer.epochs": self.steps}
         changes |= {"trainer.max_time": None, "trainer.pause_after": None, "trainer.ema": None, "watch.nan": "stop"}
         changes["scheduler"] = {"_target_": RISING, "first": self.min_lr / typed, "last": self.max_lr / typed}
-        with join(config, record, parts) as (world, _):
+        with join(config, record, parts) as world:
             run, finder = build.build_run(config.changed(changes), world, parts), RateFinder()
             if run.step.unit > 1:
                 raise ConfigError("mode=find_lr needs steps that all ranks take together; type strategy=ddp")
