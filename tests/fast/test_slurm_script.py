@@ -110,7 +110,7 @@ def test_what_hydra_itself_was_told_reaches_the_ranks_too(script):
 def test_a_submission_that_cannot_work_is_refused(tmp_path, monkeypatch):
     launcher = SlurmLauncher(run_dir=str(tmp_path), **(NOTHING_SET | {"dry_run": False}))
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="this machine has none; type launch.dry_run=true to see the script"):
+    with pytest.raises(ConfigError, match="finds no sbatch here; type launch.dry_run=true"):
         launcher.validate()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
