@@ -40,7 +40,6 @@ class _Process:
     requested_at: float | None = None  # when the first signal came, by the monotonic clock
     requested_by = 0  # its number
     saves_first = False  # the ranks save after the first signal, before they end
-    prints = True  # this process prints the last line of a run that ends at once: one process of a run does
     launcher: int | None = None  # the process that has started this rank, if it is ours
     run_dir: str | Path = "."
     look: Callable[[float], object] | None = None  # called each second in the thread that hears signals
@@ -60,11 +59,9 @@ def listen(run_dir: str | Path = ".") -> None:
 
     The first signal ends the process, except inside `stop_after_saving`.
     """
-    info = read_rank_info()
     _process.run_dir = run_dir
     # Slurm can preempt a job before it trains. Such a job must not fail, so it stops after its first step.
-    _process.saves_first = info.started_by == "srun"
-    _process.prints = _process.prints and (info.local_rank == 0 or info.started_by == "environment")
+    _process.saves_first = read_rank_info().started_by == "srun"
     if _process.writer is None:
         reader, _process.writer = os.pipe()
         os.set_blocking(_process.writer, False)
@@ -87,7 +84,7 @@ def set_run_folder(run_dir: str | Path) -> None:
 
 def leave_last_line_to_launcher() -> None:
     """The process that started this rank prints how it ended, so this one does not."""
-    _process.prints, _process.launcher = False, os.getppid()
+    _process.launcher = os.getppid()
 
 
 def remove_folder_of_launcher() -> None:
@@ -207,15 +204,16 @@ def _read_signals(reader: int) -> None:
 
 def _end(number: int) -> NoReturn:
     heartbeat.enter("end")
-    stopped = ended_at_once(number, _process.saves_first)
-    if _process.prints:
+    stopped, info = ended_at_once(number, _process.saves_first), read_rank_info()
+    # One process of a machine prints the last line. The exit code tells a launcher whether the rank tried to save.
+    prints = _process.launcher is None and (info.local_rank == 0 or info.started_by == "environment")
+    if prints:
         _print(f"lockstep: {stopped}")
     remove_folder_of_launcher()
     if _process.launcher is None:
         remove_temporary_folder()
         leave(heartbeat.folder)
-    # A launcher has to tell a rank that ended at once from one that could not save.
-    os._exit(stopped.code if _process.prints or _process.saves_first else 128 + number)
+    os._exit(stopped.code if prints or _process.saves_first else 128 + number)
 
 
 def _forget_in_child() -> None:

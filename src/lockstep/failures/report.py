@@ -136,12 +136,9 @@ def identity(first: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _consequence(one: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
     seconds = round(max(0.0, one["time"] - first["time"]), 3)
-    if first["kind"] == "hang":
-        what = "was ended"
-    elif "type" in one:
+    what = "was ended" if first["kind"] == "hang" or one["is_echo"] else f"ended ({one.get('signal')})"
+    if "type" in one:
         what = f"{one['type']}: {one['message'].partition(chr(10))[0]}"
-    else:
-        what = "did not end by itself, and was killed" if one["is_echo"] else f"ended ({one['signal']})"
     return {key: one[key] for key in ("rank", "host", "pid")} | {"seconds_later": seconds, "what": what}
 
 

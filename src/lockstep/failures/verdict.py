@@ -76,8 +76,8 @@ class Facts:
     """What is known of a rank.
 
     mute: why it has not answered, "" for one that has. busy: whether it, or a process that it has started, computes.
-    stack: of its main thread, the innermost frame first. calls: its collectives, in order; a sum through shared memory
-    is one. worker: the pid of a process of its loader, and where in the user's code that is.
+    stack: of its main thread, the innermost frame first; or of the process `worker` of its loader, which is in the
+    user's code. calls: its collectives, in order; a sum through shared memory is one.
     """
 
     rank: int
@@ -89,7 +89,7 @@ class Facts:
     busy: bool = False
     stack: tuple[Frame, ...] = ()
     calls: tuple[Collective, ...] = ()
-    worker: tuple[int, Frame] | None = None
+    worker: int = 0
 
     @property
     def unfinished(self) -> Collective | None:
@@ -142,7 +142,7 @@ def find_verdict(facts: Sequence[Facts], world_size: int) -> Verdict:
     """The first of six rules that fits. facts: of all ranks that are known. world_size: the ranks of all machines."""
     free = [rank for rank in facts if not rank.waits]
     may_take_hours = any(rank.phase in ("prepare", "mode") for rank in facts)
-    in_users_code = [rank for rank in free if rank.users is not None or rank.worker is not None]
+    in_users_code = [rank for rank in free if rank.users is not None]
     # 1. A rank does not answer.
     for rank in sorted(facts, key=lambda rank: rank.mute != GONE):
         who, ranks = f"rank {rank.rank} (pid {rank.pid})", (rank.rank,)
@@ -166,8 +166,8 @@ def find_verdict(facts: Sequence[Facts], world_size: int) -> Verdict:
         return _unlike(facts, *difference)
     # 3 and 5. A rank is in user code, or has not come to where others wait.
     for rank in in_users_code:
-        who = f"rank {rank.rank}" if rank.worker is None else f"loader worker {rank.worker[0]} of rank {rank.rank}"
-        meaning = f"{who} is in user code, {at(rank.worker[1] if rank.worker else rank.users)}"
+        who = f"loader worker {rank.worker} of rank {rank.rank}" if rank.worker else f"rank {rank.rank}"
+        meaning = f"{who} is in user code, {at(rank.users)}"
         return Verdict(USER_CODE, (rank.rank,), meaning, YOUR_CODE, ends=not may_take_hours)
     if free:
         ranks, advice = tuple(rank.rank for rank in free), CHECK_DISK if free[0].phase == "disk" else SAME_CALLS
@@ -254,8 +254,8 @@ def table(facts: Sequence[Facts], verdict: Verdict) -> list[str]:
 def _row(rank: Facts) -> tuple[str, ...]:
     call = str(rank.unfinished or "no collective")
     call = f"{call[: WIDEST_CALL - 3]}..." if len(call) > WIDEST_CALL else call
-    who, frame = ("", rank.place) if rank.worker is None else (f"loader worker {rank.worker[0]}: ", rank.worker[1])
-    where = "not known" if frame is None else f"{who}{frame.short} in {frame.function}"
+    where = "not known" if rank.place is None else f"{rank.place.short} in {rank.place.function}"
+    where += f" (loader worker {rank.worker})" * bool(rank.worker)
     state = rank.mute or ("computes" if rank.busy else "waits" if rank.waits else "sleeps")
     return str(rank.rank), str(rank.pid), state, rank.phase, str(rank.step), call, where
 

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,7 +192,9 @@ class Watchdog:
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         frames = [] if main is None else [(frame, line) for frame, line in traceback.walk_stack(main)]
         stack = tuple(Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames)
-        place, in_loader = self.places[self.rank], any(part in frame.file for frame in stack for part in LOADERS)
+        place, worker = self.places[self.rank], 0
+        if self.heartbeat.stacks and any(part in frame.file for frame in stack for part in LOADERS):
+            worker, stack = self._busy_worker(workers) or (0, stack)
         return Facts(
             rank=self.rank,
             host=self.heartbeat.who["host"],
@@ -202,16 +204,16 @@ class Watchdog:
             busy=is_running or of_all > ALL_SHARE * seconds or max(others) > MAIN_SECONDS,
             stack=stack,
             calls=parse_calls([text.decode() for text in flight_records()], place.values),
-            worker=self._busy_worker(workers) if in_loader and self.heartbeat.stacks else None,
+            worker=worker,
         )
 
-    def _busy_worker(self, workers: list[int]) -> tuple[int, Frame] | None:
-        """The first loader worker that is in the user's code, and where. They are asked one after the other."""
+    def _busy_worker(self, workers: list[int]) -> tuple[int, tuple[Frame, ...]] | None:
+        """The first loader worker that is in the user's code, and its stack. They are asked one after the other."""
         deadline = time.monotonic() + WORKERS_SECONDS
         for pid in workers:
             stack = self._stack_of(self.heartbeat.stacks.fileno(), pid, "") if time.monotonic() < deadline else ()
-            if users := [frame for frame in stack if is_users(frame.file)]:
-                return pid, users[0]
+            if any(is_users(frame.file) for frame in stack):
+                return pid, stack
         return None
 
     def _stack_of(self, stacks: int, pid: int, main_thread: str) -> tuple[Frame, ...]:
@@ -321,10 +323,9 @@ def _await_end(pids: list[int]) -> None:
 
 def _facts(told: dict[str, Any]) -> Facts:
     """The reverse of `asdict`."""
-    worker = told["worker"] and (told["worker"][0], Frame(**told["worker"][1]))
-    stack, calls = (Frame(**one) for one in told["stack"]), told["calls"]
-    found = Facts(**told | {"worker": worker, "stack": tuple(stack), "calls": ()})
-    return replace(found, calls=tuple(Collective(**one | {"call": tuple(one["call"])}) for one in calls))
+    stack = tuple(Frame(**one) for one in told["stack"])
+    calls = tuple(Collective(**one | {"call": tuple(one["call"])}) for one in told["calls"])
+    return Facts(**told | {"stack": stack, "calls": calls})
 
 
 def _cpu_of_main() -> float:
