@@ -56,6 +56,11 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "type strategy=ddp",
     ),
     (
+        r"Expected to have finished reduction",
+        "some parameters got no gradient in a step",
+        "type strategy.find_unused_parameters=true",
+    ),
+    (
         r"DataLoader worker.* (killed|exited)",
         "a process that loads data has ended",
         "type loader.num_workers=0 to see its error here",
