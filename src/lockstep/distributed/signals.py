@@ -46,7 +46,7 @@ class _Process:
     writer: int | None = None  # a signal's number is written here, also while Python runs no code
 
 
-_process = _Process()
+_process, _looking = _Process(), threading.Lock()
 
 
 def end_at_signals() -> None:
@@ -73,8 +73,10 @@ def listen(run_dir: str | Path = ".") -> None:
 
 
 def each_second(look: Callable[[float], object] | None) -> None:
-    """Call `look(time.monotonic())` once a second, in the thread that hears the signals of this rank."""
-    _process.look = look
+    """Call `look(time.monotonic())` once a second, in the thread that hears the signals of this rank. A look that ends
+    a hang is waited for."""
+    with _looking:
+        _process.look = look
 
 
 def set_run_folder(run_dir: str | Path) -> None:
@@ -193,12 +195,12 @@ def _read_signals(reader: int) -> None:
         for number in os.read(reader, 16) if ready else b"":
             if number in STOP_SIGNALS:
                 _on_signal(number)
-        if _process.look is not None and not ready:
+        with _looking:
             try:
-                _process.look(time.monotonic())
+                if _process.look is not None and not ready:
+                    _process.look(time.monotonic())
             except Exception:  # a run does not fail by what looks after it
-                if _process.look is not None:  # else the rank has ended meanwhile, and its files are gone
-                    log.warning("hangs are not looked for any more", exc_info=True)
+                log.warning("hangs are not looked for any more", exc_info=True)
                 _process.look = None
 
 

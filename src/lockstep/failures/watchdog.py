@@ -25,7 +25,7 @@ from lockstep.compat import flight_records
 from lockstep.errors import EXIT_HANG
 from lockstep.failures.processes import ENDED, children, cpu_seconds, process_state
 from lockstep.failures.record import STACK_SIGNAL, Heartbeat, Place, last_lines, read_place
-from lockstep.failures.report import VERDICT, claim
+from lockstep.failures.report import PRINTED, VERDICT, claim
 from lockstep.failures.verdict import (
     GONE,
     LOADERS,
@@ -297,9 +297,11 @@ class Watchdog:
         known |= {"meaning": verdict.meaning, "advice": verdict.advice}
         known |= {"stacks": {str(rank.rank): [*map(str, rank.stack)] for rank in facts}}
         failure = self.heartbeat.who | known
-        if self.show is not None:
-            self.show(failure)
         folder = self.heartbeat.folder
+        if self.show is not None:
+            if folder is not None:
+                claim(folder / PRINTED)
+            self.show(failure)
         if folder is not None:
             write_whole(folder / VERDICT, json.dumps(failure), sync=False)
         others = [pid for rank, pid in self.ranks.items() if rank != self.rank]
