@@ -26,7 +26,7 @@ VERDICT, PRINTED = "verdict.json", "printed"  # in the folder of ranks: of a han
 SCHEMA = 4
 ECHO_SECONDS, END_SECONDS = 2.0, 0.5  # for the report of the rank that failed first, and for what follows from it
 LINES, COLUMNS = 40, 160  # of the screen
-LOG_LINES, CONSEQUENCES, SAMPLES, STACK_LINES, HANG_ROWS = 8, 6, 12, 8, 18
+LOG_LINES, CONSEQUENCES, SAMPLES, STACK_LINES, HANG_ROWS = 7, 6, 12, 8, 18
 MPI_LAUNCHERS = ("mpirun", "mpiexec", "orterun")
 CRASH = "Fatal Python error: "  # faulthandler's words before the stack of a crash
 CRASHES = {"Segmentation fault": -11, "Aborted": -6, "Bus error": -7, "Illegal instruction": -4}
@@ -239,10 +239,10 @@ def typed_command(started_by: str = "python") -> list[str]:
             words = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
     if not words or (started_by == "mpirun" and os.path.basename(words[0]) not in MPI_LAUNCHERS):
         return own
-    if started_by == "mpirun":  # `-x NAME` for `-x NAME=VALUE`, which may be a secret; where the ranks meet is none
-        is_value = [before == "-x" and not word.startswith("MASTER_") for before, word in pairwise(["", *words])]
-        words = [word.partition("=")[0] if hides else word for word, hides in zip(words, is_value, strict=True)]
-    return [os.path.basename(words[0]), *words[1:]]
+    pairs = pairwise(words)  # `-x NAME` for `-x NAME=VALUE`, which may be a secret; where the ranks meet is none
+    hides = [before == "-x" and not word.startswith("MASTER_") for before, word in pairs]
+    shown = [word.partition("=")[0] if is_hidden else word for word, is_hidden in zip(words[1:], hides, strict=True)]
+    return [os.path.basename(words[0]), *shown]
 
 
 # The screen.
@@ -253,12 +253,9 @@ def in_one_line(report: Report) -> str:
     first = report["first"]
     if first["kind"] in RAISED_BY_ALL:
         return str(first["message"])
-    what = f"hangs: {first['verdict']}" if "verdict" in first else str(first.get("signal") or first["kind"])
-    if first["kind"] == "killed":
-        what = f"{what}: {first['meaning']}"
-    if "type" in first:
-        what = f"{first['type']}: {next(iter(first['message'].splitlines()), '')}"
-    return f"rank {first['rank']} of {report['world_size']}: {what}"
+    what = f"hangs: {first['verdict']}" if "verdict" in first else _evidence(first)[0]
+    why = f": {first['meaning']}" if first["kind"] == "killed" else ""
+    return f"rank {first['rank']} of {report['world_size']}: {what}{why}"
 
 
 def screen(report: Report) -> str:
@@ -290,12 +287,10 @@ def screen(report: Report) -> str:
     ends = [f"run folder: {run['folder'] or 'none yet'}"]
     ends.append(f"newest snapshot: {run['newest_snapshot'] or 'none'}; steps lost: {run['steps_lost']}")
     ends += [f"resume: {run['resume']}"] if run["resume"] else []
-    shown = min(LOG_LINES, LINES - len(lines) - len(ends) - 1)  # lines of the log, with a title
-    if first["log"] and shown >= 3 and first["log_lines"]:
-        title = f"its log, {_shown(first['log'])}, ends with:"
-        lines += [title, *(f"  {line}" for line in first["log_lines"][-(shown - 1) :])]
-    elif first["log"]:
-        lines.append(f"its log: {_shown(first['log'])}")
+    if first["log"]:
+        room = max(1, min(LOG_LINES, LINES - len(lines) - len(ends) - 1))
+        lines.append(f"its log, {_shown(first['log'])}, ends with:")
+        lines += [f"  {line}" for line in first["log_lines"][-room:]]
     lines = lines[: LINES - len(ends)]
     is_short = {line: len(line) <= COLUMNS or line.startswith("lockstep: ") for line in lines}
     return "\n".join([*(line if is_short[line] else f"{line[: COLUMNS - 3]}..." for line in lines), *ends])

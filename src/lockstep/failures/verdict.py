@@ -145,16 +145,16 @@ def find_verdict(facts: Sequence[Facts], world_size: int) -> Verdict:
     in_users_code = [rank for rank in free if rank.users is not None]
     # 1. A rank does not answer.
     for rank in sorted(facts, key=lambda rank: rank.mute != GONE):
-        who, ranks = f"rank {rank.rank} (pid {rank.pid})", (rank.rank,)
+        who, one = f"rank {rank.rank} (pid {rank.pid})", (rank.rank,)
         if rank.mute == GONE:
             meaning = f"{who} has ended, and its sockets are still open in another process"
-            return Verdict("a rank has died", ranks, meaning, f"see logs/rank{rank.rank}.log for how it ended")
+            return Verdict("a rank has died", one, meaning, f"see logs/rank{rank.rank}.log for how it ended")
         if rank.mute == STOPPED:
             advice = f"type kill -CONT {rank.pid}, with watch.on_hang=report or before watch.timeout"
-            return Verdict("a rank is stopped", ranks, f"{who} is stopped by SIGSTOP", advice)
+            return Verdict("a rank is stopped", one, f"{who} is stopped by SIGSTOP", advice)
         if rank.mute == NO_ANSWER and not rank.busy:
             meaning = f"{who} holds Python's lock or waits in the kernel, {at(rank.place)}"
-            return Verdict(USER_CODE if rank.users else "a rank does not answer", ranks, meaning, YOUR_CODE)
+            return Verdict(USER_CODE if rank.users else "a rank does not answer", one, meaning, YOUR_CODE)
     # 4, before what it would be taken for. A rank that does not wait computes, or another process does for it.
     for rank in free:
         if rank.busy or rank.compiles:

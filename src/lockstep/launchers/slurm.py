@@ -82,14 +82,16 @@ class SlurmLauncher(Launcher):
         dry_run: bool,
         run_dir: str,
     ) -> None:
-        self.ranks, self.dry_run, self.folder = (
-            (nodes * ntasks_per_node, ntasks_per_node),
-            dry_run,
-            Path(run_dir).resolve(),
-        )
-        self.options, self.setup, self.warning = options, setup, warning
-        self.values = {"nodes": nodes, "ntasks-per-node": ntasks_per_node, "cpus-per-task": cpus_per_task}
-        self.values |= {"partition": partition, "account": account, "time": time, "signal": f"B:USR1@{warning}"}
+        self.ranks, self.folder = (nodes * ntasks_per_node, ntasks_per_node), Path(run_dir).resolve()
+        self.options, self.setup, self.warning, self.dry_run = options, setup, warning, dry_run
+        self.values: dict[str, object] = {"nodes": nodes, "ntasks-per-node": ntasks_per_node}
+        self.values |= {
+            "cpus-per-task": cpus_per_task,
+            "partition": partition,
+            "account": account,
+            "time": time,
+            "signal": f"B:USR1@{warning}",
+        }
 
     def validate(self) -> None:
         refuse_nesting()
