@@ -7,7 +7,6 @@ python src/runs.py compare outputs/multirun/a --a optimizer.lr=0.1 --b optimizer
 import argparse
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,7 +27,6 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("folders", nargs="+", metavar="FOLDER", help="one for each side, or those with --a and --b")
     compare.add_argument("--a", metavar="OVERRIDES", help="such as 'optimizer.lr=0.1 model=mlp'")
     compare.add_argument("--b", metavar="OVERRIDES")
-    compare.add_argument("--pair", choices=["sample", "none"], help="default: pairs of one seed and fold")
     compare.add_argument("--metric", metavar="NAME", help="such as test/accuracy; default: the objective")
     diff = verbs.add_parser("diff", help="in what two runs differ")
     diff.add_argument("folders", nargs=2, metavar="FOLDER")
@@ -44,7 +42,7 @@ def answer(options: argparse.Namespace) -> Iterable[str]:
     from lockstep.runs import compare, samples, table
 
     if options.verb == "compare":
-        return compare.compare(options.folders, options.a, options.b, options.pair, options.metric)
+        return compare.compare(options.folders, options.a, options.b, options.metric)
     if options.verb == "diff":
         return compare.diff(*options.folders)
     if options.verb == "samples":
@@ -55,9 +53,8 @@ def answer(options: argparse.Namespace) -> Iterable[str]:
     found = table.filtered(runs, options.filter)
     if found.empty:
         raise ConfigError(f"none of {len(runs)} runs has {' and '.join(options.filter)}; type another --filter")
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     rows = table.ordered(found if options.each else table.settings(found), options.sort)
-    return table.show(rows, options.columns.split(",") if options.columns else None, width)
+    return table.show(rows, options.columns.split(",") if options.columns else None)
 
 
 def main(words: list[str]) -> int:
@@ -68,7 +65,7 @@ def main(words: list[str]) -> int:
             print(line)
         sys.stdout.flush()
         return EXIT_FINISHED
-    except ConfigError as error:
+    except (ConfigError, FileNotFoundError) as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return EXIT_CONFIG
     except BrokenPipeError:  # `| head`

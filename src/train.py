@@ -30,7 +30,6 @@ from lockstep.errors import exits_are_failures
 def main(cfg: DictConfig) -> Any:
     """Check the config, then train in every rank, or do what `mode` says. Returns the objective, for a sweeper."""
     with cli.exit_codes(), exits_are_failures("the command left before the training"):
-        cli.refuse_other_launchers()
         cfg = with_own_arguments(cli.with_values_of_run(cfg), typed_overrides(HydraConfig.get()))
         config = check(cfg)
         record = record_config(cfg, config, HydraConfig.get(), sys.argv)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from support.commands import TRAIN, WHOLE, Command
-from support.fault_table import SHARED_MEMORY, Traces, add_row, name_of, row_of, table, tests_of_faults
+from support.fault_table import SHARED_MEMORY, Traces, add_row, is_of_a_fault, name_of, row_of, table
 
 # Threads of OpenMP sleep while they wait for each other. Several tests run at once, and threads that spin would take
 # the cores from each other: on two busy cores a training of one process took three to six times its CPU time.
@@ -38,11 +38,10 @@ LONG += ("test_starters", "test_interrupted_runs", "test_sweeps", "test_strategi
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that the table of faults in docs/failures.md names, and put the longest files first."""
+    """Mark the tests in which something is broken on purpose, and put the longest files first."""
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
-    named = tests_of_faults()
     for item in items:
-        if getattr(item, "originalname", "") in named:
+        if is_of_a_fault(item.path.stem, getattr(item, "originalname", "")):
             item.add_marker("fault")
 
 

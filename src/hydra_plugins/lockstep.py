@@ -1,23 +1,25 @@
 """The launcher and the sweeper of this project, as plugins of Hydra, which finds plugins in this namespace only.
 
-Every command imports this module, so it imports what a sweep needs inside its functions.
+Every command imports this module, so it imports what a sweep needs inside its functions. The arguments of the
+constructors are the keys of hydra.launcher and hydra.sweeper, where `Sweep` and `Search` read them.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
+
+from lockstep.config.schema import Count, Node, Whole
 
 
 class LockstepLauncher(Launcher):
     """Runs each job as a command of its own. A sweeper may call `launch` several times. See conf/hydra/launcher."""
 
-    def __init__(self, n_jobs: int | str, retries: int, max_failures: int | None) -> None:
-        pass  # `Sweep` reads them
+    def __init__(self, n_jobs: Count, retries: Whole, max_failures: Count | None) -> None:
+        pass
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         from lockstep.sweeps.launch import Sweep
@@ -31,18 +33,13 @@ class LockstepLauncher(Launcher):
 class OptunaSweeper(Sweeper):
     """Searches with Optuna. See conf/hydra/sweeper/optuna.yaml."""
 
-    def __init__(self, n_trials: int, sampler: Any, pruner: Any, params: Mapping[str, str] | None) -> None:
-        keys = {"n_trials": n_trials, "sampler": sampler, "pruner": pruner}  # params: `Sweep` reads them
-        self.keys: Any = OmegaConf.to_container(OmegaConf.create(keys))
+    def __init__(self, n_trials: Count, sampler: Node, pruner: Node | None, params: Mapping[str, str] | None) -> None:
+        pass
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.loader, self.master = hydra_context.config_loader, config
 
     def sweep(self, arguments: list[str]) -> None:
-        try:
-            from lockstep.sweeps.search import Search
-        except ModuleNotFoundError as error:
-            from lockstep.errors import ConfigError
+        from lockstep.sweeps.search import Search
 
-            raise ConfigError(f"hydra/sweeper=optuna needs {error.name}; type pip install optuna") from None
-        Search(self.loader, self.master, **self.keys).search()
+        Search(self.loader, self.master).search()

@@ -21,7 +21,3 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(import_module("lockstep.modes.trained_net" if name == "load" else "lockstep.notebook"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -4,7 +4,6 @@ Each function with random numbers has a seed block of its own, so that none of t
 """
 
 import os
-import platform
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,14 +17,14 @@ from torch import nn
 from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate, nodes_in
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
-from lockstep.data.build import Data, build_data, completed, loader_of, reader_of, source_of
+from lockstep.data.build import Data, build_data, completed, loader_of, prepare_first, reader_of
 from lockstep.data.loader import InputConverter, Loader
 from lockstep.data.partition import seeded
 from lockstep.data.reader import SampleReader, request_of
 from lockstep.data.source import class_names, map_tensors
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
-from lockstep.distributed.world import World, require_same_config, require_same_data
+from lockstep.distributed.world import World, require_same_data
 from lockstep.errors import ConfigError
 from lockstep.failures.record import heartbeat
 from lockstep.files import short_hash
@@ -50,21 +49,20 @@ from lockstep.training.schedules import as_schedule
 from lockstep.training.setup import checkpoint_activations, model_memory_format, prepare_model
 from lockstep.training.step import Step
 
-WRITTEN_NUMBERS = 2000  # of validation samples in run.json; of more, the recipe and the hash
+LONGEST = 2000  # names of classes, or numbers of validation samples, in run.json
 
 
 def build_run(config: RunConfig, world: World, parts: Parts) -> Run:
     """The run of this rank. Its `config` has what the data tells. A collective."""
     heartbeat.enter("prepare")
-    world.once_per_machine(lambda: source_of(config).prepare())
+    world.once_per_machine(lambda: prepare_first(config))
     heartbeat.enter("build")
     for key, node in nodes_in(config):  # a module that seeds torch when it is imported does so here
         locate(key, node["_target_"])
     data = build_data(config, parts.mode.reads_training_data)
     split = check_same_data(data, world)
-    told, config = config, completed(config, data)
-    if config.model != told.model:
-        check_nodes(config.model, "model")
+    config = completed(config, data)
+    check_nodes(config.model, "model")  # with the shape that the data tells
     progress = Progress()
     task = build_task(config, parts, world, progress)
     readers = build_readers(config, parts, data, task)
@@ -90,43 +88,24 @@ def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, prog
     if not parts.mode.needs_run:
         give_momentum(optimizer)
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    average: Any = None if trainer.ema is None else instantiate_as(object, trainer.ema, "trainer.ema", strategy.model)
+    average = None if trainer.ema is None else instantiate_as(object, trainer.ema, "trainer.ema", strategy.model)
     options = {"steps_per_epoch": steps_per_epoch, "total_steps": total_steps, "direction": direction}
     schedule = as_schedule(instantiate_as(object, config.scheduler, "scheduler", optimizer, **options), optimizer)
     scaler, meter = torch.amp.GradScaler(world.device.type, enabled=trainer.precision == "fp16"), Meter(task, world)
+    shared: dict[str, Any] = {"strategy": strategy, "task": task, "optimizer": optimizer, "schedule": schedule}
+    shared |= {"scaler": scaler, "meter": meter, "progress": progress, "average": average}
     # Ranks that compute the same samples draw for their own parts of the model.
     by_sample = not trainer.compile and strategy.data_share_of(world.size) == world.size
-    step = instantiate_as(
-        Step,
-        config.step,
-        "step",
-        strategy=strategy,
-        task=task,
-        optimizer=optimizer,
-        schedule=schedule,
-        scaler=scaler,
-        meter=meter,
-        draws=Draws(config.seed, world.device, by_sample),
-        progress=progress,
-        max_grad_norm=trainer.max_grad_norm,
-        average=average,
-        skip=SkipNonFinite(strategy) if config.watch.nan == "skip" else None,
-        ignores=not loaders.train.is_whole,
-    )
+    own = {"draws": Draws(config.seed, world.device, by_sample), "max_grad_norm": trainer.max_grad_norm}
+    skip = SkipNonFinite(strategy) if config.watch.nan == "skip" else None
+    step = instantiate_as(Step, config.step, "step", **shared, **own, skip=skip, ignores=not loaders.train.is_whole)
     nodes = [*config.callbacks, *([] if trainer.profiler is None else [trainer.profiler])]
     return Run(
+        **shared,
         config=config,
-        strategy=strategy,
-        task=task,
         step=step,
-        optimizer=optimizer,
-        schedule=schedule,
-        scaler=scaler,
-        meter=meter,
-        progress=progress,
         loaders=loaders,
         batch_size=batch_size,
-        average=average,
         objective=objective,
         direction=direction,
         callbacks=[instantiate_as(Callback, node, f"callbacks[{place}]") for place, node in enumerate(nodes)],
@@ -176,21 +155,14 @@ def build_task(config: RunConfig, parts: Parts, world: World, progress: Progress
 def build_readers(config: RunConfig, parts: Parts, data: Data, task: Task) -> dict[str, SampleReader]:
     """What reads the samples of each split. Training data that a mode evaluates is transformed as the tests are."""
     check = partial(task.check_targets, classes=config.dataset.get("classes")) if parts.mode.needs_labels else None
-    train, is_trained = data.train, not parts.mode.needs_run
-    if not is_trained:
-        train = getattr(train, "evaluated", train)  # of a text: each token once
-    readers = {"train": reader_of(config, train, "train", is_trained, check)}
-    for name, split in (("val", data.val), ("test", data.test)):
-        if split is not None:
-            readers[name] = reader_of(config, split, name, False, check)
-    return readers
+    trains = not parts.mode.needs_run
+    train = data.train if trains else getattr(data.train, "evaluated", data.train)  # of a text: each token once
+    splits = [("train", train), ("test", data.test), *([] if data.val is None else [("val", data.val)])]
+    return {name: reader_of(config, split, name, trains and name == "train", check) for name, split in splits}
 
 
 def build_model(config: RunConfig, world: World, parts: Parts, task: Task, reader: SampleReader) -> InputConverter:
-    """Hand the model to the strategy. Returns what brings inputs to its type and memory layout.
-
-    reader: of the training data.
-    """
+    """Hand the model to the strategy. Returns what brings inputs to its type and layout. reader: of training data."""
     trainer, strategy = config.trainer, parts.strategy
     with seeded(config.seed):
         torch.set_default_dtype(torch.float32)  # a file of the user's may have set another: `trainer.precision` decides
@@ -232,21 +204,15 @@ def set_weights_from_data(
     model: nn.Module, reader: SampleReader, converter: InputConverter, device: torch.device
 ) -> None:
     """Give a model whose first weights, or their shapes, depend on the training data the samples that it needs."""
-
-    def inputs(count: int) -> Any:
+    is_lazy, count = has_lazy_layers(model), model.samples_wanted if isinstance(model, WeightsFromData) else 1
+    if is_lazy or isinstance(model, WeightsFromData):
         raw, _ = reader.read(request_of(range(min(count, len(reader)))))
-        return converter.to(device)(map_tensors(lambda tensor: tensor.to(device), raw))
-
-    if has_lazy_layers(model):
-        give_shapes(model, inputs(1))
+        inputs = converter.to(device)(map_tensors(lambda tensor: tensor.to(device), raw))
+    if is_lazy:
+        give_shapes(model, inputs)
         model.to(memory_format=converter.memory_format)
     if isinstance(model, WeightsFromData):
-        model.set_weights_from(inputs(model.samples_wanted))
-
-
-def check_same_config(record: ConfigRecord, world: World) -> None:
-    """Raise ConfigError, on all ranks, if their configs differ. A collective."""
-    require_same_config(world, agreed_on(record.flat), agreed_on(record.shown), "type the same command on every node")
+        model.set_weights_from(inputs)
 
 
 def agreed_on(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,12 +228,8 @@ def snapshots(record: ConfigRecord, run: Run) -> Checkpointer:
     config, loaders = run.config, run.loaders
     count, data = len(loaders.train), data_fingerprint(loaders.train.reader.dataset)
     require_same_data(run.world, "training data", count, data)
-    identity = model_config(record) | {
-        "optimizer": config.optimizer["_target_"],
-        "training samples": count,
-        "training data": data,
-        "seed": config.seed,
-    }
+    identity = model_config(record) | {"optimizer": config.optimizer["_target_"], "seed": config.seed}
+    identity |= {"training samples": count, "training data": data}
     if loaders.split is not None:
         identity["validation data"] = loaders.split
     mirror = instantiate(config.snapshot.mirror) if run.world.is_rank_zero else None
@@ -307,58 +269,37 @@ def loggers(run: Run) -> Loggers:
 
 
 def run_info(record: ConfigRecord, snapshots: Checkpointer) -> RunInfo:
-    """What loggers receive at the start. A collective."""
-    run, world = snapshots.run, snapshots.world
-    loaders = run.loaders
-    names = {"training_samples": "training samples", "training_data": "training data"}
-    data = {name: snapshots.identity[key] for name, key in names.items()}
-    if loaders.val is not None:
-        data |= {"validation_samples": len(loaders.val.reader), "validation_data": loaders.split}
-    if loaders.held_out is not None and len(loaders.held_out) <= WRITTEN_NUMBERS:
-        data["validation_numbers"] = " ".join(map(str, loaders.held_out.tolist()))
-    data |= {"test_samples": len(loaders.test.reader), "test_data": data_fingerprint(loaders.test.reader.dataset)}
-    listed = class_names(loaders.train.reader.dataset)
-    facts = run_facts(world, record) | {"data": data, "classes": listed if len(listed) <= WRITTEN_NUMBERS else []}
+    """What loggers receive, with the keys of run.json; "start" has those of this start. A collective."""
+    run, world, config, identity = snapshots.run, snapshots.world, record.shown, snapshots.identity
+    train, val, test = run.loaders.train.reader.dataset, run.loaders.val, run.loaders.test.reader.dataset
+    data = {"training_samples": identity["training samples"], "training_data": identity["training data"]}
+    if val is not None:
+        data |= {"validation_samples": len(val.reader), "validation_data": run.loaders.split}
+    if run.loaders.held_out is not None and len(run.loaders.held_out) <= LONGEST:
+        data["validation_numbers"] = " ".join(map(str, run.loaders.held_out.tolist()))
+    names = class_names(train)
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+    hosts = list(dict.fromkeys(world.all_gather_json(socket.gethostname())))
+    facts = {
+        **{key: getattr(record, key) for key in ("command", "overrides", "flags")},
+        **{key: config[key] for key in ("tags", "notes", "seed")},
+        "sweep": os.environ.get(SWEEP),
+        "options": {group: option for group, option in record.options.items() if not group.startswith("hydra/")},
+        "config": dict(config),
+        "environment": {"threads": torch.get_num_threads(), "device": device},
+        "data": data | {"test_samples": len(test), "test_data": data_fingerprint(test)},
+        "classes": names if len(names) <= LONGEST else [],
+        "start": {"world_size": world.size, "launcher": read_rank_info().started_by, "hosts": hosts},
+    }
     return RunInfo(run, facts)
 
 
-def run_facts(world: World, record: ConfigRecord) -> dict[str, Any]:
-    """Keys of run.json, before the first step; "start" has those of this start. A collective."""
-    config, folder = dict(record.shown), str(record.shown["run_dir"])
-    for key, value in config.items():  # loggers name a place in the run folder: in that two runs do not differ
-        if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
-            config[key] = value.replace(folder, "${run_dir}", 1)
-    device, sweep = world.device, os.environ.get(SWEEP)
-    hosts = list(dict.fromkeys(world.all_gather_json(socket.gethostname())))
-    return {
-        "command": record.command,
-        "cwd": os.getcwd(),
-        "overrides": list(record.overrides),
-        "flags": list(record.flags),
-        "sweep": sweep,
-        "tags": config["tags"],
-        "notes": config["notes"],
-        "seed": config["seed"],
-        "options": {group: option for group, option in record.options.items() if not group.startswith("hydra/")},
-        "config": config,
-        "environment": {
-            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-            "cpu": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        },
-        "start": {"world_size": world.size, "launcher": read_rank_info().started_by, "hosts": hosts},
-    }
-
-
 def earlier_test(info: RunInfo) -> Any:
-    """The test that run.json has of an earlier start of this run, as `RunInfo.test`. None if there is none, if the run
-    goes on from a step before it, or if the test data is other data now. A collective."""
+    """The test of an earlier start of this run, as `RunInfo.test`. None if there is none, if the run goes on from a
+    step before it, or if the test data is other data now. A collective."""
     found, run = None, info.run
-    if run.world.is_rank_zero and run.progress.step > 0:
-        with suppress(ConfigError):
-            before = read_run(Path(run.config.run_dir))
-            test, data = before["test"], before["data"].get("test_data")
-            if test and test["step"] <= run.progress.step and data == info.facts["data"]["test_data"]:
-                found = test
+    with suppress(ConfigError):  # nothing is recorded yet
+        before: dict[str, Any] = read_run(Path(run.config.run_dir)) if run.world.is_rank_zero else {"test": None}
+        if before["test"] and before["data"].get("test_data") == info.facts["data"]["test_data"]:
+            found = before["test"] if before["test"]["step"] <= run.progress.step else None
     return run.world.broadcast_json(found)

@@ -1,7 +1,4 @@
-"""The command line: exit codes, the resolvers of the config, `--help`, and the words and the config of a trained run.
-
-No torch here: `--help` imports this.
-"""
+"""The command line: exit codes, `--help`, a resolver, and the words and the config of a trained run. No torch here."""
 
 import gc
 import os
@@ -16,9 +13,8 @@ from typing import Any, NoReturn
 
 import yaml  # type: ignore[import-untyped]
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue
 
 from lockstep import errors
 from lockstep.compat import register_resolver
@@ -31,8 +27,6 @@ from lockstep.distributed.host import ENDS_WITH_PARENT, end_with_parent, remove_
 from lockstep.distributed.rendezvous import STORE_TIMEOUT, run_started_at
 from lockstep.distributed.run_folder import folder_of_run, unwritable
 from lockstep.errors import ConfigError, RankFailed
-from lockstep.failures.explain import LOST_RANK
-from lockstep.failures.record import is_echo
 from lockstep.launchers.base import flush_output, print_line
 
 TEXT_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
@@ -78,15 +72,9 @@ def _run(main: Callable[[], Any]) -> None:
     sys.argv[1:] = flags_first(with_overrides_of_run(words))
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
-    if MULTIRUN_FLAGS & set(words) and not asks_for_text(words):
-        from lockstep.sweeps.jobs import server
-
-        if info.world_size > 1:
-            raise ConfigError(
-                f"a sweep starts the ranks of each job itself; leave {info.started_by} out, and type launch=torchrun"
-            )
-        gc.enable()
-        server()  # it imports torch while Hydra composes
+    if info.world_size > 1 and MULTIRUN_FLAGS & set(words) and not asks_for_text(words):
+        what = f"a sweep starts the ranks of each job itself; leave {info.started_by} out"
+        raise ConfigError(f"{what}, and type launch=torchrun")
     main()
     signals.stop_listening()  # the run has finished
 
@@ -103,14 +91,6 @@ def exit_codes() -> Iterator[None]:
         raise SystemExit(errors.exit_code_of(stopped)) from stopped
 
 
-def refuse_other_launchers() -> None:
-    """Raise ConfigError in a job of a sweep that another launcher of Hydra's calls: ours starts a command for each."""
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
-        name = HydraConfig.get().runtime.choices["hydra/launcher"]
-        advice = "leave it out, and type hydra.launcher.n_jobs=2 for two at once"
-        raise ConfigError(f"hydra/launcher={name} cannot run these jobs; {advice}")
-
-
 def tell(error: Exception) -> int:
     """Print an error that ends a command. Returns the exit code."""
     known = as_config_error(error)
@@ -123,8 +103,6 @@ def tell(error: Exception) -> int:
             time.sleep(1)  # rank 0 of this machine usually prints the same sentence, and the launcher ends this rank
     if not is_report and errors.kind_of(shown) not in errors.RAISED_BY_ALL:
         text = "".join(traceback.format_exception(shown)).rstrip("\n")
-        if is_echo(shown) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            text += f"\nlockstep: {'; '.join(LOST_RANK)}"
     if text:
         print_line(text, sys.stderr)
     return errors.exit_code_of(shown)
@@ -144,12 +122,11 @@ def as_config_error(error: BaseException, words: Sequence[str] | None = None) ->
 
 def remove_empty_run_folder() -> None:
     """Hydra makes the run's folder before anything is checked: a refused command leaves none."""
-    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.RUN:
-        with suppress(OSError, MissingMandatoryValue):  # without a folder
-            folder = Path(HydraConfig.get().runtime.output_dir)
-            folder.rmdir()
-            if not any(word.startswith("hydra.run.dir=") for word in HydraConfig.get().overrides.hydra):
-                folder.parent.rmdir()  # outputs/<day>
+    with suppress(Exception):  # it is not empty, or there is none
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        folder.rmdir()
+        if not any(word.startswith("hydra.run.dir=") for word in HydraConfig.get().overrides.hydra):
+            folder.parent.rmdir()  # outputs/<day>
 
 
 def register_resolvers() -> None:
@@ -199,8 +176,7 @@ def flags_first(words: Sequence[str]) -> list[str]:
 def with_overrides_of_run(words: list[str]) -> list[str]:
     """The words with the overrides of the run that `resume` names before them, where the mode uses a trained run.
 
-    Its log goes to a folder of the mode inside the run folder, so that no new run folder is made; that of mode=check to
-    one that is removed. Raises ConfigError for a folder without a record.
+    Its log goes to a folder inside the run folder; that of mode=check to one that is removed. Raises ConfigError.
     """
     mode, resume = chosen("mode", words), chosen("resume", words)
     if mode in (None, "train", "find_lr") or asks_for_text(words) or MULTIRUN_FLAGS & set(words):
@@ -209,9 +185,9 @@ def with_overrides_of_run(words: list[str]) -> list[str]:
         from multiprocessing.util import get_temp_dir
 
         return [*words, f"hydra.run.dir={errors.path_value(Path(get_temp_dir(), mode))}"]
-    if resume in (None, "null"):
+    if resume is None:
         return words
-    folder = folder_of_run(errors.without_quotes(str(resume)))
+    folder = folder_of_run(resume)
     recorded = [str(word) for word in _read(folder / RECORD / "overrides.yaml")]
     kept = [word for word in recorded if not sets(word, (*NOT_TAKEN, *map(key_of, words)))]
     if not any(word.startswith("hydra.run.dir=") for word in words):
@@ -243,10 +219,11 @@ def with_values_of_run(cfg: DictConfig) -> DictConfig:
 def chosen(key: str, words: Sequence[str]) -> str | None:
     """What is typed for `mode` or `resume`, or else said by the typed preset, or by conf/local. Nothing is composed:
     without the words of the run Hydra would refuse a key of the run's own data set."""
-    typed = {key_of(word): word.partition("=")[2] for word in words if "=" in word}
+    typed = {key_of(word): word for word in words if "=" in word}
     if key in typed:
-        return typed[key]
-    names = [f"experiment/{typed.get('experiment')}", "local/default"]
+        value = OverridesParser.create().parse_override(typed[key]).value()
+        return None if value is None else str(value)
+    names = [f"experiment/{typed.get('experiment', '').partition('=')[2]}", "local/default"]
     for path in [folder / f"{name}.yaml" for name in names for folder in (*config_dirs(words), CONF)]:
         found = _read(path) if path.is_file() else {}
         options = [item for item in found.get("defaults", []) if isinstance(item, dict)]
@@ -262,8 +239,5 @@ def config_dirs(words: Sequence[str]) -> list[Path]:
 
 
 def _read(path: Path) -> Any:
-    try:
-        with path.open() as file:  # whose name is in an error of YAML
-            return yaml.safe_load(file) or {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())}); type another one") from None
+    with path.open() as file:  # whose name is in an error of YAML
+        return yaml.safe_load(file) or {}

@@ -31,13 +31,6 @@ def multiprocessing_folder() -> str | None:
     return folder
 
 
-def forget_multiprocessing_folder() -> None:
-    """In a process of a fork server: that folder is of the process which uses the server. Missing: there is none."""
-    import multiprocessing
-
-    getattr(multiprocessing.current_process(), "_config", {}).pop("tempdir", None)
-
-
 # Hydra, seen in 1.3.8 and 1.4.0rc3. What differs between the two is here, too, though it is public.
 
 

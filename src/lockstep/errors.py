@@ -1,7 +1,4 @@
-"""Errors that end a run, and the exit codes of `src/train.py`.
-
-`cli.exit_codes` shows an error and exits with its code. That of a rank comes as RankFailed, with the report of it.
-"""
+"""Errors that end a run, and the exit codes of `src/train.py`. `cli.exit_codes` shows an error."""
 
 import re
 import shlex
@@ -19,7 +16,6 @@ EXIT_RESUMABLE = 75
 EXIT_STOPPED_WITHOUT_SNAPSHOT = 76  # stopped early, and the last step is in no snapshot; an older snapshot may exist
 EXIT_INTERRUPTED = 130  # 128 + SIGINT: Ctrl-C before training, or a second one
 EXIT_CODES: tuple[int, ...] = (0, 1, 2, 4, 75, 76, 130)  # of a command
-EXIT_PROMISES = 7  # told inside: a command that it ends ends with EXIT_FAILED
 
 
 class ConfigError(Exception):
@@ -41,34 +37,20 @@ class RankMissing(CannotStartNow, TimeoutError):
     """A rank did not come to the rendezvous within backend.timeout."""
 
 
-class WrongNumbers(Exception):
-    """Training cannot continue with the numbers that it has.
-
-    what: the first words, with the step. advice: what to type; empty if `what` says it.
-    """
+class TrainingDiverged(Exception):
+    """A loss, a gradient or a weight is not finite. what: the first words, with the step. advice: what to type."""
 
     def __init__(self, what: str, advice: str = "") -> None:
         super().__init__(f"{what}; {advice}" if advice else what)
         self.what = what
 
 
-class TrainingDiverged(WrongNumbers):
-    """A loss, a gradient or a weight is not finite."""
-
-
-class RanksDiffer(WrongNumbers):
-    """Ranks that must hold the same weights do not. `what` says which rank and which weights."""
-
-    def __init__(self, what: str) -> None:
-        go_on = "type the command again to go on from the last snapshot"
-        super().__init__(what, f"{go_on}, with watch.weights_every=0 if ranks compute on different hardware")
+class RanksDiffer(Exception):
+    """Ranks that must hold the same weights do not. The message says which rank and which weights."""
 
 
 class LeftEarly(Exception):
-    """User code called sys.exit before the end of the command.
-
-    The cause is its SystemExit, whose traceback ends at the user's line.
-    """
+    """User code called sys.exit before the end of the command. The cause is its SystemExit."""
 
 
 @contextmanager
@@ -96,22 +78,13 @@ def printable(text: str, kept: str = "") -> str:
 
 
 def path_value(path: str | Path) -> str:
-    """A path as the value of a word to type, such as resume=: in quotes if it has characters that Hydra reads itself.
+    """A path as the value of a word to type, such as resume=: in quotes if Hydra might read it as something else."""
+    from hydra.core.override_parser.types import Quote, QuotedString
 
-    A sweep names the folders of its jobs 0_optimizer.lr=0.1. Of backslashes only those before a quote are doubled.
-    """
     text = str(path)
     is_name = re.fullmatch(r"([A-Za-z/]|\.\.?/)[\w./@%+-]*", text, re.ASCII)  # 1_5 would be the number 15
-    if is_name and text.lower() not in ("null", "true", "false", "nan", "inf"):
-        return text
-    text = re.sub(r'(\\*)"', r"\1\1\"", text)  # a quote, and the backslashes before it
-    text = re.sub(r"(\\+)$", r"\1\1", text)  # those before the last quote
-    return f'"{text}"'
-
-
-def without_quotes(typed: str) -> str:
-    """The reverse of `path_value`: a path without the quotes and backslashes that are for Hydra."""
-    return typed.strip("'\"").replace('\\"', '"').replace("\\'", "'")
+    is_word = text.lower() in ("null", "true", "false", "nan", "inf")
+    return text if is_name and not is_word else QuotedString(text, Quote.double).with_quotes()
 
 
 def path_word(key: str, path: str | Path) -> str:
@@ -122,8 +95,7 @@ def path_word(key: str, path: str | Path) -> str:
 class StoppedEarly(BaseException):
     """A signal asked the run to stop. The message says where it can go on.
 
-    code: the exit code, EXIT_RESUMABLE if the snapshot of the last step is written.
-    It derives from BaseException, like KeyboardInterrupt: it must end a whole sweep, not one job of it.
+    Like KeyboardInterrupt it is no Exception: it must end a whole sweep, not one job of it.
     """
 
     def __init__(self, message: str, code: int = EXIT_RESUMABLE) -> None:
@@ -134,8 +106,7 @@ class StoppedEarly(BaseException):
 class RankFailed(Exception):
     """A rank has failed: one that this process started, or the process itself where something else started it.
 
-    The message is the failure report as one screen, empty if another rank prints it. report: what failure.json holds
-    (see docs/failures.md), as far as this process knows it.
+    The message is the failure report, empty if another rank prints it. report: of failure.json, as far as it is known.
     """
 
     def __init__(self, screen: str, report: dict[str, Any]) -> None:
@@ -146,8 +117,7 @@ class RankFailed(Exception):
 # The kinds of failures, as failure.json has them, and their exit codes.
 KINDS: dict[type[Exception], str] = {ConfigError: "config", TrainingDiverged: "diverged", RanksDiffer: "different"}
 RAISED_BY_ALL = tuple(KINDS.values())  # by all ranks alike, with a message that says what to type
-KIND_CODES = {"config": EXIT_CONFIG, "diverged": EXIT_FAILED, "different": EXIT_FAILED, "exception": EXIT_FAILED}
-KIND_CODES |= {"hang": EXIT_HANG, "killed": EXIT_FAILED, "left": EXIT_FAILED}
+KIND_CODES = {"config": EXIT_CONFIG, "hang": EXIT_HANG}  # of others EXIT_FAILED
 
 
 def kind_of(error: BaseException) -> str:
@@ -163,4 +133,4 @@ def exit_code_of(error: BaseException) -> int:
         return EXIT_INTERRUPTED
     if isinstance(error, RankFailed):
         return int(error.report.get("exit_code", EXIT_FAILED))
-    return KIND_CODES[kind_of(error)]
+    return KIND_CODES.get(kind_of(error), EXIT_FAILED)

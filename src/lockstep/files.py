@@ -1,16 +1,12 @@
-"""Files that are written whole or not at all, and what an error of the disk means. No torch here."""
+"""Files that are written whole or not at all. No torch here."""
 
-import errno
 import fcntl
 import hashlib
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
-
-log = logging.getLogger(__name__)
 
 Contents = str | bytes | memoryview | Callable[[BinaryIO], object]
 """What a file shall hold, or a function that writes it to the open file."""
@@ -72,18 +68,5 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
     """Make `folder`, and let one process at a time into the block, of all machines that share the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # POSIX allows both
-            log.warning("waiting for another run that writes into %s", folder)
-            fcntl.lockf(file, fcntl.LOCK_EX)
+        fcntl.lockf(file, fcntl.LOCK_EX)
         yield
-
-
-def explain_disk_error(error: OSError, folder: Path) -> str:
-    """`error` in words, with what to do about it. It ends in a request, so that " and ..." can follow."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{error}; free some space"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{error}; {folder} cannot be written: make it writable"
-    return f"{error}; check {folder}"

@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from lockstep.config.record import typed_overrides
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import ENDS_WITH_PARENT
-from lockstep.errors import EXIT_CONFIG, ConfigError, RankFailed, path_value, without_quotes
+from lockstep.errors import EXIT_CONFIG, ConfigError, RankFailed, path_value
 from lockstep.failures.report import read_report
 from lockstep.runs.record import read_run
 from lockstep.source_code import ROOT
@@ -33,13 +32,12 @@ TABLE = "promise  "  # the beginning of what mode=check prints
 def train(overrides: str | Sequence[str] = (), ranks: int | None = None) -> "Result":
     """Train in processes of its own, on so many ranks, and print what they print. They have this process's `sys.path`.
 
-    Raises ConfigError for what cannot work, with what to type instead, RankFailed for a run that fails, and at an
-    interrupt, when the ranks have saved a snapshot, KeyboardInterrupt with what to call to go on.
+    Raises ConfigError, RankFailed, and at an interrupt, after a snapshot, KeyboardInterrupt with what to call to go on.
     """
     words = _words(overrides)
     words += [] if ranks is None else ["launch=torchrun", f"launch.nproc_per_node={ranks}"]
     place = cli.chosen("hydra.run.dir", words) or cli.chosen("run_dir", words)
-    folder = Path(without_quotes(place or time.strftime("outputs/%Y-%m-%d/%H-%M-%S")))
+    folder = Path(place or time.strftime("outputs/%Y-%m-%d/%H-%M-%S"))
     _run(words if place else [*words, f"hydra.run.dir={path_value(folder)}"], folder)
     run = read_run(folder)
     last = {tag: value for row in run["history"] for tag, value in row.items() if tag not in ("epoch", "step")}
@@ -52,8 +50,7 @@ def check(overrides: str | Sequence[str] = ()) -> str:
 
     Raises AssertionError if a promise does not hold, else as `train`.
     """
-    printed = _run([*_words(overrides), "mode=check"])
-    return printed[printed.find(TABLE) :]
+    return _run([*_words(overrides), "mode=check"])
 
 
 def compose(overrides: str | Sequence[str] = ()) -> RunConfig:
@@ -76,41 +73,36 @@ def _words(overrides: str | Sequence[str]) -> list[str]:
 
 
 def _run(words: Sequence[str], folder: Path = Path()) -> str:
-    """The output of the command, which is printed as it comes. folder: where a failed run has left its report."""
+    """Print the output of a command as it comes. Returns the table of mode=check. folder: where a run has failed."""
     if not read_rank_info().may_start_ranks:
         raise ConfigError("lockstep inside a rank would start every rank again; run it in one process")
     line = [sys.executable, str(ROOT / "src" / "train.py"), *words]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), ENDS_WITH_PARENT: "1"}
-    # A session of its own: a kernel's interrupt goes to its whole group, and the training gets one, from here.
-    run = Popen(line, env=env, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, errors="replace", start_new_session=True)
-    printed, interrupted = "", False
-    while run.returncode is None:
-        try:
-            for text in run.stdout or ():
-                print(text, end="", flush=True)
-                printed += text
-            run.wait()
-        except KeyboardInterrupt:
-            run.send_signal(signal.SIGINT)
-            interrupted = True
-    if interrupted:
-        raise KeyboardInterrupt(f"stopped; to go on, type lockstep.train({list(words)!r})")
+    run, printed = Popen(line, env=env, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, errors="replace"), ""
+    try:
+        for text in run.stdout or ():
+            print(text, end="", flush=True)
+            printed += text
+        run.wait()
+    except KeyboardInterrupt:  # the training gets it, too, as one of this process's group
+        print(*(run.stdout or ()), sep="", flush=True)  # until it has saved
+        raise KeyboardInterrupt(f"stopped; to go on, type lockstep.train({list(words)!r})") from None
     said = re.findall("(?m)^(?:lockstep|train.py: error): (.*)", printed) or [printed]
     if run.returncode == EXIT_CONFIG:
         raise ConfigError(said[-1])
-    if run.returncode and TABLE in printed:
-        raise AssertionError(printed[printed.find(TABLE) :])
+    table = printed[printed.find(TABLE) :]
+    if run.returncode and TABLE in table:
+        raise AssertionError(table)
     if run.returncode:
         raise RankFailed(said[0], read_report(folder) or {})
-    return printed
+    return table
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a training has left.
+    """What a training has left in its run folder.
 
-    folder: the run folder. metrics: {tag, such as "val/loss" or "test/accuracy": its last value}. history: a row an
-    epoch: {"epoch": 1, "step": 23, "train/loss": 0.1, ...}, as `pandas.DataFrame` takes them.
+    metrics: {tag, such as "test/accuracy": its last value}. history: a row an epoch, as `pandas.DataFrame` takes them.
     """
 
     folder: Path

@@ -20,15 +20,9 @@ def first_line(error: BaseException) -> str:
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any], missing: Any = None) -> dict[str, tuple[Any, Any]]:
-    """{key: (value in a, value in b)}, sorted, of the keys that only one has, or that have other values.
-
-    missing: stands for the value of a key that is not there.
-    """
-    return {
-        key: (a.get(key, missing), b.get(key, missing))
-        for key in sorted({*a, *b})
-        if key not in a or key not in b or a[key] != b[key]
-    }
+    """{key: (value in a, value in b)}, sorted, where they differ. missing: stands for a value that is not there."""
+    keys = [key for key in sorted({*a, *b}) if key not in a or key not in b or a[key] != b[key]]
+    return {key: (a.get(key, missing), b.get(key, missing)) for key in keys}
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:

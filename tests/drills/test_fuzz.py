@@ -39,7 +39,7 @@ KEPT = [
         "loader.augment moves images, and a sample has the shape [20]; type loader.augment=null",
     ),
     ("model.shape=[3,8,8]", "model.shape=[3,8,8] but the samples have the shape [1,8,8]; type model.shape=[1,8,8]"),
-    ("~hydra.hydra_logging.formatters.simple", "cannot be composed; type the command without ~hydra"),
+    ("~hydra.hydra_logging.formatters.simple", "cannot be composed; type the command without '~hydra"),
     ("optimizer=adamw optimizer.betas=[0.9,0]", "torch.optim.AdamW refuses its arguments"),
     ("dataset=mnist launch=fork", "/data and cannot be downloaded ("),
 ]

@@ -18,7 +18,6 @@ from torch.optim import SGD
 from lockstep.config.nodes import instantiate
 from support.commands import ROOT
 from support.configs import composed
-from support.pages import copy_examples
 from support.reference import train_reference
 from support.worlds import in_world, train_all
 
@@ -60,7 +59,7 @@ def of_transformers(name: str, config: str, kind: Kind, quiet: str, tolerance: f
     sizes = {"num_labels": CLASSES} if kind is not NEXT_TOKENS else {}
     drop = dict.fromkeys(quiet.split(), 0.2)
     node = {"_target_": f"transformers.{config}", **sizes, **options, **drop}
-    made = {"_target_": "my_work.huggingface.Logits", "net": {"_target_": f"transformers.{name}", "config": node}}
+    made = {"_target_": "my_transformers.Logits", "net": {"_target_": f"transformers.{name}", "config": node}}
     return Net(made, {f"net.config.{key}": 0.0 for key in drop}, kind, tolerance)
 
 
@@ -279,8 +278,7 @@ def test_three_steps_are_those_of_plain_torch_on_any_number_of_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, nets: list[Net]
 ) -> None:
     pytest.importorskip(library)
-    copy_examples((ROOT / "docs" / "language_models.md").read_text(), tmp_path)
-    monkeypatch.syspath_prepend(tmp_path / "mywork")
+    monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
     torch.set_num_threads(1)
 
     def words(of: str) -> list[Any]:

@@ -21,7 +21,7 @@ def test_the_mnist_preset_reaches_99_percent(start):
 
 
 def test_mnist_airbench_learns_in_its_first_epoch(start):
-    """Six epochs take minutes; docs/image_recipes.md has their accuracy."""
+    """Six epochs take minutes; docs/recipes.md has their accuracy."""
     words = ["launch=fork", "launch.nproc_per_node=2", "backend=gloo", "experiment=mnist_airbench", "trainer.epochs=1"]
     run = start(*PYTHON_TRAIN, *words).finish()
     assert scalars(run.folder)["test/accuracy"][-1][1] >= 0.985

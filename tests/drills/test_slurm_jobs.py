@@ -183,7 +183,7 @@ def test_a_config_folder_of_ones_own_reaches_the_ranks(start, slurm, tmp_path):
 
 def test_a_sweep_waits_for_its_jobs_and_goes_on_after_a_stop(start, slurm, tmp_path):
     words = ["-m", "optimizer.lr=0.1,1e10,0.05", "trainer.epochs=20", 'launch.options=["--exclusive"]']
-    words += ["hydra.launcher.n_jobs=auto", "hydra.launcher.retries=0", "hydra.sweep.dir=s"]
+    words += ["hydra.launcher.n_jobs=2", "hydra.launcher.retries=0", "hydra.sweep.dir=s"]
     run = start(*SUBMIT, *words, **slurm.env)
     wait_for(lambda: list((tmp_path / "s").glob("*/snapshots/step_*[0-9]")), "first snapshot", 150)
     run.send(signal.SIGINT, to="group")

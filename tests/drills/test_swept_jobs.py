@@ -105,7 +105,7 @@ def test_two_jobs_at_once_have_the_same_numbers(start):
     jobs = ["-m", "optimizer.lr=0.1,0.05,0.02,0.01", "model=mlp", "trainer.epochs=30"]
     one = start(*PYTHON_TRAIN, *jobs, "hydra.sweep.dir=one").finish()
     two = start(*PYTHON_TRAIN, *jobs, "hydra.launcher.n_jobs=2", "hydra.sweep.dir=two").finish()
-    assert "sweep: 4 jobs, 2 at once; in two\n" in two.output
+    assert "sweep: 4 jobs, 2 at once; 0 have finished before; in two\n" in two.output
     assert objectives(two.cwd / "two") == objectives(one.cwd / "one")
     starts = sorted(
         (one["started"], one["ended"]) for run in runs_of(two.cwd / "two").values() for one in run["starts"]
@@ -114,7 +114,7 @@ def test_two_jobs_at_once_have_the_same_numbers(start):
     assert "epoch 1/30" not in two.output
     for name in objectives(two.cwd / "two"):
         assert "epoch 30/30" in (two.cwd / "two" / name / "console.log").read_text()
-        assert f", {name} finished\n" in two.output
+        assert f"sweep: {name} finished\n" in two.output
 
 
 MEMORY = CGROUPS / "lockstep_sweep"

@@ -16,7 +16,6 @@ from lockstep.data.build import build_data, completed
 from lockstep.data.loader import MIX, Loader
 from lockstep.data.partition import fold_in
 from lockstep.data.source import Tensors
-from lockstep.errors import ConfigError
 from support.configs import composed
 from support.loaders import SEED, Position, loader
 
@@ -124,11 +123,6 @@ def test_images_grow_with_the_epochs() -> None:
     assert augment.resized(images.bfloat16(), 0).dtype == torch.bfloat16
     grown = reading(ShiftFlip(epochs=2, sizes=[4, 8]))
     assert [len(global_batches(grown, start=Position(epoch))[0][0][0, 0]) for epoch in (0, 1)] == [4, 8]
-
-
-def test_samples_that_are_no_images_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a sample has the shape \[4\]; type loader.augment=null"):
-        ShiftFlip(epochs=1, flip=True)(torch.rand(5, 4), where(torch.arange(5), torch.arange(5)))
 
 
 MIXES = [v2.MixUp(alpha=0.4, num_classes=3), v2.CutMix(alpha=1.0, num_classes=3)]

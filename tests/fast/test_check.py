@@ -1,4 +1,4 @@
-"""How mode=check compares runs. See also tests/runs/test_check_commands.py and tests/drills/test_check.py."""
+"""How mode=check compares runs. See also tests/runs/test_check_commands.py and tests/drills/test_check_nets.py."""
 
 from typing import Any
 

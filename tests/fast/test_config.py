@@ -19,37 +19,38 @@ from support.refusals import answer
 
 # What is right | the wrong value | what is accepted | what is typed in its place
 WRONG = """
- | seed=abc | a valid integer | seed=0
- | seed=-1 | greater than or equal to 0 | seed=0
- | seed=null | a valid integer | seed=0
- | seed=2.5 | a valid integer | seed=0
- | optimizer.lr=1.2.3% | a valid number | optimizer.lr=0.05
- | trainer.epochs=0 | greater than or equal to 1 | trainer.epochs=5
- | trainer.epochs=true | a valid integer | trainer.epochs=5
+ | seed=abc | a valid integer | seed=<value>
+ | seed=-1 | greater than or equal to 0 | seed=<value>
+ | seed=null | a valid integer | seed=<value>
+ | seed=2.5 | a valid integer | seed=<value>
+ | optimizer.lr=1.2.3% | a valid number | optimizer.lr=<value>
+ | trainer.epochs=0 | greater than or equal to 1 | trainer.epochs=<value>
+ | trainer.epochs=true | a valid integer | trainer.epochs=<value>
  | trainer.max_time=30 | a valid string | trainer.max_time=null
  | trainer.max_time=0s | a time such as 90s, 30min or 2h | trainer.max_time=null
- | trainer.compile=fast | a valid boolean or 'reduce-overhead' or 'max-autotune' | trainer.compile=false
+ | trainer.compile=fast | a valid boolean or 'reduce-overhead' or 'max-autotune' | trainer.compile=reduce-overhead
  | trainer.ema=1 | an object | trainer.ema=null
  | trainer.max_grad_norm=inf | a finite number | trainer.max_grad_norm=null
  | trainer.max_grad_norm=nan | a finite number | trainer.max_grad_norm=null
  | trainer.checkpoint_activations=block | a valid array | 'trainer.checkpoint_activations=[block]'
  | trainer.final=all | 'train+val' | trainer.final=null
  | evaluation.test=always | 'end', 'every' or 'never' | evaluation.test=end
- | snapshot.every=9 | a valid string | snapshot.every=1epochs
+ | snapshot.every=9 | a valid string | snapshot.every=<value>
  | snapshot.every=0steps | epochs, steps or minutes, such as 50steps | snapshot.every=1epochs
  | snapshot.mirror=s3://bucket | an object | snapshot.mirror=null
  | watch.nan=ignore | 'stop' or 'skip' | watch.nan=stop
- | backend.timeout=0.5 | greater than or equal to 1 | backend.timeout=300
+ | backend.timeout=0.5 | greater than or equal to 1 | backend.timeout=<value>
  | backend.name=tcp | 'auto', 'gloo', 'nccl' or 'mpi' | backend.name=auto
  | sync_bn.mode=always | 'auto', 'on' or 'off' | sync_bn.mode=auto
- | loader.num_workers=-1 | greater than or equal to 0 | loader.num_workers=0
+ | loader.num_workers=-1 | greater than or equal to 0 | loader.num_workers=<value>
  | loader.sampling=even | 'balanced' or 'weights' | loader.sampling=null
- | dataset.shape=[1,8,0] | greater than or equal to 1 | 'dataset.shape=[1,8,8]'
- | optimizer.lr=high | a valid number | optimizer.lr=0.05
-optimizer=adamw | optimizer.betas=0.9 | a valid array | 'optimizer.betas=[0.9,0.999]'
-optimizer=adamw | optimizer.betas=[0.9] | longer | 'optimizer.betas=[0.9,0.999]'
-model=mlp | model.width=0 | greater than or equal to 1 | model.width=128
-launch=fork | launch.nproc_per_node=some | a valid integer or 'auto', 'gpu' or 'cpu' | launch.nproc_per_node=2
+ | dataset.shape=[1,8,0] | greater than or equal to 1 | dataset.shape=null
+ | optimizer.lr=high | a valid number | optimizer.lr=<value>
+optimizer=adamw | optimizer.betas=0.9 | a valid array | optimizer.betas=<value>
+optimizer=adamw | optimizer.betas=[0.9] | longer | optimizer.betas=<value>
+model=mlp | model.width=0 | greater than or equal to 1 | model.width=<value>
+launch=fork | launch.nproc_per_node=some | a valid integer or 'auto', 'gpu' or 'cpu' | launch.nproc_per_node=auto
+ | loader.validation=1.5 | less than 1 | loader.validation=null
 """
 
 
@@ -63,12 +64,11 @@ def test_a_wrong_value_is_answered_with_what_is_accepted_and_a_right_one(row: st
     assert wanted in said, said
     typed = said.rpartition("; type ")[2]
     assert typed == advice, said
-    assert answer(*kept.split(), typed.strip("'")) is None
+    assert "<value>" in typed or answer(*kept.split(), typed.strip("'")) is None
 
 
 # Sections that would together choose something else than what they say.
 CONTRADICTIONS = """
-loader.validation=1.5 -> loader.validation=0.1
 loader.folds=5 -> loader.fold=0
 loader.folds=5 loader.fold=5 -> loader.fold=0
 loader.fold=1 -> loader.folds=5
@@ -79,6 +79,8 @@ loader.validation=null monitor=val/loss -> loader.validation=0.1
 monitor=val/loss trainer.final=train+val -> trainer.final=null
 loader.validation=null evaluation.patience=3 -> evaluation.patience=null
 monitor=null scheduler=plateau -> scheduler=cosine
+trainer.precision=fp16 watch.nan=skip -> watch.nan=stop
+trainer.compile=reduce-overhead trainer.gradient_accumulation_steps=2 -> trainer.compile=true
 """
 
 
@@ -100,10 +102,10 @@ PRESETS = [
     (f"{GLOBAL}defaults: [/model: mlp]", "experiment=own cannot be composed; type the command without experiment=own"),
     (f"{GLOBAL}defaults: [override /model: nlp]", "model=nlp is no option, and model has the options "),
     (f"{GLOBAL}trainer: {{epoch: 2}}", "trainer.epoch is no key of this config; type trainer.epochs=2"),
-    (f"{GLOBAL}trainer:\n\tepochs: 2", 'own.yaml", line 3, column 1; type each key once'),
-    (f"{GLOBAL}seed: 1\nseed: 2", "found duplicate key seed in "),
-    (f"{GLOBAL}trainer: {{epochs: 2\nseed: 1", "expected ',' or '}', but got ':' in "),
-    (f"{GLOBAL}notes: 'open", "found unexpected end of stream in "),
+    (f"{GLOBAL}trainer:\n\tepochs: 2", 'own.yaml", line 3, column 1'),
+    (f"{GLOBAL}seed: 1\nseed: 2", "found duplicate key seed"),
+    (f"{GLOBAL}trainer: {{epochs: 2\nseed: 1", "expected ',' or '}', but got ':'"),
+    (f"{GLOBAL}notes: 'open", "found unexpected end of stream"),
 ]
 
 
@@ -192,8 +194,8 @@ def test_a_preset_begins_with_its_command(path: Any) -> None:
 
 def test_what_an_optimizer_of_torch_refuses_is_refused_before_any_process_starts() -> None:
     said = str(answer("optimizer=adamw", "optimizer.betas=[0.9,1.5]"))
-    assert said.endswith("(Invalid beta parameter at index 1: 1.5); type 'optimizer.betas=[0.9,0.999]'")
-    assert str(answer("optimizer.momentum=0", "optimizer.nesterov=true")).endswith("; type optimizer.momentum=0.9")
+    assert said.endswith("(Invalid beta parameter at index 1: 1.5); type optimizer=sgd for values of conf/")
+    assert "(Nesterov momentum requires " in str(answer("optimizer.momentum=0", "optimizer.nesterov=true"))
 
 
 def test_a_value_is_shown_as_it_is_typed() -> None:

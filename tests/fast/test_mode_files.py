@@ -14,8 +14,8 @@ from lockstep.modes.predict import table
 
 def test_a_mode_replaces_nothing_that_is_no_file(tmp_path: Path) -> None:
     trained: Any = SimpleNamespace(folder=tmp_path)
-    for place, why in (("/dev/null", "is no file"), (str(tmp_path), "is no file"), ("/dev/null/a", "File exists")):
-        with pytest.raises(ConfigError, match=f"{why}.*; type mode.file=<a file that you can"):
+    for place in ("/dev/null", str(tmp_path)):
+        with pytest.raises(ConfigError, match="is no file.*; type mode.file=<a file that you can"):
             TrainedRun.output(trained, place, "rows.csv")
     assert TrainedRun.output(trained, str(tmp_path / "new" / "rows.csv"), "") == tmp_path / "new" / "rows.csv"
     assert (tmp_path / "new").is_dir()

@@ -48,8 +48,8 @@ def test_a_node_that_does_not_fit_is_refused(typed: str) -> None:
             "No module named 'nothere_at_all'",
             "PYTHONPATH=<the folder of nothere_at_all.py> before the command, or pip install nothere_at_all",
         ),
-        ("1 / 0", "ZeroDivisionError: division by zero", "model=convnet"),
-        ("def", "SyntaxError: invalid syntax", "model=convnet"),
+        ("1 / 0", "ZeroDivisionError: division by zero", "model._target_=<module>.<class>"),
+        ("def", "SyntaxError: invalid syntax", "model._target_=<module>.<class>"),
     ],
 )
 def test_an_error_of_the_import_is_in_the_sentence(
@@ -84,7 +84,10 @@ def test_what_a_constructor_raises_is_what_is_raised() -> None:
         instantiate(node | {"width": 100})
     with pytest.raises(ValueError, match=r"^too wide$"):
         instantiate(node, width=100)
-    with pytest.raises(ConfigError, match="gives an object of Net, and lockstep.tasks.base.Task is wanted; type task="):
+    with pytest.raises(
+        ConfigError,
+        match=r"gives an object of Net, and lockstep.tasks.base.Task is wanted; type task\._target_=",
+    ):
         instantiate_as(Task, node | {"width": 1}, "task")
     assert instantiate(None) is None
     assert [made.depth for made in instantiate([node | {"width": 1, "depth": 3}] * 2)] == [3, 3]

@@ -67,9 +67,7 @@ def change(folder: Path, **values: Any) -> Path:
 def test_what_is_no_record_is_named(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "run.json").write_bytes(content)
-    with pytest.raises(
-        ConfigError, match=r"has no run.json|is no record of format 2|cannot be read: .*; type "
-    ) as told:
+    with pytest.raises(ConfigError, match=r"run.json is no record of a run \(.*; type ") as told:
         read_run(tmp_path)
     assert str(tmp_path) in str(told.value)
 
@@ -77,8 +75,8 @@ def test_what_is_no_record_is_named(tmp_path: Path, content: bytes | None) -> No
 def test_a_run_of_a_process_that_is_gone_was_killed_and_one_elsewhere_is_unknown_after_an_hour(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a", state="running")
     here, child = socket.gethostname(), subprocess.Popen(["true"])
-    dead = child.pid  # a zombie until it is waited for
-    time.sleep(0.2)
+    dead = child.pid
+    child.wait()
     rows = [
         (here, os.getpid(), 0, "running"),
         (here, dead, 0, "killed"),
@@ -89,7 +87,6 @@ def test_a_run_of_a_process_that_is_gone_was_killed_and_one_elsewhere_is_unknown
         change(folder, hosts=[host], pid=pid, ended=time.time() - seconds, started=time.time() - seconds - 5)
         assert state_of(read_run(folder)) == state
         assert seconds_of(read_run(folder)) == pytest.approx(5, abs=1)
-    child.wait()
 
 
 def started(folder: Path, step: int = 0, **config: Any) -> RunRecord:
@@ -102,7 +99,9 @@ def test_a_run_that_is_killed_before_its_first_snapshot_keeps_its_start(tmp_path
     for epochs in (1, 2):
         settle(tmp_path)
         record = started(tmp_path, epochs=epochs)
-        record.epoch(EpochSummary(1, 2, 20, {"train": {"loss": 1.0}, "val": {"loss": 0.5}}, 9.0, {"loss": 0.5}, 20))
+        record.progress.best, record.progress.best_step = 0.5, 20
+        metrics = {"train": {"loss": 1.0}, "val": {"loss": 0.5}, "best": {"loss": 0.5}}
+        record.epoch(EpochSummary(1, 2, 20, metrics, {"samples": 9.0}))
     info = run_info(tmp_path)
     record.end(replace(info, last={"loss": 0.5}, test={"step": 20, "metrics": {"loss": 0.0}}), "finished")
     run = read_run(tmp_path)
@@ -122,7 +121,7 @@ def test_a_run_that_is_killed_before_its_first_snapshot_keeps_its_start(tmp_path
 def test_the_history_of_a_long_run_stays_short(tmp_path: Path) -> None:
     record = started(tmp_path)
     for epoch in range(1, 5001):
-        record.epoch(EpochSummary(epoch, 5000, epoch, {"val": {"loss": 1 / epoch}}, 9.0))
+        record.epoch(EpochSummary(epoch, 5000, epoch, {"val": {"loss": 1 / epoch}}, {"samples": 9.0}))
     record.end(run_info(tmp_path), "finished")
     history = read_run(tmp_path)["history"]
     assert 300 < len(history) <= 1000
@@ -136,24 +135,16 @@ def test_the_code_is_known_with_git_and_without(tmp_path: Path) -> None:
         subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
 
     source = tmp_path / "src" / "train.py"
-    for path in (source, tmp_path / "conf" / "config.yaml"):
-        path.parent.mkdir()
-        path.write_text("seed: 0\n")
-    (tmp_path / "README.md").write_text("one\n")
-    without_git, diff = code_facts(tmp_path)
+    source.parent.mkdir()
+    source.write_text("seed: 0\n")
+    without_git = code_facts(tmp_path)
     assert "commit" not in without_git
     for words in (["init"], ["add", "."], ["commit", "-m", "first"]):
         git(*words)
-    (tmp_path / "README.md").write_text("two\n")
-    facts, diff = code_facts(tmp_path)
-    assert (len(facts["commit"]), facts["source"], diff) == (40, without_git["source"], b"")
+    facts = code_facts(tmp_path)
+    assert (len(facts["commit"]), facts["source"]) == (40, without_git["source"])
     source.write_text("seed: 1\n")
-    facts, diff = code_facts(tmp_path)
-    assert facts["source"] != without_git["source"]
-    assert b"-seed: 0\n+seed: 1\n" in diff
-    source.write_text("seed: 1\n" * 100_000)
-    facts, diff = code_facts(tmp_path)
-    assert diff == b""
+    assert code_facts(tmp_path)["source"] != without_git["source"]
 
 
 # The table.
@@ -166,9 +157,9 @@ def test_a_thousand_runs_take_a_second_or_two_and_no_torch(tmp_path: Path, runs:
     before = time.process_time()
     lines, _ = runs("table", "--sort", "objective", "--filter", "optimizer.lr=0.20")
     assert time.process_time() - before < 3
-    assert lines[0].split("  ")[-2:] == ["samples/s", "changed"]
+    assert lines[0].split()[-2:] == ["speed", "changed"]
     assert len(lines) == 501
-    row = "outputs/2026-11-19/0998  finished             0.9980       46     46       5709  optimizer.lr=0.2 "
+    row = "outputs/2026-11-19/0998  finished             0.9980         46     46   5709  optimizer.lr=0.2 "
     assert row in lines[1]
     assert "2026-11-00/0000" in lines[-1]
     command = [sys.executable, "-X", "importtime", RUNS, "table", "outputs/2026-11-00"]
@@ -190,7 +181,7 @@ def test_columns_orders_and_filters(tmp_path: Path, runs: Any, cells: Any, caplo
         ["b", "-", "-", "3", "[0.5]", "59029b0b3e"],
         ["c/0", "0.7500", "0 ± 0.0053", "5", "[0.5]", "59029b0b3e"],  # 0.0 is a number of a test
     ]
-    assert "c/1/run.json cannot be read: it is no JSON; type rm" in caplog.text
+    assert "c/1/run.json is no record of a run (JSONDecodeError: " in caplog.text
     assert cells("changed", "--filter", "note=a b") == [["seed=2 'note=a b'"]]  # words of a shell
 
     def order(*words: str) -> list[str]:
@@ -200,10 +191,10 @@ def test_columns_orders_and_filters(tmp_path: Path, runs: Any, cells: Any, caplo
     assert order("--sort", "trainer.epochs") == ["b", "c/0", "a"]
     assert order("--sort", "seed", "--filter", "state=finished") == ["c/0", "a"]
     assert order("--filter", "trainer.compile=false", "--filter", "seed=1") == ["b"]
-    date = datetime.fromtimestamp(1795354012.7)
+    date = datetime.fromtimestamp(1795354012)
     for shown in ("run=a", "objective=0.5000", "objective=0.5", "tags=base"):
         assert order("--filter", shown) == ["a"], shown
-    for shown in (f"date={date:%Y-%m-%d}", f"date={date:%Y-%m-%d %H:%M}", "commit=59029b0", "speed=5709.4", "steps=46"):
+    for shown in (f"date={date}", "commit=59029b0b3e", "speed=5709.4", "steps=46"):
         assert len(order("--filter", shown)) == 3, shown
 
 
@@ -264,13 +255,9 @@ def test_python_gets_a_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (["table", ".", "--filter", "lr=0.1"], "type --filter optimizer.lr=<value>"),
         (["table", ".", "--filter", "optimizer=x"], "type --filter optimizer._target_=<value>"),
         (["table", ".", "--columns", "obj"], "type --columns state"),
-        (["table", ".", "--filter", "seed"], "--filter seed has no value; type --filter seed=<value>"),
         (["table", ".", "--filter", "seed=7"], "none of 1 runs has seed=7; type another --filter"),
-        (
-            ["diff", "a", "nowhere"],
-            "nowhere does not exist; type python src/runs.py table to see the runs below outputs",
-        ),
-        (["samples", "a"], "type python src/train.py mode=evaluate resume=<the run folder>"),
+        (["diff", "a", "nowhere"], "; type python src/runs.py table to see the runs below outputs"),
+        (["samples", "a"], "No such file or directory: 'a/test_samples.csv'"),
     ],
     ids=" ".join,
 )

@@ -88,7 +88,7 @@ def test_groups_are_folded_as_scikit_learn_does() -> None:
 @pytest.mark.parametrize(("size", "fold"), [(0.1, None), (0.3, None), (30.0, None), (0.9, None), (None, (2, 4))])
 def test_samples_of_one_group_stay_together(size: float | None, fold: tuple[int, int] | None) -> None:
     data = Patients()
-    train, val = ({data.groups[number] for number in side} for side in sides(data, size, fold, groups="on"))
+    train, val = ({data.groups[number] for number in side} for side in sides(data, size, fold))
     assert not train & val
     wanted = {0.1: 24, 0.3: 72, 30.0: 30, 0.9: 216, None: 60}[size]
     assert abs(len(sides(data, size, fold)[1]) - wanted) <= 12
@@ -99,7 +99,7 @@ def test_samples_of_one_group_stay_together(size: float | None, fold: tuple[int,
 def test_a_part_of_a_data_set_has_the_groups_of_its_samples() -> None:
     part = Subset(Patients(), range(0, 240, 2))
     assert of_each_sample(part, "groups").tolist() == Patients().groups[::2]
-    rows = [unwrapped(one)[1] for one in hold_out(part, 0.2, None, 0, "on")]
+    rows = [unwrapped(one)[1] for one in hold_out(part, 0.2, None, 0, "auto")]
     train, val = ({Patients().groups[number] for number in side} for side in rows)  # type: ignore[union-attr]
     assert not train & val
 
@@ -122,8 +122,7 @@ def test_a_torch_data_set_is_held_out_by_the_classes_of_its_tensors() -> None:
             "loader.validation=0.1, and there are 1 training samples; type loader.validation=null",
         ),
         ([1, 2, 3], None, (0, 5), "auto", "loader.folds=5, and there are 3 training samples; type loader.folds=3"),
-        ([1, 2, 3], 0.5, None, "on", "has no attribute groups; type loader.groups=auto"),
-        (Patients(20, 2), None, (0, 4), "on", "has 2 groups.*; type loader.folds=2, or loader.groups=off"),
+        (Patients(20, 2), None, (0, 4), "auto", "has 2 groups.*; type loader.folds=2, or loader.groups=off"),
         (Patients(20, 1), 0.2, None, "auto", "has 1 groups"),
     ],
 )

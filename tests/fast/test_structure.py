@@ -33,8 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "training": {"loggers", "runs", "failures", "strategies", "data", "models", "tasks", "distributed", "errors"},
     "snapshots": {"failures", "training", "strategies", "data", "models", "tasks", "distributed", "errors"},
 }
-EXEMPT = ("build", "data.build", "modes", "preflight", "sweeps.imports", "sweeps.jobs")
-EXEMPT += ("sweeps.launch", "sweeps.search")
+EXEMPT = ("build", "data.build", "modes", "preflight", "sweeps.jobs", "sweeps.launch", "sweeps.search")
 EXEMPT += ("launchers.rank_imports", "__init__", "__main__", "notebook")
 SCHEMA = "lockstep.config.schema"  # it imports nothing of this project but its errors
 # How a value is typed, and what is recorded of a config, which all may import.

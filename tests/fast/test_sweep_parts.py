@@ -8,7 +8,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from lockstep.source_code import is_project
-from lockstep.sweeps import jobs
 from lockstep.sweeps.jobs import divide_machine
 from lockstep.sweeps.launch import folder_name, is_at_edge, same_values
 from lockstep.sweeps.search import distributions, words_of
@@ -44,14 +43,12 @@ def test_the_code_that_starts_a_sweep_is_no_code_of_the_user_s() -> None:
 def test_jobs_at_once_share_no_core_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert [slot.cores for slot in divide_machine(3, 1)] == [[0, 1], [2, 3], [4, 5]]
-    assert [slot.cores for slot in divide_machine("auto", 4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert divide_machine("auto", "gpu") == divide_machine(1, 2) == [jobs.Slot()]
+    assert [cores for cores, _ in divide_machine(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert divide_machine(1) == [([], [])]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    for n_jobs, ranks in ((2, "gpu"), (2, 1), ("auto", 2)):
-        assert [slot.gpus for slot in divide_machine(n_jobs, ranks)] == [["4", "5"], ["6", "7"]]
-    assert [slot.gpus for slot in divide_machine(5, 1)] == [["4"], ["5"], ["6"], ["7"], ["4"]]
+    assert [gpus for _, gpus in divide_machine(2)] == [["4", "5"], ["6", "7"]]
+    assert [gpus for _, gpus in divide_machine(5)] == [["4"], ["5"], ["6"], ["7"], ["4"]]
 
 
 VALUES = {"seed": 1, "trainer.epochs": 2, "backend.timeout": 300, "launch._target_": "a", "dataset.classes": None}

@@ -10,7 +10,6 @@ import pytest
 from PIL import Image
 
 from lockstep.data.tar_shards import TarShards
-from lockstep.errors import ConfigError
 
 TARS, SAMPLES = 40, 5
 
@@ -30,7 +29,7 @@ def keys(tmp_path):
                 add(file, f"{name}.TXT", b"text %d" % number)
                 add(file, f"{name}.cls", b"%d\n" % (number % 7))
                 add(file, f"{name}.json", b"{}")
-    urls = {"urls": f"{tmp_path}/part-{{00..{TARS - 1}}}.tar", "test_urls": f"{tmp_path}/part-{TARS}*.tar"}
+    urls = {"urls": f"{tmp_path}/part-[0-3]*.tar", "test_urls": f"{tmp_path}/part-{TARS}*.tar"}
     return urls | dict(val_urls=None, inputs="txt", targets="cls", size=None, index_dir=f"{tmp_path}/indexes")
 
 
@@ -61,18 +60,17 @@ def test_images_have_any_case_and_no_dots_in_their_names(keys, tmp_path, name, i
             add(file, name.format("PNG"), stored.getvalue())
             add(file, name.format("CLS"), b"1")
     keys |= dict(urls=f"{tmp_path}/a.tar", test_urls=f"{tmp_path}/b.tar", inputs="jpg;png")
+    TarShards(**keys).prepare()
+    test = TarShards(**keys).splits().test
+    assert len(test) == is_read
     if is_read:
-        TarShards(**keys).prepare()
-        image, target = TarShards(**keys).splits().test[0]
+        image, target = test[0]
         assert (image.permute(1, 2, 0).tolist(), target) == (pixels.tolist(), 1)
-    else:
-        with pytest.raises(ConfigError, match="no sample has jpg;png and cls after its name's first dot"):
-            TarShards(**keys).prepare()
 
 
 @pytest.mark.parametrize("cut", [512, 5000, 7168])
 def test_a_tar_that_is_cut_is_named(keys, tmp_path, cut):
     TarShards(**keys).prepare()
     os.truncate(tmp_path / "part-03.tar", cut)
-    with pytest.raises(ConfigError, match=r"part-03.tar: .*; type dataset.urls"):
+    with pytest.raises(ValueError, match=r"part-03.tar: "):
         TarShards(**keys).prepare()

@@ -1,38 +1,27 @@
-"""A text and documents as windows of tokens."""
+"""Text as windows of tokens."""
 
 import gzip
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 
+from lockstep.data.build import prepare_first
 from lockstep.data.source import class_count
 from lockstep.data.text import Text, Windows
 from lockstep.errors import ConfigError
+from support.configs import composed
 
 WORDS = "the quick brown añ ☃\r\n fox " * 9
 
 
 def text(folder: Path, **values: Any) -> Text:
     (folder / "text.txt").write_bytes(WORDS.encode())
-    usual = {"path": str(folder / "text.txt"), "test_path": None, "tokenizer": "characters", "separator": None}
-    usual |= {"field": "text", "block": 4, "stride": 1, "samples": None, "tokens_dir": str(folder / "tokens")}
+    usual = {"path": str(folder / "text.txt"), "test_path": None, "tokenizer": "characters"}
+    usual |= {"block": 4, "stride": 1, "samples": None, "tokens_dir": str(folder / "tokens")}
     return Text(**usual | values)
-
-
-def documents(folder: Path, **values: Any) -> Text:
-    lines = ({"text": some, "other": number} for number, some in enumerate(["one", None, "", "añ\n☃"]))
-    (folder / "train-0.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    with gzip.open(folder / "train-1.jsonl.gz", "wt") as file:
-        file.write('{"text": "zipped"}')
-    pd.DataFrame({"text": ["in a table", None]}).to_parquet(folder / "train-2.parquet")
-    (folder / "train-3.txt").write_text("plain\ntext")
-    usual = {"path": f"{folder}/train*", "test_path": [f"{folder}/train-3.txt"], "tokenizer": "bytes"}
-    return text(folder, **usual | {"separator": "<|e|>", "stride": 4} | values)
 
 
 @pytest.mark.parametrize("tokenizer", ["characters", "bytes"])
@@ -66,15 +55,29 @@ def test_no_training_window_touches_what_is_held_out(size: float | None, fold: t
     assert found[found != -100].tolist() == sorted(held_out)[1:]
 
 
-def test_documents_of_all_kinds_are_joined_by_the_separator(tmp_path: Path) -> None:
-    source = documents(tmp_path)
-    expected = "<|e|>".join(["one", "añ\n☃", "zipped", "in a table", "plain\ntext", ""])
+def test_texts_of_several_files_are_read_one_after_the_other_and_again_when_one_changes(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "train-0.txt.gz", "wt") as file:
+        file.write("zipped ")
+    (tmp_path / "train-1.txt").write_text("plain\ntext")
+    source = text(tmp_path, path=f"{tmp_path}/train*", test_path=[f"{tmp_path}/train-1.txt"], tokenizer="bytes")
     for _ in range(2):
         source.prepare()
-        assert source.splits().train.coder.decode(source.splits().train.tokens.tolist()) == expected
-    (tmp_path / "train-3.txt").write_text("another")
+        assert source.splits().train.coder.decode(source.splits().train.tokens.tolist()) == "zipped plain\ntext"
+    (tmp_path / "train-1.txt").write_text("another")
     source.prepare()
-    assert source.splits().test.coder.decode(source.splits().test.tokens.tolist()) == "another<|e|>"
+    assert source.splits().test.coder.decode(source.splits().test.tokens.tolist()) == "another"
+
+
+@pytest.mark.parametrize("classes", [None, 300])
+def test_a_file_of_tokens_is_read_as_it_is(tmp_path: Path, classes: int | None) -> None:
+    (torch.arange(100) * 3).to(torch.uint16).numpy().tofile(path := tmp_path / "train.bin")
+    source = text(tmp_path, path=str(path), tokenizer="uint16", classes=classes)
+    source.prepare()
+    train, test, _ = source.splits()
+    assert (train.tokens.tolist(), test.tokens.tolist()) == ([*range(0, 270, 3)], [*range(270, 300, 3)])
+    assert class_count(train, train[0][1]) == (classes or 2**16)
+    assert train.coder.decode(train.coder.encode("3 299")) == "3 299"
+    assert len(train.coder.encode("\n")) == 1
 
 
 def test_a_rank_holds_no_text(tmp_path: Path) -> None:
@@ -90,43 +93,16 @@ def test_a_rank_holds_no_text(tmp_path: Path) -> None:
     assert own_bytes() - before < len(train) / 10
 
 
-def test_a_tokenizer_of_hugging_face(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    coder = tokenizers.Tokenizer(tokenizers.models.BPE())
-    coder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    coder.decoder = tokenizers.decoders.ByteLevel()
-    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=270, special_tokens=["<|e|>"], initial_alphabet=letters)
-    coder.train_from_iterator([WORDS], trainer)
-    coder.save(str(tmp_path / "words.json"))
-    source = text(tmp_path, tokenizer=str(tmp_path / "words.json"), separator="<|e|>")
-    source.prepare()
-    train, test, _ = source.splits()
-    tokens = [*train.tokens.tolist(), *test.tokens.tolist()]
-    assert (train.coder.decode(tokens), train.classes[tokens[-1]]) == (f"{WORDS}<|e|>", "<|e|>")
-    assert len(tokens) < len(WORDS)
-    assert train.coder.decode(train.coder.encode(["the fox"])[0]) == "the fox"
-
-
 def test_what_cannot_be_used_is_refused_with_what_to_type(tmp_path: Path) -> None:
-    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n')
     (tmp_path / "picture").write_bytes(b"\xff\xd8" * 9)
-    shakespeare = str(tmp_path / "tinyshakespeare/input.txt")
     source = text(tmp_path)
     source.prepare()
     with pytest.raises(ConfigError, match="the text has no 'z'.*; type mode.prompt="):
-        source.splits().train.coder.encode(["fuzzy"])
-    for source, said in [
-        (text(tmp_path, path="none.txt"), "No such file.*type dataset.path="),
-        (text(tmp_path, path=shakespeare), f"type curl --create-dirs -o {shakespeare} https"),
-        (text(tmp_path, block=1000), "type dataset.block=21, or dataset.path="),
-        (text(tmp_path, classes=3), "has 21 kinds of tokens; type dataset.classes=null"),
-        (documents(tmp_path, path=f"{tmp_path}/bad.jsonl"), "bad.jsonl: KeyError: 'text'.*type dataset.path="),
-        (documents(tmp_path, path=f"{tmp_path}/none*"), "no file .*none.*type dataset.path="),
-        (
-            text(tmp_path, path=str(tmp_path / "picture")),
-            "picture: UnicodeDecodeError.*dataset.tokenizer=bytes",
-        ),
+        source.splits().train.coder.encode("fuzzy")
+    for words, said in [
+        ([f"dataset.path={tmp_path}/none.txt"], "FileNotFoundError: .*none.txt.*; type data_dir="),
+        ([f"dataset.path={tmp_path}/none*"], "no text is in .*none.*; type data_dir="),
+        ([f"dataset.path={tmp_path}/picture"], "UnicodeDecodeError: .*; type data_dir="),
     ]:
         with pytest.raises(ConfigError, match=said):
-            source.prepare()
+            prepare_first(composed("dataset=text", f"dataset.tokens_dir={tmp_path}", *words))

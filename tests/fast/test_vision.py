@@ -5,8 +5,10 @@ import torch
 import torchvision
 from sklearn.datasets import load_digits
 
-from lockstep.data.vision import Digits, RandomPairs, TorchvisionImages
+from lockstep.data.build import prepare_first
+from lockstep.data.vision import Digits, RandomPairs
 from lockstep.errors import ConfigError
+from support.configs import composed
 
 
 def test_digits_are_those_of_sklearn_in_a_fixed_order():
@@ -26,5 +28,5 @@ def test_pairs_differ_between_splits_and_seeds_alone():
 
 def test_missing_images_that_cannot_be_downloaded_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
-    with pytest.raises(ConfigError, match="MNIST is not in .*; type data_dir="):
-        TorchvisionImages(name="MNIST", root=str(tmp_path)).prepare()
+    with pytest.raises(ConfigError, match="TorchvisionImages cannot be read .*Error downloading.*; type data_dir="):
+        prepare_first(composed("dataset=mnist", f"data_dir={tmp_path}"))

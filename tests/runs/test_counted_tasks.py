@@ -30,7 +30,7 @@ WEIGHTS = [0.5, 2.0, 3.0, 0.0]
 
 
 def classification() -> Task:
-    return CrossEntropy(top=[2])
+    return CrossEntropy()
 
 
 def weighted() -> Task:
@@ -92,11 +92,7 @@ def expected(kind: str) -> dict[str, float]:
     if kind == "multi_label":
         right = (outputs > 0) == targets.bool()
         loss = F.binary_cross_entropy_with_logits(outputs, targets.double())
-        return {
-            "loss": loss.item(),
-            "accuracy": right.double().mean().item(),
-            "all_right": right.all(1).double().mean().item(),
-        }
+        return {"loss": loss.item(), "accuracy": right.double().mean().item()}
     if kind == "soft":
         loss = F.cross_entropy(outputs, targets, weight, label_smoothing=0.1)
         return {"loss": loss.item(), "accuracy": (outputs.argmax(1) == targets.argmax(1)).double().mean().item()}
@@ -106,10 +102,7 @@ def expected(kind: str) -> dict[str, float]:
     loss = F.cross_entropy(rows, labels, weight if "weighted" in kind else None)
     if kind == "tokens":
         return {"loss": loss.item(), "perplexity": loss.exp().item()}
-    found = {"loss": loss.item(), "accuracy": (rows.argmax(1) == labels).double().mean().item()}
-    if kind == "classification":
-        found["top2"] = (rows.topk(2).indices == labels[:, None]).any(1).double().mean().item()
-    return found
+    return {"loss": loss.item(), "accuracy": (rows.argmax(1) == labels).double().mean().item()}
 
 
 TASKS = [classification, weighted, soft, segmentation, weighted_pixels, tokens, multi_label]
@@ -190,14 +183,6 @@ def test_predictions_are_classes_labels_pixels_and_tokens() -> None:
     assert segmentation().predictions(torch.randn(4, CLASSES, 3, 2))["prediction"].shape == (4, 3, 2)
     of_tokens = tokens().predictions(outputs[None])["prediction"]
     assert torch.equal(of_tokens, classification().predictions(outputs)["prediction"][None])
-
-
-def test_top_k_counts_among_as_many_classes_as_there_are() -> None:
-    task = CrossEntropy(top=[3, 9])
-    outputs, targets = data("classification")
-    found = dict(zip(task.names, task.sums(outputs, targets).values, strict=True))
-    assert found["top9"] == SAMPLES
-    assert found["top3"] == sum(outputs.topk(3).indices[n].tolist().count(targets[n].item()) for n in range(SAMPLES))
 
 
 class Means(CrossEntropy):

@@ -1,7 +1,6 @@
 """The commands of docs/data.md, typed in a home folder that has what the page speaks of."""
 
 import io
-import json
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -51,8 +50,8 @@ def make_texts(home: Path) -> None:
     folder = home / "lockstep" / "texts"
     folder.mkdir()
     for shard, name in enumerate(("train-0", "train-1", "train-2", "test-3")):
-        lines = [json.dumps({"text": f"Document {number} of shard {shard}. " * 5}) for number in range(10)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+        lines = [f"Document {number} of shard {shard}. " * 5 for number in range(10)]
+        (folder / f"{name}.txt").write_text("\n".join(lines))
 
 
 def make_tars(home: Path) -> None:

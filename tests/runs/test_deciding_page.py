@@ -1,4 +1,4 @@
-"""docs/deciding.md: all its commands, in its order, in a folder outside the repository."""
+"""docs/sweeps.md, from "Repeat each setting" on: all its commands, in its order, in a folder outside the repository."""
 
 import re
 from collections.abc import Callable
@@ -7,15 +7,14 @@ from pathlib import Path
 from support.commands import ROOT, Command
 from support.pages import COMMANDS, copy_examples, environment
 
-PAGE = (ROOT / "docs" / "deciding.md").read_text()
+PAGE = (ROOT / "docs" / "sweeps.md").read_text().split("\n## Which set decides\n")[1]
 
 
 def test_from_a_sweep_to_the_number_that_is_reported(tmp_path: Path, start: Callable[..., Command]) -> None:
     copy_examples(PAGE, tmp_path)
     words = ("bash", "-c", "set -e\n" + "".join(COMMANDS.findall(PAGE)))
     output = start(*words, cwd=tmp_path / "lockstep", **environment(tmp_path)).finish(limit=220).output
-    winners = re.findall(r"^best: +(optimizer\.lr=\S+), by the mean of (\d) runs", output, re.MULTILINE)
-    assert [count for _, count in winners][:2] == ["5", "5"]
+    assert len(re.findall(r"^best: +optimizer\.lr=0\.1\d?\b", output, re.MULTILINE)) >= 2
     assert len(re.findall(r"^finished .* \(5 runs\)$", output, re.MULTILINE)) == 5
     verdicts = re.findall(r"^(?:[AB] is better by|cannot be told apart|the same: ).*$", output, re.MULTILINE)
     assert len(verdicts) == 3

@@ -24,7 +24,7 @@ Overrides = tuple[str, ...]
 
 
 def in_commands(page: Path) -> set[Overrides]:
-    """The overrides of every command. Those with --config-dir are run by test_extending.py."""
+    """The overrides of every command. Those with --config-dir are run by test_parts.py."""
     found = set()
     for line in command_lines(page) + code_spans(page):
         if "src/train.py" not in line or "--config-dir" in line:

@@ -1,6 +1,5 @@
 """Every data set of conf/dataset: the same numbers on 1, 2 and 3 ranks, and the same bits after a stop in mid-epoch."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,11 @@ SETS = {
     "table_of_CSV": [*TABLE, "dataset.path={}/rows.csv", "dataset.group_column=group"],
     "table_of_parquet": [*TABLE, "dataset.path={}/rows.parquet"],
     "text": ["dataset=text", *GPT, "dataset.path={}/train-0.txt"],
-    "documents": ["dataset=documents", *GPT, "dataset.path={}/train*.jsonl", "dataset.test_path={}/train-0.jsonl"],
+    "texts": [
+        *("dataset=text", *GPT, "dataset.path={}/train*.txt", "dataset.test_path={}/train-0.txt"),
+        *("dataset.tokenizer=bytes", "dataset.stride=8"),
+    ],
+    "tokens": ["dataset=text", *GPT, "dataset.path={}/train.bin", "dataset.tokenizer=uint16", "dataset.classes=40"],
     "tar_shards": [
         *("dataset=tar_shards", "dataset.urls={}/train-*.tar", "dataset.test_urls={}/test-*.tar"),
         *("dataset.index_dir={}/indexes", "dataset.inputs=png", "dataset.size=8", "loader.num_workers=1", *NET),
@@ -78,9 +81,10 @@ def write_all(folder: Path) -> None:
     rows = pd.DataFrame({"acid": draw.random(90), "region": numbers % 4, "group": numbers // 2, "kind": numbers % 3})
     rows.to_csv(folder / "rows.csv", index=False)
     rows.drop(columns="group").to_parquet(folder / "rows.parquet")
-    for number in range(3):
-        texts = [f"Document {line} of {number} says {'ever more ' * (line % 5)}." for line in range(9)]
-        (folder / f"train-{number}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for number in (1, 2):
+        texts = [f"Line {line} of {number} says {'ever more ' * (line % 5)}.\n" for line in range(9)]
+        (folder / f"train-{number}.txt").write_text("".join(texts))
+    draw.integers(0, 40, 500).astype(np.uint16).tofile(folder / "train.bin")
     (folder / "train-0.txt").write_text("The quick brown fox. " * 40)
     write_tars(folder, "train", [20, 1, 30])
     write_tars(folder, "test", [9])

@@ -85,16 +85,9 @@ def test_a_dry_run_prints_the_script_and_submits_nothing(train, tmp_path):
     assert not (tmp_path / "a folder/run/job.sh").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("joblib", "is no option"),  # it is not installed
-        ("basic", "cannot run these jobs; leave it out, and type hydra.launcher.n_jobs=2 for two at once"),
-    ],
-)
-def test_another_launcher_of_hydra_is_refused(train, name, said):
-    run = train("-m", f"hydra/launcher={name}", "optimizer.lr=0.1,0.01", code=2)
-    assert f"hydra/launcher={name} {said}" in run.sentence
+def test_a_launcher_of_hydra_that_is_not_installed_is_refused(train):
+    run = train("-m", "hydra/launcher=joblib", "optimizer.lr=0.1,0.01", code=2)
+    assert "hydra/launcher=joblib is no option" in run.sentence
 
 
 PREPARE = """

@@ -123,8 +123,8 @@ def test_a_loss_that_never_falls_gets_a_sentence(train: Train) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["mode.max_lr=1e-7"], "mode.max_lr=1e-07 must be above mode.min_lr=1e-06; type mode.max_lr=0.001"),
-        (["mode.steps=5"], "mode.steps=5 should be greater than or equal to 40; type mode.steps=200"),
+        (["mode.max_lr=1e-7"], "mode.max_lr=1e-07 is below min_lr; type mode.max_lr=0.001"),
+        (["mode.steps=5"], "mode.steps=5 should be greater than or equal to 40; type mode.steps=<value>"),
         (
             ["resume=outputs/a"],
             "mode=find_lr reads no run; leave resume=outputs/a out, or type parameters.init=<a run> for its weig",

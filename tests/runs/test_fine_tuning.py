@@ -15,7 +15,7 @@ from lockstep.snapshots.files import list_snapshots
 from lockstep.snapshots.initial_weights import load_initial_weights
 from support.commands import ROOT, TRAIN, WHOLE, Command
 from support.configs import with_values
-from support.pages import environment
+from support.pages import environment, section
 from support.refusals import accepted, answer
 from support.run_folders import newest_snapshot
 from support.worlds import distance, in_world, train_all, weights
@@ -68,7 +68,7 @@ def snapshot(folder: Path) -> Any:
 
 
 def test_the_commands_of_the_page(start: Callable[..., Command], tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "fine_tuning.md").read_text()
+    page = section((ROOT / "docs" / "models.md").read_text(), "Fine-tuning")
     (script,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     (said,) = re.findall(r"```\n(init: .*?)```", page, re.DOTALL)
     script = script.replace("python src/train.py", f"python {TRAIN} trainer.batch_size=500")

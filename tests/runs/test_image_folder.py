@@ -98,8 +98,8 @@ def test_images_of_a_csv_file_give_the_numbers_of_a_folder_and_later_ones_need_n
     assert header == "index,file,prediction,probability_dark,probability_light,truth"
     assert first.startswith("0,0.jpg,")
     assert first.endswith(",")
-    new = ["dataset=image_list", "dataset.files=[test/light/1.jpg]", "dataset.size=16"]
-    train("mode=predict", "resume=listed", *new, f"dataset.root={pictures}")
-    assert "\n0,test/light/1.jpg," in (tmp_path / "listed" / "predictions.csv").read_text()
-    unlabelled = train("mode=evaluate", "resume=listed", *new, f"dataset.root={pictures}", code=2)
+    new = ["dataset=image_list", f"dataset.root={pictures / 'test'}", "dataset.size=16"]
+    train("mode=predict", "resume=listed", *new)
+    assert "\n0,dark/0.jpg," in (tmp_path / "listed" / "predictions.csv").read_text()
+    unlabelled = train("mode=evaluate", "resume=listed", *new, code=2)
     assert "the target -100" in unlabelled.sentence

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -150,16 +149,3 @@ def test_ctrl_c_stops_a_run_with_loader_workers_at_a_saved_step(start, tmp_path)
     os.killpg(run.process.pid, signal.SIGINT)
     run.finish(75)
     assert stopped_at(tmp_path / "run") == position(tmp_path / "run")[0]
-
-
-def test_a_log_file_that_cannot_be_opened_again_does_not_end_the_run(start, tmp_path):
-    run = start(*LONG, "launch=fork")
-    wait_for(lambda: has_logged(tmp_path / "run", "epoch 1/"), "training")
-    while not (tmp_path / "run/train.log").is_dir():
-        (tmp_path / "run/train.log").unlink()
-        with suppress(FileExistsError):  # the run has opened it again in between
-            (tmp_path / "run/train.log").mkdir()
-    wait_for(lambda: "epoch 5/" in (tmp_path / "run/logs/rank0.log").read_text(), "fifth epoch")
-    run.process.terminate()
-    run.finish(75)
-    assert "Traceback" not in run.output

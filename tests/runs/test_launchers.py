@@ -3,20 +3,18 @@
 import multiprocessing.util
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from lockstep.distributed.host import LAUNCHER, cpu_count
+from lockstep.distributed.host import cpu_count
 from lockstep.distributed.world import join_world
 from lockstep.errors import EXIT_FAILED, ConfigError, RankFailed, StoppedEarly, TrainingDiverged
 from lockstep.launchers.env import EnvLauncher
 from lockstep.launchers.local import LocalLauncher, resolve_nproc
-from support.commands import ROOT, wait_for
+from support.commands import wait_for
 from support.refusals import answer
 from support.worlds import in_world
 
@@ -164,12 +162,3 @@ def test_what_launchers_refuse(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with pytest.raises(ConfigError, match="a launcher inside torchrun would start .* type launch=env"):
         LocalLauncher("fork", 2).validate()
-
-
-@pytest.mark.parametrize(("sweep_lives", "code"), [(True, 0), (False, -signal.SIGKILL)])
-def test_the_server_of_a_sweep_ends_if_its_sweep_has_ended_before_it_ran(sweep_lives, code):
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    env = {LAUNCHER: str(os.getpid() if sweep_lives else ended.pid), "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-c", "import lockstep.sweeps.imports"]
-    assert subprocess.run(command, env=os.environ | env).returncode == code

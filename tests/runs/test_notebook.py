@@ -1,4 +1,4 @@
-"""The script of docs/modes.md that trains without the command line, in a process of its own."""
+"""docs/examples/my_loop.py, which trains without the command line, in a process of its own."""
 
 import os
 import re
@@ -12,8 +12,7 @@ from support.worlds import in_world, train
 
 
 def test_the_script_gives_the_numbers_of_the_command(start, tmp_path):
-    page = (ROOT / "docs" / "modes.md").read_text()
-    (script,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "train_epoch(" in text]
+    script = (ROOT / "docs" / "examples" / "my_loop.py").read_text()
     assert len(script.split("with join_world")[1].splitlines()) <= 15
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     output = start(sys.executable, "-c", script, PYTHONPATH=path).finish().output

@@ -119,7 +119,7 @@ def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
             "model._target_=own_nets.Nett",
             "No module named 'own_nets.Nett'; 'own_nets' is not a package); type model._target_=own_nets.Net",
         ),
-        ("model._target_=own_nets.NUMBER", "it is neither a class nor a function); type model="),
+        ("model._target_=own_nets.NUMBER", "it is neither a class nor a function); type model._target_="),
         (
             "model._target_=kornia.models.VisionTransformer",
             "No module named 'kornia'); type PYTHONPATH=<the folder of kornia.py> before the command, or pip install",
@@ -131,7 +131,7 @@ def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
         ("model._target_=own_failing.Net", "before the command, or pip install a_package_that_nobody_has"),
         (
             "model._target_=own_dividing.Net",
-            "(ZeroDivisionError: division by zero); type model=",
+            "(ZeroDivisionError: division by zero); type model._target_=",
         ),
         (
             "model._target_=torch.nn.Linear",
@@ -205,10 +205,10 @@ def test_what_a_task_or_a_scheduler_must_not_return_is_refused_in_the_first_step
     own = accepted("scheduler._target_=own_tasks.forgets_to_return", *base)
     returned = "scheduler._target_ returns None, and a scheduler of torch is wanted; type return before"
     for found in in_world(2, sentences, [*tasks, torchs, own]):
-        assert "own_tasks.Means gives loss as [], and a value for each sample is wanted, [32]" in found[0]
+        assert "Means gives loss as [], and a value for each sample is wanted, [32]" in found[0]
         assert 'type reduction="none"' in found[0]
-        assert found[1].startswith("own_tasks.LossAlone gives a Tensor, and no loss; return a dict that has it")
-        assert found[2].startswith("own_tasks.Forgets gives loss, and no accuracy; return a dict that has it")
+        assert found[1].startswith("LossAlone gives loss as NoneType, and a value for each sample")
+        assert found[2].startswith("Forgets gives accuracy as NoneType, and a value for each sample")
         assert found[3].startswith(returned)
         assert found[4].startswith(returned)
 

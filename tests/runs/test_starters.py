@@ -37,7 +37,7 @@ def check_folder(run: Command, ranks: int) -> None:
     folder = run.folder
     names = {path.name for path in folder.iterdir() if not path.name.startswith("events")}
     files = {".hydra", ".lock", "logs", "model.pt", "run.json", "snapshots", "test_samples.csv", "train.log"}
-    assert names - {"uncommitted.diff"} == files
+    assert names == files
     assert len([*folder.glob("events*")]) == 1
     assert sorted(path.name for path in (folder / "logs").iterdir()) == [f"rank{rank}.log" for rank in range(ranks)]
     assert sorted(path.name for path in (folder / ".hydra").iterdir()) == ["config.yaml", "overrides.yaml"]

@@ -66,7 +66,7 @@ def test_the_end_of_a_sweep_and_the_command_typed_again(start):
     best, worse = (f"{value:.4f}" for value in sorted(objectives(folder).values(), key=lambda x: -(x or 0))[:2])
     assert re.findall(r"^finished +([\d.]+) .* (\S+)$", end, re.MULTILINE)[0] == (best, "s/optimizer.lr=0.1")
     assert re.findall(r"^finished +([\d.]+) ", end, re.MULTILINE)[1] == worse
-    assert "\nbest:       s/optimizer.lr=0.1" in end
+    assert "\nbest:       optimizer.lr=0.1\n" in end
     assert re.search(r"^choosing: +val/accuracy \S+ is the best of 2, and so it is optimistic; ", end, re.MULTILINE)
     assert re.search(r"^diverged: +optimizer.lr=10000000000.0: .*the loss is", end, re.MULTILINE)
     again = "-m model=mlp trainer.epochs=1 optimizer.lr=0.1,1e10,0.02 hydra.sweep.dir=s"
@@ -77,7 +77,7 @@ def test_the_end_of_a_sweep_and_the_command_typed_again(start):
     first = runs_of(folder)
     more = start(*command, "optimizer.lr=0.05,0.1,0.02").finish()
     assert re.findall(r"^sweep: job (.*)", more.output, re.MULTILINE) == ["1 of 1, optimizer.lr=0.05"]
-    assert "sweep: 1 job; 2 have finished before; in s\n" in more.output
+    assert "sweep: 1 jobs, 1 at once; 2 have finished before; in s\n" in more.output
     assert first.items() <= runs_of(folder).items()
     command[command.index("trainer.epochs=1")] = "trainer.epochs=2"
     longer = start(*command, "optimizer.lr=0.02").finish()  # another configuration, in another folder
@@ -90,15 +90,15 @@ def test_the_end_of_a_sweep_and_the_command_typed_again(start):
 def test_a_key_that_gets_a_list_later_does_not_run_its_first_value_again(start):
     command = [*PYTHON_TRAIN, *SHORT, "-m", "hydra.sweep.dir=s", "optimizer.lr=0.0001,0.0002,0.1"]
     run = start(*command, "seed=1").finish()
-    assert "best:       s/optimizer.lr=0.1; optimizer.lr=0.1 is at the edge of its list\n" in run.output
+    assert "best:       optimizer.lr=0.1; optimizer.lr is at the edge of its list\n" in run.output
     more = start(*command, "seed=1,2", "backend.timeout=60", "logger=[csv]").finish()
     started = re.findall(r"^sweep: job (.*)", more.output, re.MULTILINE)
     assert started[::2] == ["1 of 3, optimizer.lr=0.0001 seed=2", "3 of 3, optimizer.lr=0.1 seed=2"]
-    assert "best:       optimizer.lr=0.1, by the mean of 2 runs; optimizer.lr=0.1 is at the edge" in more.output
+    assert re.search(r"^best: +optimizer.lr=0.1; optimizer.lr is at the edge of its list$", more.output, re.MULTILINE)
     record = more.cwd / "s" / "optimizer.lr=0.1" / "run.json"
     record.write_text(record.read_text().replace(json.loads(record.read_text())["code"]["source"], "0" * 16))
     again = start(*command, "seed=1,2").finish()
-    assert "sweep: 0 jobs; 6 have finished before, 1 of them with other code" in again.output
+    assert "sweep: 0 jobs, 1 at once; 6 have finished before, 1 of them with other code" in again.output
     assert re.search("^state .* source +run$", again.output, re.MULTILINE)
 
 

@@ -85,7 +85,7 @@ def test_what_a_typed_class_keeps_of_the_option(typed: str, key: str, arguments:
 
 @pytest.mark.usefixtures("path")
 def test_a_class_with_the_constructor_of_one_of_ours_keeps_the_literals_that_it_names() -> None:
-    assert composed("task._target_=own.Inherits", "task.top=[2]").task["label_smoothing"] == 0
+    assert composed("task._target_=own.Inherits", "task.class_weights=[1,2]").task["label_smoothing"] == 0
 
 
 @pytest.mark.usefixtures("path")

@@ -2,7 +2,7 @@
 
 Most of the time of a short command is the import of torch. A copy has the folder, environment, words, session and
 output of the command, and runs `src/train.py` as its main program, or torchrun. What such a command starts with
-multiprocessing before it has threads, its fork server and the ranks of launch=spawn, is a copy of it, too. Only what
+multiprocessing before it has threads, such as the ranks of launch=spawn, is a copy of it, too. Only what
 comes before is another's: the imports, and in /proc the environment. So a test of the start itself asks for a new
 process, with the mark `new_process`.
 """
@@ -189,7 +189,6 @@ def _import_all(prepared_by: str) -> None:
     sys.path[0] = str(SOURCE)
     for name in MODULES:
         importlib.import_module(name)
-    del sys.modules["lockstep.launchers.rank_imports"]  # by which a job of a sweep knows that it needs no fork server
     if prepared_by:
         sys.path.insert(1, str(SOURCE.with_name("tests")))
         importlib.import_module(prepared_by).prepare()

@@ -14,7 +14,6 @@ def run_info(folder, step=0, world_size=1, batch_size=64, **changes):
             evaluation=SimpleNamespace(metrics={}),
         ),
         world=SimpleNamespace(size=world_size),
-        strategy=SimpleNamespace(data_share_of=lambda size: size),
         task=SimpleNamespace(better={"loss": "min", "accuracy": "max"}),
         loaders=SimpleNamespace(
             train=range(1293), val=SimpleNamespace(reader=range(144)), test=SimpleNamespace(reader=range(360))
@@ -30,4 +29,4 @@ def run_info(folder, step=0, world_size=1, batch_size=64, **changes):
 
 def epoch(number):
     metrics = {"train": {"loss": 1 / number, "accuracy": 0.5}, "val": {"loss": 2 / number, "accuracy": 0.25}}
-    return EpochSummary(number, 2, 2 * number, metrics, 1234.5)
+    return EpochSummary(number, 2, 2 * number, metrics, {"samples": 1234.5})

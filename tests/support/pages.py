@@ -13,7 +13,8 @@ PLACEHOLDER = re.compile(r"<|\.\.\.|\$|NAME")  # in a word that stands for somet
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _CODE_SPAN = re.compile(r"`([^`]+)`")
 COMMANDS = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
-_FILE = re.compile(r"```(?:python|yaml)\n(# @package _global_\n)?# ((?:my_work|conf)/\S+)\n(.*?)```", re.DOTALL)
+_FILES = re.compile(r"```(?:python|yaml)\n((?:# @package _global_\n)?# (?:my_work|conf)/.*?)```", re.DOTALL)
+_FILE = re.compile(r"^(# @package _global_\n)?# ((?:my_work|conf)/\S+)\n", re.MULTILINE)
 
 
 def prose(page: Path) -> str:
@@ -37,11 +38,15 @@ def section(page: str, heading: str) -> str:
 
 
 def example_files(text: str) -> list[tuple[str, str]]:
-    """[(path, content)] of the examples that begin with their path, such as `# my_work/model.py`.
+    """[(path, content)] of the examples that begin with their path, such as `# my_work/model.py`, also several a block.
 
     Hydra reads a package from the first line of a file only, so it stands above the path.
     """
-    return [(path, package + content) for package, path, content in _FILE.findall(text)]
+    found = []
+    for block in _FILES.findall(text):
+        _, *pieces = _FILE.split(block)
+        found += [(path, (package or "") + content) for package, path, content in zip(*[iter(pieces)] * 3, strict=True)]
+    return found
 
 
 def copy_examples(page: str, home: Path) -> None:

@@ -329,7 +329,7 @@ def weighted_of(images: Tensor, classes: Tensor) -> Tensor:
 
 
 # What a data set says of its samples.
-HOLDS_OUT = ("dataset.validation=null", "loader.validation=0.25", "loader.groups=on")
+HOLDS_OUT = ("dataset.validation=null", "loader.validation=0.25", "loader.groups=auto")
 whole(
     "sampled",
     lambda train: Tensors(values(train), labels(train), weights=labels(train) + 1.0),

@@ -1,7 +1,4 @@
-"""From a composed config to a `RunConfig`: pydantic checks it, and an error is one sentence that ends in what to type.
-
-No torch here, and pydantic inside functions: `--help` and ranks need neither.
-"""
+"""From a composed config to a `RunConfig`, and errors as one sentence each. pydantic is imported where it checks."""
 
 import json
 import os
@@ -69,11 +66,8 @@ def word(key: str, value: object) -> str:
 # ---- Values
 
 
-def check_value(kind: Any, value: Any, key: str = "", target: object = None) -> Any:
-    """The value of `key` as its type has it, a section as its dataclass. Raises ConfigError if it does not fit.
-
-    target: what the node names that this is an argument of.
-    """
+def check_value(kind: Any, value: Any, key: str = "") -> Any:
+    """The value of `key` as its type has it, a section as its dataclass. Raises ConfigError if it does not fit."""
     if is_dataclass(kind):
         return _section(kind, value, key)
     made, wrong = _validate(value, kind)
@@ -83,8 +77,7 @@ def check_value(kind: Any, value: Any, key: str = "", target: object = None) -> 
     accepted = " or ".join(dict.fromkeys(said)).replace("Field required", "longer")
     options = re.findall("'([^']*)'", accepted)
     near = get_close_matches(show(value).lower().strip("'[]"), options, 1, 0.4)
-    candidates = [*near, [value], default_of(key, target), None, {}, *options]
-    meant = [word(key, one) for one in candidates if not _validate(one, kind)[1]]
+    meant = [word(key, one) for one in (*near, [value], None, *options) if not _validate(one, kind)[1]]
     raise ConfigError(f"{key}={show(value)} should be {accepted}; type {[*meant, f'{key}=<value>'][0]}")
 
 
@@ -120,35 +113,6 @@ def _validate(value: Any, kind: Any) -> tuple[Any, list[Any]]:
         return None, list(error.errors(include_url=False))
 
 
-def default_of(key: str, target: object = None) -> object:
-    """The value of a key in conf/, of the option with this `_target_`; None if there is none, or an interpolation."""
-    section = key.partition(".")[0]
-    for values in conf_values().values():
-        value, of = values.get(key), values.get(f"{section}._target_")
-        if value is not None and target in (None, of) and not re.search(r"\$\{|\?{3}", str(value)):
-            return value
-    return None
-
-
-def with_default(key: str, otherwise: str | None = None) -> str:
-    """`key=value` with the value in conf/. otherwise: what to type if there is none."""
-    value = default_of(key)
-    return otherwise or f"{key}=<value>" if value is None else word(key, value)
-
-
-@cache
-def conf_values() -> dict[str, dict[str, Any]]:
-    """{"model=mlp": {"model.width": 64, ...}, ...} of each option in conf/; "" are the values of config.yaml, and the
-    options that it chooses."""
-    base = yaml.safe_load((CONF / "config.yaml").read_text())
-    chosen = {group: name for one in base["defaults"] if isinstance(one, dict) for group, name in one.items()}
-    found = {"": flatten(base) | chosen}
-    for path in sorted(CONF.glob("*/*.yaml")):
-        group = path.parent.name
-        found[f"{group}={path.stem}"] = flatten(yaml.safe_load(path.read_text()) or {}, group)
-    return found
-
-
 # ---- What Hydra and OmegaConf refuse
 
 THEIRS = (HydraException, errors.OmegaConfBaseException, yaml.YAMLError)
@@ -163,47 +127,37 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
     if not isinstance(error, THEIRS) and raised_in[-1:] not in (["hydra"], ["omegaconf"]):
         return None
     typed = [one for one in words if not one.startswith("-")]
-    said = str(error).strip()
-    below = "\n    " + said.replace("\n", "\n    ")
-    causes = [error]
+    said, causes, unread = str(error).strip(), [error], list[str]()
     while cause := causes[0].__cause__ or causes[0].__context__:
         causes.insert(0, cause)
     for cause in causes:
         key: Any = getattr(cause, "full_key", None)
         if isinstance(cause, ConfigError):  # of a resolver
             return str(cause)
-        if isinstance(cause, yaml.YAMLError):
-            advice = "each key once, as `key: value`, with spaces for tabs, and every bracket and quote closed"
-            return f"{' '.join(str(cause).split())}; type {advice}"
         if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
             return _no_option(str(cause.missing_cfg_file), sorted(cause.options or ()))
         if isinstance(cause, OverrideParseException):
-            one, key = str(cause.override), key_of(str(cause.override))
-            advice = f"{key}=<value>" if key[:1].isalpha() else f"the command without {shlex.quote(one)}"
-            return f"{one} cannot be read; type {advice}{below}"
+            unread = [str(cause.override)]
         if isinstance(cause, errors.MissingMandatoryValue | errors.InterpolationResolutionError) and key:
-            return f"{key} has no value ({first_line(cause)}); type {with_default(key)}"
+            return f"{key} has no value ({first_line(cause)}); type {key}=<value>"
         if isinstance(cause, errors.ConfigAttributeError | errors.ConfigKeyError):
             for one in (one for one in typed if f"{key_of(one)}.".startswith(f"{key}.")):
                 beside = flatten(OmegaConf.to_container(cause.parent_node, resolve=False), key.rpartition(".")[0])
                 return unknown_key(key_of(one), one.partition("=")[2], beside)
     # Else the text may name a word, or it is about a preset, or the last word.
     presets = [one for one in typed if key_of(one) == "experiment"]
-    named = [*(one for one in typed if key_of(one) in said), *presets, *typed[-1:], "conf/local"][0]
-    advice = named.lstrip("+") if named.startswith("+") else f"the command without {named}"
-    if re.search(r"=[^\[{(]*,", named):
-        advice = f"-m {shlex.quote(named)} for a sweep"
-    return f"{named} cannot be composed; type {advice}{below}"
+    named = [*unread, *(one for one in typed if key_of(one) in said), *presets, *typed[-1:], "conf/local"][0]
+    below = said.replace("\n", "\n    ")
+    return f"{named} cannot be composed; type the command without {shlex.quote(named)}\n    {below}"
 
 
 def _no_option(name: str, options: list[str]) -> str:
     """The sentence for a config that is not there, such as model/nlp. options: those beside it."""
     group, _, option = name.rpartition("/")
-    options = options or OPTIONS.get(group, [])
     folder = f"--config-dir=<the folder that holds {name}.yaml>"
-    if not options:
+    if not (options := options or OPTIONS.get(group, [])):
         return f"{name} is no config; type {folder}"
-    meant = [*get_close_matches(option.lower(), options, 1), default_of(group) or options[0]][0]
+    meant = [*get_close_matches(option.lower(), options, 1), options[0]][0]
     known = f"{group} has the options {', '.join(options)}"
     return f"{group}={option} is no option, and {known}; type {group}={meant}, or {folder}"
 
@@ -218,13 +172,8 @@ def unknown_key(key: str, value: str, known: Mapping[str, Any]) -> str:
         return f"a file below conf/{section} is not for the whole config; type # @package _global_ in its first line"
     if parent in ("vars", "evaluation.metrics") or (target and takes(locate(parent, target), name)):
         return f"{key} is a new key; type {word(f'+{key}', value)}"
-    options = [option for option, values in conf_values().items() if option and key in values]
-    if options:
-        return f"{key} is a key of {' and '.join(options)}; type {options[0]} {word(key, value)}"
-    # By its last name: of the same section before another one, of another one the first.
-    keys = [*known, *OPTIONS, *(one for values in conf_values().values() for one in values)]
-    keys = [one for one in keys if not re.search(r"\._|^(hydra|experiment)", one) and one != key]
-    ends = {one.rpartition(".")[2]: one for one in sorted(reversed(keys), key=lambda one: one.startswith(section))}
+    keys = [one for one in [*OPTIONS, *known] if not re.search(r"\._|^(hydra|experiment)", one) and one != key]
+    ends = {one.rpartition(".")[2]: one for one in reversed(keys)}
     meant = [word(ends[close], value) for close in get_close_matches(name, ends, 1, 0.7)]
     own = [] if parent else [f"{word(f'+vars.{key}', value)} for a key of your own"]
     return f"{key} is no key of this config; type {', or '.join([*meant, *own]) or '--cfg job to see the keys'}"

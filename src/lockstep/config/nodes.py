@@ -15,13 +15,13 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.compat import hydra_may_call_all
-from lockstep.config.check import check_value, flatten, join, with_default
+from lockstep.config.check import check_value, flatten, join
 from lockstep.config.schema import FROM_DATA, LATER, Node
 from lockstep.errors import ConfigError
 from lockstep.text import show
 
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
-CHECKED_BY_TYPE = ("lockstep.", "torch.optim.")  # of another class only the names of its arguments are known
+CHECKED_BY_TYPE = ("lockstep.", "hydra_plugins.lockstep.", "torch.optim.")  # of others only the arguments' names are
 ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 Kind = TypeVar("Kind")
@@ -45,18 +45,17 @@ def locate(key: str, path: object) -> Callable[..., Any]:
     """What the dotted `path` names. Raises ConfigError with the error of the import."""
     names, found = str(path).split("."), None
     try:
-        if len(names) < 2:
-            raise ImportError("it names no module and class")
         found = importlib.import_module(names[0])
         for count, name in enumerate(names[1:], start=2):
             if not hasattr(found, name) and inspect.ismodule(found):
-                importlib.import_module(".".join(names[:count]))
-            found = getattr(found, name)
+                found = importlib.import_module(".".join(names[:count]))
+            else:
+                found = getattr(found, name)
         if not callable(found):
             raise TypeError("it is neither a class nor a function")
     except Exception as error:  # a module of the user's may raise anything
         missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
-        advice = with_default(key, f"{key}._target_=<module>.<class>")
+        advice = f"{key}._target_=<module>.<class>"
         if missing and (missing == names[0] or not str(path).startswith(missing)):
             advice = f"PYTHONPATH=<the folder of {missing}.py> before the command, or pip install {missing}"
         elif inspect.ismodule(found) and (meant := get_close_matches(names[-1], dir(found), 1)):
@@ -108,7 +107,7 @@ def check_nodes(value: object, section: str = "") -> None:
             for name, value in given.items():
                 comes_later = any(nodes_in(value, name)) or (value is None and name in FROM_DATA)
                 if not comes_later:
-                    check_value(annotations.get(name, Any), value, join(key, name), path)
+                    check_value(annotations.get(name, Any), value, join(key, name))
 
 
 def instantiate(node: Node | Sequence[Node] | None, *first: Any, **later: Any) -> Any:
@@ -132,8 +131,7 @@ def instantiate_as(kind: type[Kind], node: Node, key: str, *first: Any, **later:
     if not isinstance(made, kind):
         wanted = f"{kind.__module__}.{kind.__qualname__}"
         what = f"gives an object of {type(made).__name__}, and {wanted} is wanted"
-        advice = with_default(key, f"{key}._target_=<a class below {wanted}>")
-        raise ConfigError(f"{key}._target_={node['_target_']} {what}; type {advice}")
+        raise ConfigError(f"{key}._target_={node['_target_']} {what}; type {key}._target_=<a class below {wanted}>")
     return made
 
 

@@ -18,12 +18,10 @@ RECORD = ".hydra"
 class ConfigRecord:
     """Plain values, which ranks get beside their config.
 
-    flat: {key: value}, resolved. shown: the same, as files and messages may have it: in the place of a value that an
-        environment variable decides stands its text, such as ${oc.env:KEY}.
-    options: {config group: the option chosen, or the class if another one was typed}.
-    overrides: those typed. command: what gives the same run, in a shell; flags: its words that name config folders.
-    files: {name: text} of the folder .hydra. Rank 0 writes them when it holds the run folder's lock: a refused command
-        must not overwrite the record of a running one.
+    flat: {key: value}, resolved. shown: the same for files and messages: a value that an environment variable decides
+        is its text, such as ${oc.env:KEY}. options: {config group: the option, or the class if another one was typed}.
+    overrides: those typed. command: of the same run, in a shell; flags: its words that name config folders.
+    files: {name: text} of the folder .hydra, written by rank 0 alone, when it holds the run folder's lock.
     """
 
     flat: Mapping[str, Any]
@@ -79,7 +77,7 @@ def as_shown(flat: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, A
 def config_flags(words: Sequence[str]) -> list[str]:
     """Those of the words that say which folders of configs a config is composed from: they are no overrides."""
     names = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path"}
-    pairs = [(one.partition("="), after) for one, after in zip(words, [*words, ""][1:], strict=True)]
+    pairs = zip((one.partition("=") for one in words), [*words, ""][1:], strict=True)
     named = [(names.get(name, name), value if equals else after) for (name, equals, value), after in pairs]
     found = [f"{name}={value}" for name, value in named if name in names.values()]
     return found + [one for one in words if one.startswith("hydra.searchpath=")]

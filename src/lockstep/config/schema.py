@@ -1,10 +1,8 @@
 """What a config may say: the types of its values, and a frozen dataclass for each section. The values are in conf/.
 
-`lockstep.config.check` compares a composed config with `RunConfig`. The same types stand in the constructors of this
-project's own classes, which are checked alike. No torch and no pydantic here.
+The constructors of this project's own classes have the same types, and are checked alike. No torch and pydantic here.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,12 +30,10 @@ Shape = list[Count]
 Classes = Count
 
 
-def is_of_images(shape: Sequence[int]) -> bool:
+def is_of_images(shape: Shape) -> bool:
     """Whether it is (channels, height, width). Raises ConfigError if not: another model takes such samples."""
     if len(shape) != 3:
-        raise ConfigError(
-            f"this model needs images, not samples of shape {list(shape)}; type model=mlp or model=linear"
-        )
+        raise ConfigError(f"this model needs images, not samples of shape {shape}; type model=mlp or model=linear")
     return True
 
 
@@ -139,11 +135,11 @@ class SyncBN:
 
 @dataclass(frozen=True)
 class Loader:
-    validation: Positive | None
+    validation: Count | Annotated[float, Gt(0), Lt(1)] | None
     folds: Annotated[int, Ge(2)] | None
     fold: Whole | None
     split_seed: Seed
-    groups: Literal["auto", "on", "off"]
+    groups: Literal["auto", "off"]
     num_workers: Whole
     transforms: list[Node]
     test_transforms: list[Node]
@@ -210,16 +206,19 @@ class RunConfig:
 
     def refuse_contradictions(self) -> None:
         """Raise ConfigError for values that would together do something else than what they say."""
-        share, fold, folds = self.loader.validation or 0, self.loader.fold, self.loader.folds
+        share, fold, folds = self.loader.validation, self.loader.fold, self.loader.folds
         monitor, final, chooses = self.monitor or "", self.trainer.final, self.chooses
         metric = monitor.partition("/")[2]
         plateau = self.scheduler.get("_target_") == "lockstep.training.schedules.Plateau"
         all_folds = f"loader.fold=0, or -m 'loader.fold=range(0,{folds})'"
+        both = "watch.nan=skip and the loss scaling of fp16 would both leave out updates"
+        overwrites = self.trainer.compile == "reduce-overhead" and self.trainer.gradient_accumulation_steps > 1
+        overwritten = "trainer.compile=reduce-overhead overwrites gradients that are accumulated"
+        unmatched = "parameters.groups: one has no match, the names of parameters"
         hold_out = "trainer.final=null" if final else "loader.validation=0.1"
         compares = "compares evaluations, and here nothing is chosen"
         right = f"monitor=val/{metric}" if metric else "monitor=auto"
         rules = [
-            (share > 1 and share % 1, f"loader.validation={share} is no number", "loader.validation=0.1"),
             (folds and (fold is None or fold >= folds), f"loader.folds={folds} needs a fold below it", all_folds),
             (fold is not None and not folds, f"loader.fold={fold} and there are no folds", "loader.folds=5"),
             (final and not share and not folds, f"trainer.final={final}: nothing is held out", "trainer.final=null"),
@@ -227,6 +226,13 @@ class RunConfig:
             (metric and not self.holds_out, f"monitor={monitor} needs a validation set", hold_out),
             (self.evaluation.patience and not chooses, f"evaluation.patience {compares}", "evaluation.patience=null"),
             (plateau and not chooses, f"scheduler=plateau {compares}", "scheduler=cosine"),
+            (self.trainer.precision == "fp16" and self.watch.nan == "skip", both, "watch.nan=stop"),
+            (
+                any("match" not in one for one in self.parameters.groups),
+                unmatched,
+                "parameters.groups=[{match:fc,lr:0.1}]",
+            ),
+            (overwrites, f"{overwritten} (pytorch issue 169545)", "trainer.compile=true"),
         ]
         for wrong, what, advice in rules:
             if wrong:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lockstep.config.schema import Count, Whole
 from lockstep.data.partition import fold_in, random_states_kept, seed_all
-from lockstep.errors import ConfigError
 
 FLIPS = 7  # folded into the seed of what alternating flips mirror first
 
@@ -28,13 +27,12 @@ class Places(NamedTuple):
 def drawn_at(places: Tensor, high: Sequence[int], seed: int) -> Tensor:
     """(n, len(high)) int64: random numbers from 0 to below each `high`, which `seed` and the places (n,) alone decide:
     splitmix64 (Steele et al. 2014), so there is no state to keep, and none of a GPU to wait for."""
-    columns = torch.arange(len(high), device=places.device)
-    values = (places[:, None] * len(high) + columns) * -7046029254386353131 + seed
+    values = places[:, None] * len(high) + torch.arange(len(high), device=places.device)
+    values = values * -7046029254386353131 + seed
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
         values = (values ^ (values >> shift & 2 ** (64 - shift) - 1)) * factor
-    return torch.stack(
-        [column % most for column, most in zip((values >> 1 & 2**62 - 1).unbind(1), high, strict=True)], 1
-    )
+    columns = (values >> 1 & 2**62 - 1).unbind(1)
+    return torch.stack([column % most for column, most in zip(columns, high, strict=True)], 1)
 
 
 @dataclass(kw_only=True)
@@ -53,9 +51,6 @@ class ShiftFlip:
 
     def __call__(self, images: Tensor, where: Places) -> Tensor:
         """uint8 or float images on the device -> the same, moved."""
-        if images.dim() != 4:
-            what = f"loader.augment moves images, and a sample has the shape {list(images.shape[1:])}"
-            raise ConfigError(f"{what}; type loader.augment=null")
         most = 2 * self.pad + 1
         dy, dx, mirrored = drawn_at(where.places, [most, most, 2], fold_in(where.seed, where.epoch)).unbind(1)
         if self.flip == "alternating":

@@ -1,13 +1,15 @@
 """The data of a run, from its config: the splits, what the data tells the config, and what reads them. In each rank."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from lockstep.config.nodes import instantiate, instantiate_as
 from lockstep.config.schema import RunConfig
@@ -15,11 +17,19 @@ from lockstep.data.augment import BatchWide, ShiftFlip
 from lockstep.data.loader import InputConverter, Loader
 from lockstep.data.partition import Order, Part, fold_in, seeded
 from lockstep.data.reader import Check, SampleReader, request_of
-from lockstep.data.source import DataSource, class_count, class_names, of_each_sample, require_same_classes, unwrapped
+from lockstep.data.source import (
+    DataSource,
+    class_count,
+    class_names,
+    class_numbers,
+    of_each_sample,
+    require_same_classes,
+    unwrapped,
+)
 from lockstep.data.split import hold_out
 from lockstep.errors import ConfigError
 from lockstep.failures.record import exception_record
-from lockstep.text import first_line, show
+from lockstep.text import first_line
 
 log = logging.getLogger(__name__)
 
@@ -40,24 +50,27 @@ class Data(NamedTuple):
     held_out: Any = None
 
 
-def source_of(config: RunConfig) -> DataSource:
-    with seeded(fold_in(config.seed, SOURCE)):
-        return instantiate_as(DataSource, config.dataset, "dataset")
-
-
-def prepare_first(config: RunConfig) -> None:
-    """`DataSource.prepare` before a rank has started that could report an error: any is raised as ConfigError."""
+@contextmanager
+def source_of(config: RunConfig) -> Iterator[DataSource]:
+    """The data set, whose errors in the block are raised as ConfigError: of a file, a download, a package, a column."""
     try:
-        with seeded(config.seed):
-            source_of(config).prepare()
+        with seeded(fold_in(config.seed, SOURCE)):
+            yield instantiate_as(DataSource, config.dataset, "dataset")
     except ConfigError:
         raise
     except Exception as error:
         failed = exception_record(error)
         place = f"{failed['file']}:{failed['line']}: " if "file" in failed else ""
         why = f"{place}{type(error).__name__}: {first_line(error)}"
-        what = f"the data of {config.dataset['_target_']} cannot be prepared ({why})"
-        raise ConfigError(f"{what}; correct that, or type dataset=<another one>") from error
+        what = f"the data of {config.dataset['_target_']} cannot be read ({why})"
+        advice = f"data_dir=<another folder than {config.data_dir}>, other values of dataset, or dataset=digits"
+        raise ConfigError(f"{what}; type {advice}") from error
+
+
+def prepare_first(config: RunConfig) -> None:
+    """`DataSource.prepare`, once on a machine."""
+    with source_of(config) as source:
+        source.prepare()
 
 
 def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
@@ -67,8 +80,8 @@ def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
     Raises ConfigError for a split without samples, for other classes in one of them, and for what cannot be held out.
     """
     loader = config.loader
-    with seeded(fold_in(config.seed, SOURCE)):
-        train, test, val = source_of(config).splits()
+    with source_of(config) as source:
+        train, test, val = source.splits()
     if not needs_training_data and not train:
         train = test
     if not config.holds_out and config.trainer.final is None:
@@ -76,12 +89,7 @@ def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
     if val is not None and config.trainer.final is not None:
         what = f"trainer.final={config.trainer.final} trains on what is held out, and here those are other data"
         raise ConfigError(f"{what}; type trainer.final=null")
-    for split, data in (("train", train), ("test", test), ("val", val)):
-        if data is None and split == "val":
-            continue
-        if not hasattr(data, "__getitem__") or type(data).__getitem__ is Dataset.__getitem__:
-            what = f"the {NAMES[split]} gives no sample by its number, and an IterableDataset has no order to resume"
-            raise ConfigError(f"{what}; type dataset=pair of data sets with __getitem__, or dataset=tar_shards")
+    for split, data in [("train", train), ("test", test), *([] if val is None else [("val", val)])]:
         if not len(data):
             raise ConfigError(f"the {NAMES[split]} has no samples; type dataset=<another one>, or correct its folder")
         advice = "give both the same attribute `classes`, or type dataset=image_folder, which compares names"
@@ -102,11 +110,10 @@ def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
 
 def completed(config: RunConfig, data: Data) -> RunConfig:
     """A copy of `config` in which each `shape`, `classes` and `num_classes` that is null has the value of the training
-    data; `dataset.classes` may stay null. Raises ConfigError for a value that does not fit the data.
+    data; `dataset.classes` may stay null. Raises ConfigError where the data does not tell.
     """
     inputs, targets = reader_of(config, data.train, "train", True).read(request_of([0]))
     own = list(inputs.shape[1:]) if isinstance(inputs, Tensor) else None
-    is_fixed = hasattr(unwrapped(data.train)[0], "gather") and not config.loader.transforms
     classes = config.dataset.get("classes")
     if classes is None:
         classes = class_count(data.train, targets[0] if isinstance(targets, Tensor) else None)
@@ -124,30 +131,10 @@ def completed(config: RunConfig, data: Data) -> RunConfig:
             if values[name] is None and name != "shape" and key != "dataset":
                 what = f"{key}.{name} is not known: the training data has neither `classes` nor `targets`"
                 raise ConfigError(f"{what}; type dataset.classes=<how many>")
-        if is_fixed and values.get("shape", own) != own:
-            raise _misfit(f"{key}.shape", values["shape"], f"the samples have the shape {show(own)}", show(own))
         return values
 
-    for name in ("mean", "std"):
-        values = config.dataset.get(name) or [1.0]
-        if own and len(values) not in (1, own[0]) and (inputs.is_floating_point() or inputs.dtype == torch.uint8):
-            raise _misfit(f"dataset.{name}", values, f"the samples have the shape {show(own)}", "null")
-    weights = config.task.get("class_weights")
-    if weights is not None and classes not in (None, len(weights)):
-        raise _misfit("task.class_weights", weights, f"there are {classes} classes", f"null, or {classes} numbers")
     loader = replace(config.loader, batch_transforms=told(config.loader.batch_transforms, "loader.batch_transforms"))
     return replace(config, loader=loader, **{name: told(getattr(config, name), name) for name in TOLD})
-
-
-def _misfit(key: str, value: Any, but: str, right: str) -> ConfigError:
-    return ConfigError(f"{key}={show(value)} but {but}; type {key}={right}")
-
-
-def class_numbers(dataset: Any) -> Tensor | None:
-    """(N,) of each sample; None where they are not known without reading samples."""
-    targets = of_each_sample(dataset, "targets")
-    is_known = targets is not None and targets.ndim == 1 and targets.dtype.kind in "iu"
-    return torch.as_tensor(targets).long() if is_known else None
 
 
 def reader_of(
@@ -210,13 +197,11 @@ def sampling_weights(dataset: Any, sampling: str) -> Tensor:
     """(N,) float64 by which an epoch draws its samples: "balanced" gives each class the same share; "weights"."""
     if sampling == "balanced":
         classes = class_numbers(dataset)
-        if classes is None or (classes < 0).any():
-            what = "loader.sampling=balanced counts classes, and the training data says no class of each sample"
-            raise ConfigError(f"{what}; give it an attribute `targets`, or type loader.sampling=null")
-        return 1 / classes.bincount().double().clamp(min=1)[classes]
-    found = of_each_sample(dataset, "weights")
-    weights = None if found is None else torch.as_tensor(found, dtype=torch.float64)
-    if weights is None or weights.ndim != 1 or not (weights.isfinite() & (weights >= 0)).all() or not weights.any():
-        what = "loader.sampling=weights needs an attribute `weights` of the training data, 0 or more for each sample"
-        raise ConfigError(f"{what}; give it one, or type loader.sampling=balanced")
-    return weights
+        weights = None if classes is None else 1 / np.bincount(classes).clip(1)[classes]
+    else:
+        weights = of_each_sample(dataset, "weights")
+    if weights is None:
+        name = "targets" if sampling == "balanced" else "weights"
+        what = f"loader.sampling={sampling} needs an attribute `{name}` of the training data, a number for each sample"
+        raise ConfigError(f"{what}; give it one, or type loader.sampling=null")
+    return torch.as_tensor(weights, dtype=torch.float64)

@@ -1,7 +1,6 @@
 """Data sets of Hugging Face's `datasets`: parquet, Arrow, JSON lines or CSV files, mapped into memory as Arrow."""
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +12,33 @@ from lockstep.config.schema import Count
 from lockstep.data.source import DataSource, Splits
 from lockstep.data.vision import read_image
 from lockstep.errors import ConfigError
-from lockstep.text import first_line
 
 
 class Columns(Dataset[tuple[Any, Any]]):
-    """rows: a `datasets.Dataset`. names: inputs and targets, each a column of it, or several, of which a sample has a
-    tuple. The attribute `targets` is a column of numbers, `classes` the names of a ClassLabel."""
+    """rows: a `datasets.Dataset`. names: of its columns for inputs and targets. The attribute `targets` is a column of
+    numbers, `classes` the names of a ClassLabel."""
 
-    def __init__(self, rows: Any, names: tuple[str | list[str], str | list[str]], size: int | None) -> None:
+    def __init__(self, rows: Any, names: tuple[str, str], size: int | None) -> None:
         import datasets  # type: ignore[import-untyped]
 
-        self.names, self.size, target = names, size, names[1]
-        used = {name for part in names for name in ([part] if isinstance(part, str) else part)}
-        self.rows = rows.select_columns(sorted(used))
+        self.names, self.size = names, size
+        self.rows = rows.select_columns(sorted({*names}))
         for name, feature in self.rows.features.items():
             if isinstance(feature, datasets.Image):  # `read_image` gives RGB of any file, and uses its size
                 self.rows = self.rows.cast_column(name, datasets.Image(decode=False))
-        feature = rows.features[target] if isinstance(target, str) else None
+        feature = rows.features[names[1]]
         is_number = getattr(feature, "dtype", "").startswith(("int", "uint", "float"))
         self.targets = None
         if is_number:  # writable, as torch wants arrays
-            self.targets = np.require(self.rows.with_format("arrow")[:][target].to_numpy(), requirements="W")
+            self.targets = np.require(self.rows.with_format("arrow")[:][names[1]].to_numpy(), requirements="W")
         self.classes = getattr(feature, "names", None)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        row = {name: self._decoded(value) for name, value in self.rows[int(index)].items()}
-        return tuple(row[part] if isinstance(part, str) else tuple(row[name] for name in part) for part in self.names)
+        row = self.rows[int(index)]
+        return tuple(self._decoded(row[name]) for name in self.names)
 
     def _decoded(self, value: Any) -> Any:
         if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
@@ -57,26 +54,20 @@ class HuggingFace(DataSource):
     train_split: str
     test_split: str
     val_split: str | None
-    inputs: str | list[str]
-    targets: str | list[str]
+    inputs: str
+    targets: str
     size: Count | None
 
     def prepare(self) -> None:
         self.splits()  # the first time, `datasets` writes its own files, under a lock
 
     def splits(self) -> Splits:
-        if find_spec("datasets") is None:
-            raise ConfigError("dataset=huggingface needs datasets; type pip install datasets")
         import datasets
 
         if not Path(self.path).is_dir():  # `datasets` would look for this name on the Hub
             advice = "type hf download <name> --repo-type dataset --local-dir <folder>, and dataset.path=<folder>"
             raise ConfigError(f"{self.path} is no folder, and nothing is downloaded; {advice}")
         names = [name for name in (self.train_split, self.test_split, self.val_split) if name is not None]
-        try:
-            saved = datasets.load_from_disk(self.path) if Path(self.path, "dataset_dict.json").exists() else None
-            found = [saved[name] for name in names] if saved else datasets.load_dataset(self.path, split=names)
-            return Splits(*(Columns(rows, (self.inputs, self.targets), self.size) for rows in found))
-        except Exception as error:  # of several packages
-            what = f"{self.path} does not have these splits or columns ({first_line(error)})"
-            raise ConfigError(f"{what}; type dataset.train_split, test_split, inputs and targets as it has") from error
+        saved = datasets.load_from_disk(self.path) if Path(self.path, "dataset_dict.json").exists() else None
+        found = [saved[name] for name in names] if saved else datasets.load_dataset(self.path, split=names)
+        return Splits(*(Columns(rows, (self.inputs, self.targets), self.size) for rows in found))

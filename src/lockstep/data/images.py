@@ -42,7 +42,7 @@ class Images(torch.utils.data.Dataset[Any]):
 
     def __init__(self, root: str, size: int | None, files: Any, targets: Tensor | None, **others: Any) -> None:
         self.root, self.size, self.files, self.targets = root, size, files, targets
-        self.classes, self.groups, self.weights = map(others.get, ("classes", "groups", "weights"))
+        self.classes, self.groups = map(others.get, ("classes", "groups"))
 
     def __len__(self) -> int:
         return len(self.files)
@@ -52,14 +52,6 @@ class Images(torch.utils.data.Dataset[Any]):
         if self.targets is None:
             return image, -100
         return image, self.targets[index].clone() if self.targets.dim() > 1 else self.targets[index].item()
-
-
-class DecodedImages(Tensors):
-    """The same images in a file that is mapped into memory. inputs: (N, 3, size, size) uint8."""
-
-    def __init__(self, files: Any, inputs: Tensor, targets: Tensor, **others: Any) -> None:
-        super().__init__(inputs, targets, **others)
-        self.files = files
 
 
 @dataclass(kw_only=True)
@@ -83,33 +75,27 @@ class ImageSource(DataSource):
         return {"files": torch.from_numpy(stored), "targets": targets, **others}
 
     def prepare(self) -> None:
-        try:
-            found, stored = self.listed(), io.BytesIO()
-            with one_at_a_time(Path(self.cache_dir)):
-                for columns in found.values():  # images without labels are read once
-                    columns["pixels"] = None if columns["targets"] is None else self._pixels(_names(columns["files"]))
-                torch.save(found, stored)
-                # Not without need: another machine may have the file mapped, and NFS would end its ranks.
-                if not self._list().exists() or self._list().read_bytes() != stored.getvalue():
-                    write_whole(self._list(), stored.getvalue())
-        except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a process of the pool was killed
-            what = f"the images of {self.root} cannot be listed or decoded ({first_line(error)})"
-            advice = "dataset.cache=false for a damaged image, or dataset.cache_dir=<another folder> for a full disk"
-            raise ConfigError(f"{what}; correct that, or type {advice}") from error
+        found, stored = self.listed(), io.BytesIO()
+        with one_at_a_time(Path(self.cache_dir)):
+            for columns in found.values():  # images without labels are read once
+                columns["pixels"] = None if columns["targets"] is None else self._pixels(_names(columns["files"]))
+            torch.save(found, stored)
+            # Not without need: another machine may have the file mapped, and NFS would end its ranks.
+            if not self._list().exists() or self._list().read_bytes() != stored.getvalue():
+                write_whole(self._list(), stored.getvalue())
 
     def splits(self) -> Splits:
         found = torch.load(self._list(), mmap=True, weights_only=True)
         return Splits(**{name: self._split(**columns) for name, columns in found.items()})
 
-    def _split(self, pixels: str | None, files: Tensor, **columns: Any) -> Images | DecodedImages:
+    def _split(self, pixels: str | None, files: Tensor, **columns: Any) -> Images | Tensors:
         if pixels is None:
             return Images(self.root, self.size, _names(files), **columns)
         decoded = np.load(Path(self.cache_dir, pixels), mmap_mode="c")
-        return DecodedImages(_names(files), torch.from_numpy(decoded), **columns)
+        return Tensors(torch.from_numpy(decoded), files=_names(files), **columns)
 
     def _list(self) -> Path:
-        own = [value for name, value in vars(self).items() if name not in DataSource.__dataclass_fields__]
-        return Path(self.cache_dir, f"{short_hash(type(self), os.getcwd(), own)}.list")
+        return Path(self.cache_dir, f"{short_hash(type(self), os.getcwd(), vars(self))}.list")
 
     def _pixels(self, names: Any) -> str | None:
         """The name of a file with the pixels of these images, made if it is not there; None if they are not kept."""
@@ -165,13 +151,10 @@ class ImageFolders(ImageSource):
 
 @dataclass(kw_only=True)
 class ImageList(ImageSource):
-    """Images without labels, for mode=predict: `files` in the folder `root`; None: all in it. Both splits have them."""
-
-    files: list[str] | None
+    """Images without labels, for mode=predict: all in the folder `root`. Both splits have them."""
 
     def listed(self) -> dict[str, dict[str, Any]]:
-        names = _below(Path(self.root), self.root) if self.files is None else self.files
-        columns = self.columns(self.root, names, None)
+        columns = self.columns(self.root, _below(Path(self.root), self.root), None)
         return {"train": columns, "test": columns.copy()}
 
 
@@ -195,7 +178,6 @@ class CsvImages(ImageSource):
     labels: Literal["classes", "numbers"]
     split_column: str
     group_column: str | None
-    weight_column: str | None
 
     def listed(self) -> dict[str, dict[str, Any]]:
         import pandas as pd
@@ -204,9 +186,10 @@ class CsvImages(ImageSource):
             if not holds.all():
                 raise ValueError(f"row {holds.argmin() + 1} of {self.csv_file} {what}")
 
-        texts, others = [self.file_column, self.split_column], [self.group_column, self.weight_column]
-        options = {"usecols": {*texts, *self.label_columns, *filter(None, others)}, "dtype": dict.fromkeys(texts, str)}
-        frame = pd.read_csv(self.csv_file, keep_default_na=False, na_values=[""], low_memory=False, **options)
+        texts = [self.file_column, self.split_column]
+        used = {*texts, *self.label_columns, self.group_column or self.file_column}
+        options: Any = {"usecols": used, "dtype": dict.fromkeys(texts, str), "na_values": [""]}
+        frame = pd.read_csv(self.csv_file, keep_default_na=False, low_memory=False, **options)
         files, split, labels = frame[self.file_column], frame[self.split_column], frame[self.label_columns].squeeze(1)
         require(frame.notna().all(axis=1), "has no value in a column")
         require(split.isin(Splits._fields), "says neither train, val nor test")
@@ -222,8 +205,6 @@ class CsvImages(ImageSource):
             classes, values["targets"] = [str(name) for name in names], np.searchsorted(names, labels)
         if self.group_column is not None:
             values["groups"] = pd.factorize(frame[self.group_column])[0]
-        if self.weight_column is not None:
-            values["weights"] = frame[self.weight_column].to_numpy(np.float64)
         found = {}
         for name in ["train", "test", "val"] if (split == "val").any() else ["train", "test"]:
             rows = np.flatnonzero(split == name)

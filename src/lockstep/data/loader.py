@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lockstep.data.augment import BatchWide, Places, ShiftFlip
 from lockstep.data.partition import Order, Part, fold_in
 from lockstep.data.reader import EVALUATION, Request, SampleReader, batches, request_of
-from lockstep.data.source import map_tensors, unwrapped, without_samples
+from lockstep.data.source import map_tensors, of_each_sample, unwrapped, without_samples
 
 # Values in memory that are looked up and converted together: step by step, the calls cost more than the work.
 VALUES_AT_ONCE = 2**20
@@ -262,7 +262,5 @@ class Loader:
 
 def files_of(loader: Loader) -> Sequence[str]:
     """The names of the files of images in their folder, in their order; empty for other data."""
-    files = getattr(unwrapped(loader.reader.dataset)[0], "files", None)
-    if files is None:
-        return []
-    return [os.fsdecode(files[number]) for number in loader.whole(np.arange(len(loader.reader))).tolist()]
+    files = of_each_sample(loader.reader.dataset, "files")
+    return [] if files is None else [*map(os.fsdecode, files.tolist())]

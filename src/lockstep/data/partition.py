@@ -4,7 +4,6 @@ Every rank computes all alike: a rank's number only selects parts, and a seed de
 a run that stopped after any number of samples goes on from there at any world size.
 """
 
-import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,8 +53,7 @@ class Order:
 
     samples: of the data set.
     draws: samples that an epoch draws, each at random from all of them; None: it has each one once.
-    weights: (N,) float64: an epoch draws its samples with replacement. Each comes N times its share of the weights,
-        rounded up or down, whose mean over many epochs is that number.
+    weights: (N,) float64: an epoch draws its samples by them, with replacement.
     shards: (N,) of the file that a sample is in, ascending. Files are shuffled, and then samples within windows of at
         least `window` samples: a rank reads from few files at a time.
     """
@@ -82,7 +80,7 @@ class Order:
         """(len(self),): the indices of the samples, in their order."""
         draw = generator(self.seed, number)
         if self.weights is not None:
-            return drawn(self.weights, draw)
+            return torch.multinomial(self.weights, self.samples, replacement=True, generator=draw)
         if self.draws is not None:
             return torch.randint(self.samples, (self.draws,), generator=draw)
         if self.sizes is None:
@@ -93,11 +91,7 @@ class Order:
                 windows, waiting = [*windows, []], 0
             windows[-1].append(files[file])
             waiting += len(files[file])
-        return torch.cat([_shuffled(torch.cat(window), draw) for window in windows])
-
-
-def _shuffled(values: Tensor, draw: torch.Generator) -> Tensor:
-    return values.index_select(0, torch.randperm(len(values), generator=draw))
+        return torch.cat([one[torch.randperm(len(one), generator=draw)] for one in map(torch.cat, windows)])
 
 
 def fold_in(*numbers: int) -> int:
@@ -111,20 +105,6 @@ def fold_in(*numbers: int) -> int:
 def generator(*numbers: int) -> torch.Generator:
     """A CPU generator seeded with `fold_in(*numbers)`."""
     return torch.Generator().manual_seed(fold_in(*numbers))
-
-
-def drawn(weights: Tensor, draw: torch.Generator) -> Tensor:
-    """N indices with replacement and in random order, by systematic resampling over a random order: N evenly spaced
-    points on the running sum of the weights (N,) float64. Equal weights give each index once.
-
-    It has no limit like the 2**24 categories of torch.multinomial: 10**7 samples take a few seconds.
-    """
-    count = len(weights)
-    order = torch.randperm(count, generator=draw)
-    ends = weights.index_select(0, order).cumsum(0)  # weights[order] takes five times as long
-    points = torch.arange(count, dtype=torch.float64) + torch.rand((), dtype=torch.float64, generator=draw)
-    points = (points * (ends[-1] / count)).clamp_(max=math.nextafter(ends[-1].item(), 0))  # a point lies below the end
-    return _shuffled(order.index_select(0, torch.searchsorted(ends, points, right=True)), draw)
 
 
 def seed_all(seed: int) -> None:
@@ -145,16 +125,11 @@ def seeded(seed: int) -> Iterator[None]:
     For what a user's code draws: then it matters neither what ran before, nor in which order.
     """
     gpus = torch.cuda.default_generators
-    states = [gpu.get_state() for gpu in gpus]
-    try:
-        with random_states_kept():
-            seed_all(seed)
-            for gpu in gpus:
-                gpu.manual_seed(seed)
-            yield
-    finally:
-        for gpu, state in zip(gpus, states, strict=True):
-            gpu.set_state(state)
+    with random_states_kept(), torch.random.fork_rng(range(len(gpus))):
+        seed_all(seed)
+        for gpu in gpus:
+            gpu.manual_seed(seed)
+        yield
 
 
 @contextmanager

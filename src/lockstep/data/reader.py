@@ -21,14 +21,14 @@ from lockstep.data.source import TARGET_KEYS, unwrapped
 from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.signals import STOP_SIGNALS
 from lockstep.errors import ConfigError
+from lockstep.text import first_line
 
 EVALUATION = -1  # the epoch of samples that are evaluated: their random numbers are the same each time
 SAMPLE, COLLATE = 1, 3  # folded into the seeds of what samples and a collate_fn draw
 EXIT_SECONDS = 2.0  # from a lost connection to a worker until its end is seen
 OPEN = "/proc/self/fd"  # the files that a process has open; not on macOS
 
-Check = Callable[[Any, Any], None]
-"""(targets of a batch, numbers of its samples) -> None. Raises ConfigError for a target that the task does not take."""
+Check = Callable[[Any, Any], None]  # of the targets of a batch with the numbers of its samples, as of `Task`
 
 
 class Request(NamedTuple):
@@ -98,7 +98,7 @@ class SampleReader(Dataset[Any]):
                     raise
                 said = f"samples {numbers[:4]} of the {self.name} make no batch of inputs and targets"
                 advice = "give all samples the same form, or type loader.collate_fn='{_target_:<module>.<function>}'"
-                raise ConfigError(f"{said} ({_line(error)}); {advice}") from error
+                raise ConfigError(f"{said} ({first_line(error)}); {advice}") from error
         if len(request.numbers):
             self.check_targets(targets, numbers)
         return inputs, targets
@@ -117,11 +117,10 @@ class SampleReader(Dataset[Any]):
             sample = self.dataset[number]
             for transform in self.transforms:
                 sample = transform(sample)
-        except ConfigError:
-            raise
         except Exception as error:
             whole = number if self.indices is None else self.indices[number]
-            raise RuntimeError(f"sample {whole} of the {self.name} cannot be read ({_line(error)})") from error
+            why = f"{type(error).__name__}: {first_line(error)}"
+            raise RuntimeError(f"sample {whole} of the {self.name} cannot be read ({why})") from error
         return sample
 
 
@@ -197,7 +196,3 @@ def _prepare_worker(_: int) -> None:
                 os.lseek(own, os.lseek(file, 0, os.SEEK_CUR), os.SEEK_SET)
                 os.dup2(own, file, inheritable=False)
                 os.close(own)
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

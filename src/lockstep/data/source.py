@@ -4,7 +4,7 @@ To add one of your own, either write `_target_: lockstep.data.Pair` with two nod
 or a dataclass derived from `DataSource`, with `splits`, and a YAML file with its fields.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -69,13 +69,15 @@ class Pair(DataSource):
 
 @dataclass(eq=False)
 class Tensors(Dataset[Any]):
-    """Samples in memory: inputs and targets (N, ...). The others are as of `DataSource.splits`."""
+    """Samples in memory: inputs and targets (N, ...). The others are as of `DataSource.splits`. files: names, for
+    reports."""
 
     inputs: Tensor
     targets: Tensor
     classes: Sequence[str] | None = None
     groups: Sequence[Any] | None = None
     weights: Tensor | None = None
+    files: Any = None
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -132,14 +134,19 @@ def class_names(dataset: Any) -> list[str]:
     return list(names) if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names) else []
 
 
+def class_numbers(dataset: Any) -> np.ndarray[Any, Any] | None:
+    """(N,) of each sample; None where they are not known without reading samples."""
+    targets = of_each_sample(dataset, "targets")
+    return targets if targets is not None and targets.ndim == 1 and targets.dtype.kind in "iu" else None
+
+
 def class_count(dataset: Any, first_target: Any) -> int | None:
     """How many classes there are: the names, else one more than the largest target, else the numbers of a target. None
     where nothing tells."""
-    names, targets = class_names(dataset), of_each_sample(dataset, "targets")
-    if names:
+    if names := class_names(dataset):
         return len(names)
-    if targets is not None and targets.ndim == 1 and targets.dtype.kind in "iu":
-        return int(targets.max()) + 1
+    if (numbers := class_numbers(dataset)) is not None:
+        return int(numbers.max()) + 1
     return len(first_target) if torch.is_tensor(first_target) and first_target.dim() == 1 else None
 
 
@@ -155,7 +162,7 @@ def require_same_classes(names: Sequence[str], others: Sequence[str], what: str,
 # Inputs and targets of a batch are one tensor each, or tuples or dicts of them, whose first dimension counts samples.
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """`value` with `function` applied to each of its tensors. Lists become tuples; other values stay as they are."""
     if isinstance(value, Tensor):
         return function(value)
@@ -164,13 +171,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return tuple(map_tensors(function, item) for item in value) if isinstance(value, tuple | list) else value
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in `value`."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | tuple | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item)
+    found = list[Tensor]()
+    map_tensors(found.append, value)
+    return found
 
 
 def count_samples(value: Any) -> int:

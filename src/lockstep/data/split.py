@@ -1,6 +1,5 @@
 """What is held out of the training data for validation. It depends on the data and on `loader.split_seed` alone."""
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lockstep.data.partition import fold_in, generator
-from lockstep.data.source import of_each_sample
+from lockstep.data.source import class_numbers, of_each_sample
 from lockstep.errors import ConfigError
 
 GROUP_FOLDS = 20  # that a share of a data set with groups is made up of
@@ -21,7 +20,7 @@ def hold_out(
     """(training part, validation part) of a map-style data set, as torch Subsets.
 
     size: a share of the samples below 1, or their number; None with `fold`, (its number, how many there are).
-    grouping: "auto" keeps samples with one value of the data set's `groups` together, "on" refuses data without, "off".
+    grouping: "auto" keeps samples with one value of the data set's `groups` together, where it has them; "off".
 
     The part has the classes of the rest, in proportion, where `targets` are known without reading samples. A data set
     with a method `hold_out(size, fold, seed)`, such as a text, is asked. Raises ConfigError where no part can be taken.
@@ -35,11 +34,7 @@ def hold_out(
     if hasattr(dataset, "hold_out"):
         train, validation = dataset.hold_out(size, fold, seed)
         return train, validation
-    targets = of_each_sample(dataset, "targets")
-    classes = targets if targets is not None and targets.ndim == 1 and targets.dtype.kind in "iu" else None
-    groups = None if grouping == "off" else of_each_sample(dataset, "groups")
-    if groups is None and grouping == "on":
-        raise ConfigError("loader.groups=on, and the training data has no attribute groups; type loader.groups=auto")
+    classes, groups = class_numbers(dataset), None if grouping == "off" else of_each_sample(dataset, "groups")
     if groups is not None:
         chosen = _of_groups(np.unique(groups, return_inverse=True)[1].reshape(-1), classes, count, fold, seed, typed)
     else:
@@ -68,7 +63,7 @@ def _of_groups(groups: Any, classes: Any, count: int, fold: tuple[int, int] | No
     from sklearn import model_selection  # type: ignore[import-untyped]  # takes a second: for groups alone
 
     most = int(groups.max()) + 1
-    number, folds = fold or (0, min(GROUP_FOLDS, most))
+    folds = min(GROUP_FOLDS, most) if fold is None else fold[1]
     if most < max(2, folds):
         what = f"{typed}, and the training data has {most} groups, each of which stays on one side"
         raise ConfigError(f"{what}; type loader.folds={max(2, most)}, or loader.groups=off")
@@ -76,14 +71,8 @@ def _of_groups(groups: Any, classes: Any, count: int, fold: tuple[int, int] | No
     if np.bincount(np.unique(labels, return_inverse=True)[1]).max() < folds:  # scikit-learn refuses so few of each
         labels = np.zeros_like(labels)
     splitter = model_selection.StratifiedGroupKFold(folds, shuffle=True, random_state=fold_in(seed) % 2**32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a class with fewer samples than folds
-        parts = [torch.from_numpy(part) for _, part in splitter.split(labels, labels, groups)]
+    parts = [torch.from_numpy(part) for _, part in splitter.split(labels, labels, groups)]
     if fold is not None:
-        return parts[number]
-    chosen = [parts[0]]
-    for part in parts[1:-1]:  # one stays to train on
-        if count - sum(map(len, chosen)) < len(part) / 2:
-            break
-        chosen.append(part)
-    return torch.cat(chosen)
+        return parts[fold[0]]
+    held_out = max(1, round(folds * count / len(groups)))
+    return torch.cat(parts[: min(held_out, folds - 1)])  # one stays to train on

@@ -7,11 +7,8 @@ import numpy as np
 import torch
 from annotated_types import Gt, Lt
 
-from lockstep.config.schema import Seed
 from lockstep.data.source import DataSource, Splits, Tensors
 from lockstep.data.split import hold_out
-from lockstep.errors import ConfigError
-from lockstep.text import first_line
 
 
 class Rows(Tensors):
@@ -45,18 +42,10 @@ class Table(DataSource):
     labels: Literal["classes", "numbers"]
     split_column: str | None
     test: Annotated[float, Gt(0), Lt(1)]
-    split_seed: Seed
     group_column: str | None
     weight_column: str | None
 
     def splits(self) -> Splits:
-        try:
-            return self._splits()
-        except (ImportError, KeyError, OSError, TypeError, ValueError) as error:  # parquet needs pyarrow
-            what = f"{self.path} is no table with the columns that are named ({first_line(error)})"
-            raise ConfigError(f"{what}; type dataset.path=<a CSV or parquet file>, or other columns") from error
-
-    def _splits(self) -> Splits:
         import pandas as pd
 
         is_csv, is_class = not self.path.endswith(".parquet"), self.labels == "classes"
@@ -73,7 +62,7 @@ class Table(DataSource):
             values["weights"] = torch.tensor(frame[self.weight_column].to_numpy(np.float64))
         if self.split_column is None:
             whole = Tensors(torch.empty(len(frame)), values["targets"], groups=values.get("groups"))
-            held_out = hold_out(whole, self.test, None, self.split_seed, "auto")[1]
+            held_out = hold_out(whole, self.test, None, 0, "auto")[1]
             split = np.where(np.isin(np.arange(len(frame)), held_out.indices), "test", "train")
         else:
             split = frame[self.split_column].to_numpy(str)

@@ -28,9 +28,9 @@ from lockstep.data.vision import read_image
 from lockstep.distributed.host import cpu_count, end_with_parent
 from lockstep.errors import ConfigError
 from lockstep.files import is_url, one_at_a_time, short_hash, write_whole
-from lockstep.text import first_line
 
 NONE = -(2**63)  # no whole number
+NO_ROWS = np.empty((0, 6), np.int64)
 DECODERS: dict[str, Any] = {"cls": json.loads, "json": json.loads, "txt": bytes.decode}  # others are images
 Tar = tuple[str, int, str]  # name, bytes, and what tells that it has changed
 # The tars read last, in each process; one that falls out is closed when nobody reads from it.
@@ -54,23 +54,20 @@ class TarSamples(Dataset[tuple[Any, Any]]):
         return inputs, self._value(self.tars[tar][0], self.members[1], *places[2:]) if self.targets is None else target
 
     def _value(self, name: str, extensions: str, begin: int, length: int) -> Any:
-        try:
-            if is_url(name):
-                system, path = fsspec.core.url_to_fs(name)  # again: one from before a fork must not be used
-                stored = system.cat_file(path, start=begin, end=begin + length)
-            else:
-                stored = os.pread(_opened(name).fileno(), length, begin)
-            if not length or len(stored) != length:
-                raise ValueError(f"{len(stored)} of {length} bytes came" if length else "there is none")
-            decode = DECODERS.get(extensions.lower().rpartition(".")[2])
-            return decode(stored) if decode else read_image(stored, self.size)
-        except Exception as error:
-            raise OSError(f".{extensions} of a sample in {name}: {first_line(error)}") from error
+        if is_url(name):
+            system, path = fsspec.core.url_to_fs(name)  # again: one from before a fork must not be used
+            stored = system.cat_file(path, start=begin, end=begin + length)
+        else:
+            stored = os.pread(_opened(name).fileno(), length, begin)
+        if not length or len(stored) != length:
+            raise OSError(f"{name} has {len(stored)} of {length} bytes of its .{extensions}")
+        decode = DECODERS.get(extensions.lower().rpartition(".")[2])
+        return decode(stored) if decode else read_image(stored, self.size)
 
 
 @dataclass(kw_only=True)
 class TarShards(DataSource):
-    """urls: of tars, or addresses that fsspec reads; {000..063} is written out, * looked up.
+    """urls: of tars, or addresses that fsspec reads, with *.
 
     inputs, targets: extensions of members; "jpg;png" is either. cls is a number, json an object, txt a text, and any
     other an image, as of `read_image` with `size`. index_dir: a folder that all runs can write to.
@@ -87,23 +84,17 @@ class TarShards(DataSource):
     def prepare(self) -> None:
         scan = partial(_scan, [self.inputs.lower().split(";"), self.targets.lower().split(";")])
         for urls, place in self._indexes():
-            try:
-                tars = _tars(urls)
-                with one_at_a_time(place.parent):
-                    # Not without need: another machine may have the file mapped, and NFS would end its ranks.
-                    if place.exists() and torch.load(place, mmap=True, weights_only=True)["tars"] == tars:
-                        continue
-                    pool = ProcessPoolExecutor(cpu_count(), get_context("fork"), end_with_parent, (signal.SIGKILL,))
-                    with pool:
-                        found = pool.map(scan, range(len(tars)), tars)
-                        rows = np.concatenate(list(tqdm(found, "indexing tars", len(tars), disable=None)))
-                    if not rows[:, [1, 3]].all(1).any():
-                        raise ValueError(f"no sample has {self.inputs} and {self.targets} after its name's first dot")
-                    columns = torch.from_numpy(np.ascontiguousarray(rows.T))  # without threads: ranks are forked
-                    write_whole(place, partial(torch.save, {"tars": tars, "columns": columns}))
-            except Exception as error:  # of any package that fsspec uses
-                what = f"{urls} cannot be indexed in {self.index_dir} ({first_line(error)})"
-                raise ConfigError(f"{what}; type dataset.urls=<whole tars>, or dataset.index_dir=<folder>") from error
+            tars = _tars(urls)
+            with one_at_a_time(place.parent):
+                # Not without need: another machine may have the file mapped, and NFS would end its ranks.
+                if place.exists() and torch.load(place, mmap=True, weights_only=True)["tars"] == tars:
+                    continue
+                pool = ProcessPoolExecutor(cpu_count(), get_context("fork"), end_with_parent, (signal.SIGKILL,))
+                with pool:
+                    found = pool.map(scan, range(len(tars)), tars)
+                    rows = np.concatenate([NO_ROWS, *tqdm(found, "indexing tars", len(tars), disable=None)])
+                columns = torch.from_numpy(np.ascontiguousarray(rows.T))  # without threads: ranks are forked
+                write_whole(place, partial(torch.save, {"tars": tars, "columns": columns}))
 
     def splits(self) -> Splits:
         found = [torch.load(place, mmap=True, weights_only=True) for _, place in self._indexes()]
@@ -122,13 +113,8 @@ def _tars(urls: str | list[str]) -> list[Tar]:
         about = file.fs.info(file.path)
         return file.full_name.removeprefix("file://"), about["size"], str(about.get("ETag") or about.get("mtime"))
 
-    names = list[str]()
-    for url in [urls] if isinstance(urls, str) else urls:
-        head, *rest = re.split(r"\{(\d+)\.\.(\d+)\}", url, maxsplit=1)
-        numbers = range(int(rest[0]), int(rest[1]) + 1) if rest else []
-        names += [f"{head}{number:0{len(rest[0])}}{rest[2]}" for number in numbers] or [url]
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(state, fsspec.open_files(names)))
+        return list(pool.map(state, fsspec.open_files(urls)))
 
 
 def _scan(extensions: list[list[str]], number: int, tar: Tar) -> Any:

@@ -1,4 +1,4 @@
-"""Text as tokens, for language models: one file, or documents in many.
+"""Text as tokens, for language models: one file, or many, one after the other.
 
 `prepare` writes the tokens into files that all ranks map into memory, as nanoGPT does: a rank holds no text.
 """
@@ -8,10 +8,9 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from io import TextIOWrapper
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import fsspec
 import numpy as np
@@ -25,55 +24,34 @@ from lockstep.data.partition import cut, generator
 from lockstep.data.source import DataSource, Splits, fits
 from lockstep.errors import ConfigError
 from lockstep.files import one_at_a_time, short_hash, write_whole
-from lockstep.text import first_line
 
 TRAIN_SHARE = 0.9  # of a text, from its beginning; the rest is for tests
 IGNORED = -100
 PIECE = 2**18  # characters of a file that are tokenised together, and the rest of a line
-AT_ONCE = 32  # of such pieces, or documents: a tokenizer's threads share them
-SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
 
 class Tokenizer:
-    """name: characters, bytes, a tokenizer.json of Hugging Face, or a name on its hub. characters: all that there are,
-    sorted. `names` are those of the tokens. Raises ConfigError if the tokenizer cannot be read."""
+    """kind: as `Text.tokenizer`. names: of the tokens."""
 
-    def __init__(self, name: str, characters: Sequence[str] = ()) -> None:
-        self.is_bytes = name == "bytes"
-        self.coder: Any = None
-        self.names = [*map(str, range(256))] if self.is_bytes else [*characters]
-        if name not in ("characters", "bytes"):
-            try:
-                from tokenizers import Tokenizer as HuggingFace
+    def __init__(self, kind: str, names: Sequence[str]) -> None:
+        self.kind, self.names = kind, names
 
-                read = HuggingFace.from_file if name.endswith(".json") else HuggingFace.from_pretrained
-                self.coder = read(name)
-            except Exception as error:  # a plain one
-                what = f"dataset.tokenizer={name} cannot be read ({first_line(error)})"
-                advice = "pip install tokenizers, dataset.tokenizer=<a tokenizer.json>, or dataset.tokenizer=bytes"
-                raise ConfigError(f"{what}; type {advice}") from error
-            self.coder.no_truncation()  # what a file says of these is for batches
-            self.coder.no_padding()
-            size = 1 + max(self.coder.get_vocab().values())
-            self.names = [self.coder.id_to_token(number) or str(number) for number in range(size)]
-
-    def encode(self, texts: list[str]) -> list[Any]:
-        """The tokens of each text. Raises ConfigError for a character that is not known."""
-        if self.coder is not None:
-            return [found.ids for found in self.coder.encode_batch_fast(texts, add_special_tokens=False)]
-        if self.is_bytes:
-            return [np.frombuffer(text.encode(errors="surrogateescape"), np.uint8) for text in texts]
+    def encode(self, text: str) -> Any:
+        """Its tokens (n,). Raises ConfigError for one that is not known."""
+        if self.kind == "bytes":
+            return np.frombuffer(text.encode(errors="surrogateescape"), np.uint8)
+        pieces = text if self.kind == "characters" else text.split() or self.names[:1]
         known = {name: number for number, name in enumerate(self.names)}
         try:
-            return [np.fromiter(map(known.__getitem__, text), np.uint32, len(text)) for text in texts]
+            return np.fromiter(map(known.__getitem__, pieces), np.uint32, len(pieces))
         except KeyError as error:
             what = f"the text has no {error}, so the model has not learned it"
-            raise ConfigError(f"{what}; type mode.prompt=<characters of the text>") from None
+            raise ConfigError(f"{what}; type mode.prompt=<{self.kind} of the text>") from None
 
     def decode(self, tokens: list[int]) -> str:
-        if self.coder is not None:
-            return str(self.coder.decode(tokens, skip_special_tokens=False))
-        return bytes(tokens).decode(errors="replace") if self.is_bytes else "".join(map(self.names.__getitem__, tokens))
+        if self.kind == "bytes":
+            return bytes(tokens).decode(errors="replace")
+        return ("" if self.kind == "characters" else " ").join(map(self.names.__getitem__, tokens))
 
 
 @dataclass(eq=False)
@@ -140,9 +118,6 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
             count = round(size * length) if size < 1 else int(size) * self.block + 1
             start = int(torch.randint(max(1, length - count + 1), (), generator=generator(seed)))
             stop = start + count
-        if stop - start < 2 or max(start, length - stop) <= self.block:
-            what = f"{stop - start} of {length} tokens are for validation, and a sample has {self.block}"
-            raise ConfigError(f"{what}; type loader.validation=0.1, or a smaller dataset.block")
         return replace(self, pieces=[(0, start), (stop, length)]), replace(self.evaluated, pieces=[(start, stop)])
 
     @property
@@ -157,99 +132,68 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(kw_only=True)
 class Text(DataSource):
-    """path, test_path: files, or addresses that fsspec reads, with * and ?. Lines of JSON, and rows of parquet, have a
-    text in `field`; any other file is one. separator: what is put after each text, by which a model sees its end."""
+    """path, test_path: files, or addresses that fsspec reads, with *.
+
+    tokenizer: uint16 says that these are one file of such numbers each, as nanoGPT's scripts write it.
+    """
 
     path: str | list[str]
     test_path: str | list[str] | None
-    field: str
-    tokenizer: str
-    separator: str | None
+    tokenizer: Literal["characters", "bytes", "uint16"]
     block: Count
     stride: Count
     samples: Count | None
     tokens_dir: str
 
     def prepare(self) -> None:
-        paths = {"train": self.path} | ({} if self.test_path is None else {"test": self.test_path})
-        try:
-            files = {part: fsspec.open_files(path, "rb", compression="infer") for part, path in paths.items()}
-            if missing := [paths[part] for part, some in files.items() if not some]:
-                raise FileNotFoundError(f"there is no file {missing[0]}")
-            state = [file.fs.ukey(file.path) for some in files.values() for file in some]
-            state += [Path(self.tokenizer).read_text()] if self.tokenizer.endswith(".json") else []
-            with one_at_a_time(self._folder()):
-                self._write(files, short_hash(state))
-        except (ImportError, LookupError, OSError, TypeError, ValueError) as error:
-            what = f"the text cannot be made into tokens ({first_line(error)})"
-            advice = "dataset.path=<a text>, dataset.field=<where it is>, or dataset.tokenizer=bytes if it is no UTF-8"
-            if isinstance(error, FileNotFoundError) and str(self.path).endswith("tinyshakespeare/input.txt"):
-                advice = f"curl --create-dirs -o {self.path} {SHAKESPEARE}"
-            raise ConfigError(f"{what}; type {advice}") from error
-        self.splits()
+        if self.tokenizer == "uint16":
+            return
+        errors = "surrogateescape" if self.tokenizer == "bytes" else "strict"
+        options: Any = {"compression": "infer", "errors": errors, "newline": ""}
+        files = [fsspec.open_files(path, "r", **options) for path in (self.path, self.test_path) if path is not None]
+        state = short_hash([file.fs.ukey(file.path) for file in chain(*files)])
+        about, characters = self._about(), set[str]()
+
+        def fill(some: Any, out: BinaryIO) -> None:
+            for text in _texts(tqdm(some, "tokenising once", unit=" files", disable=None)):  # disable: in no log
+                out.write(np.asarray(tokenizer.encode(text), kind).data)
+            if not out.tell():
+                raise ValueError(f"no text is in {self.path} or {self.test_path}")
+
+        with one_at_a_time(about.parent):
+            if about.exists() and json.loads(about.read_text())["state"] == state:
+                return
+            if self.tokenizer == "characters":
+                for text in _texts(chain(*files)):
+                    characters.update(text)
+            names = sorted(characters) or [*map(str, range(256))]
+            tokenizer, kind = Tokenizer(self.tokenizer, names), "uint16" if len(names) <= 2**16 else "uint32"
+            stored = [f"{number}-{state}.bin" for number in range(len(files))]
+            for name, some in zip(stored, files, strict=True):
+                write_whole(about.with_name(name), partial(fill, some))
+            write_whole(about, json.dumps({"state": state, "classes": names, "type": kind, "files": stored}))
 
     def splits(self) -> Splits:
-        about = json.loads((self._folder() / "about.json").read_text())
-        parts = [torch.from_numpy(np.memmap(self._folder() / name, about["type"], "c")) for name in about["files"]]
+        if self.tokenizer == "uint16":
+            files = [os.path.abspath(str(path)) for path in (self.path, self.test_path) if path is not None]
+            known: Any = {"type": "uint16", "files": files, "classes": [*map(str, range(self.classes or 2**16))]}
+        else:
+            known = json.loads(self._about().read_text())
+        folder = self._about().parent
+        parts = [torch.from_numpy(np.memmap(folder / name, known["type"], "c")) for name in known["files"]]
         if len(parts) == 1:
             parts = [*parts[0].tensor_split([int(TRAIN_SHARE * len(parts[0]))])]
-        count, tested = map(len, parts)
-        if count <= self.block or tested < 2:
-            what = f"dataset.block={self.block} is too long for {count} tokens to train on and {tested} to test"
-            raise ConfigError(f"{what}; type dataset.block={max(1, count // 10)}, or dataset.path=<a longer text>")
-        if self.classes is not None and self.classes < len(about["classes"]):
-            what = f"dataset.classes={self.classes}, and the text has {len(about['classes'])} kinds of tokens"
-            raise ConfigError(f"{what}; type dataset.classes=null")
-        common = (self.block, self.stride, self.samples, self.tokenizer, about["classes"])
+        common = (self.block, self.stride, self.samples, self.tokenizer, known["classes"])
         train, test = (Windows(part, *common, pieces=[(0, len(part))]) for part in parts)
         return Splits(train, test.evaluated)
 
-    def _folder(self) -> Path:
-        about = (os.getcwd(), self.path, self.test_path, self.field, self.tokenizer, self.separator)
-        return Path(self.tokens_dir, short_hash(about))
+    def _about(self) -> Path:
+        own = short_hash(os.getcwd(), self.path, self.test_path, self.tokenizer)
+        return Path(self.tokens_dir, own, "about.json")
 
-    def _write(self, files: dict[str, Any], state: str) -> None:
-        about, characters = self._folder() / "about.json", set[str]()
-        if about.exists() and json.loads(about.read_text())["state"] == state:
-            return
-        if self.tokenizer == "characters":
-            for text in self._texts(chain(*files.values())):
-                characters.update(text)
-        tokenizer = Tokenizer(self.tokenizer, sorted(characters))
-        names, kind = [f"{part}-{state}.bin" for part in files], "uint16" if len(tokenizer.names) <= 2**16 else "uint32"
 
-        def fill(some: Any, out: BinaryIO) -> None:
-            texts = self._texts(tqdm(some, "tokenising once", unit=" files", disable=None))  # disable: in no log
-            while batch := list(islice(texts, AT_ONCE)):
-                out.writelines(np.asarray(tokens, kind).data for tokens in tokenizer.encode(batch))
-            if not out.tell():
-                raise ValueError("there is no text")
-
-        for name, some in zip(names, files.values(), strict=True):
-            write_whole(self._folder() / name, partial(fill, some))
-        write_whole(about, json.dumps({"state": state, "classes": tokenizer.names, "type": kind, "files": names}))
-
-    def _texts(self, files: Iterable[Any]) -> Iterator[str]:
-        """Of each line or row one, with the separator; pieces of plain files. null is no text."""
-        for file in files:
-            try:
-                with file as stream:
-                    yield from self._read(stream, {*Path(file.path.lower()).suffixes})
-            except (LookupError, TypeError, ValueError) as error:
-                raise ValueError(f"{file.path}: {type(error).__name__}: {first_line(error)}") from error
-
-    def _read(self, stream: Any, endings: set[str]) -> Iterator[str]:
-        end = self.separator or ""
-        if ".parquet" in endings:
-            from pyarrow.parquet import ParquetFile
-
-            batches = ParquetFile(stream).iter_batches(columns=[self.field])
-            texts: Iterable[str | None] = (text for batch in batches for text in batch[self.field].to_pylist())
-        elif endings & {".json", ".jsonl", ".ndjson"}:
-            texts = (json.loads(line)[self.field] for line in stream if line.strip())
-        else:
-            plain = TextIOWrapper(stream, "utf-8", "surrogateescape" if self.tokenizer == "bytes" else None, newline="")
-            yield from (piece + plain.readline(PIECE) for piece in iter(partial(plain.read, PIECE), ""))
-            yield end
-            return
-        yield from (text + end for text in texts if text)
+def _texts(files: Iterable[Any]) -> Iterator[str]:
+    """Pieces of each file, which end with a line."""
+    for file in files:
+        with file as stream:
+            yield from (piece + stream.readline(PIECE) for piece in iter(partial(stream.read, PIECE), ""))

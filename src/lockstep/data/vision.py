@@ -16,9 +16,7 @@ from torch import Tensor
 from lockstep.compat import decoded_jpeg
 from lockstep.config.schema import Count, Seed
 from lockstep.data.source import DataSource, Splits, Tensors
-from lockstep.errors import ConfigError
 from lockstep.files import one_at_a_time
-from lockstep.text import first_line
 
 LARGE_JPEG = 2**15  # bytes, from which on Pillow may be faster: it decodes a far too large image at a part of its size
 
@@ -47,12 +45,8 @@ class TorchvisionImages(DataSource):
         with suppress(Exception):  # it is not there, or another machine writes it now
             self._split(train=False)
             return
-        try:
-            with one_at_a_time(Path(self.root)):
-                self._split(train=False, download=True)
-        except Exception as error:
-            what = f"{self.name} is not in {Path(self.root).absolute()} and cannot be downloaded ({first_line(error)})"
-            raise ConfigError(f"{what}; type data_dir=<folder that holds {self.name}>, or dataset=digits") from error
+        with one_at_a_time(Path(self.root)):
+            self._split(train=False, download=True)
 
     def splits(self) -> Splits:
         return Splits(self._split(train=True), self._split(train=False))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from lockstep.compat import multiprocessing_folder
 
-LAUNCHER = "LOCKSTEP_LAUNCHER"  # in the environment of the server that a sweep's jobs are forked from: the sweep's pid
 ENDS_WITH_PARENT = "LOCKSTEP_ENDS_WITH_PARENT"  # in the environment of a training that a notebook has started
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import KIND_CODES, RAISED_BY_ALL, path_value
+from lockstep.errors import EXIT_FAILED, KIND_CODES, RAISED_BY_ALL, path_value
 from lockstep.failures.explain import explain_exception, explain_exit
 from lockstep.failures.processes import ENDED, oom_kills, process_state
 from lockstep.failures.record import last_lines, phase_of, read_place
@@ -113,7 +113,7 @@ def make_report(failures: Sequence[dict[str, Any]], command: list[str]) -> Repor
         "first": first,
         "consequences": [_consequence(one, first) for one in others],
         "world_size": first["world_size"],
-        "exit_code": KIND_CODES[first["kind"]],
+        "exit_code": KIND_CODES.get(first["kind"], EXIT_FAILED),
         "will_fail_again": first["before"] is not None and first["before"] == identity(first),
     }
     run = {"folder": first["run_dir"], "newest_snapshot": newest, "time": time.time()}

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
@@ -47,45 +46,30 @@ class EpochSummary:
     """The results of one epoch. They are not passed to `log` as well.
 
     epoch: counted from 1. step: optimizer steps done. metrics: {"train": {"loss": 0.1, ...}, "val": {...}}, each a mean
-    over all samples; "train" is missing if no sample was counted, "val" if the epoch had no evaluation; "test" is there
-    if the test set is read each time. samples_per_second: of training, over all ranks; None if this process has trained
-    no step. counted_per_second: of what the task counts, such as tokens. best: {"accuracy": 0.9}, the best evaluation
-    so far, at `best_step`; empty without one.
+    over all samples; "train" is missing if no sample was counted, "val" and "best", the best evaluation so far, if the
+    epoch had no evaluation; "test" is there if the test set is read each time. speeds: {"samples": a second, "tokens":
+    a second} of training, over all ranks; empty if this process has trained no step.
     """
 
     epoch: int
     epochs: int
     step: int
     metrics: dict[str, dict[str, float]]
-    samples_per_second: float | None
-    best: dict[str, float] = field(default_factory=dict)
-    best_step: int | None = None
-    counted_per_second: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def speeds(self) -> dict[str, float]:
-        """{"samples": a second, "tokens": a second}."""
-        samples = {} if self.samples_per_second is None else {"samples": self.samples_per_second}
-        return samples | self.counted_per_second
+    speeds: dict[str, float]
 
     def flat(self) -> dict[str, float]:
         """{"speed/samples_per_s": ..., "train/loss": ..., "val/loss": ...}: all numbers, as `log` has them."""
-        tagged = {f"speed/{name}_per_s": speed for name, speed in self.speeds.items()}
-        groups = self.metrics | ({"best": self.best} if self.metrics.keys() - {"train"} else {})
-        return tagged | {f"{group}/{name}": value for group, means in groups.items() for name, value in means.items()}
+        groups = {"speed": {f"{name}_per_s": speed for name, speed in self.speeds.items()}, **self.metrics}
+        return {f"{group}/{name}": value for group, means in groups.items() for name, value in means.items()}
 
 
 class Logger:
     """Receives what a run reports. Every method but `epoch` does nothing here.
 
     A step is the number of optimizer steps done. What a call reports is on its way to the disk when it returns: a
-    snapshot may follow. An exception costs one warning, and the training goes on.
-    packages: what it imports beside the requirements; a run is refused if one is not installed.
-    images: how many samples of an evaluation its images show; 0: it gets no images of it.
+    snapshot may follow. An exception costs one warning, and the training goes on. Its key `images`, if it has one, says
+    how many samples of an evaluation the images show.
     """
-
-    packages: tuple[str, ...] = ()
-    images: int = 0
 
     def start(self, info: RunInfo) -> None:
         """Training starts or goes on. A run that was killed repeats the steps after `progress.step`: drop them."""
@@ -107,10 +91,6 @@ class Logger:
         """Release files and threads. The last call."""
 
 
-Figures = Callable[[], Mapping[str, Tensor]]
-"""Draws {tag: image}."""
-
-
 class Loggers(Logger):
     """Hands every call to each logger. The first exception of one is a warning; one that cannot start is left out."""
 
@@ -119,15 +99,13 @@ class Loggers(Logger):
         self.members = list(members)
         self.info: RunInfo | None = None
         self.warned = set[int]()  # ids of those that have failed
-        self.waiting = dict[str, tuple[Figures, int]]()  # {split: (draws its images, step)}
+        self.waiting = dict[str, tuple[Callable[[], Mapping[str, Tensor]], int]]()  # {split: as `draw` has got it}
         self.draw_at = time.monotonic() + FIRST_DRAWING
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self.info is not None:
             is_stop = isinstance(error, StoppedEarly | KeyboardInterrupt)
             state = "stopped" if is_stop else "diverged" if isinstance(error, TrainingDiverged) else FAILED
@@ -147,15 +125,14 @@ class Loggers(Logger):
     def image(self, tag: str, image: Tensor, step: int) -> None:
         self._each("image", tag, image, step)
 
-    def draw(self, split: str, figures: Figures, step: int) -> None:
-        """Images of the weights of `step`: now, or at the end, those of the newest evaluation.
+    def draw(self, split: str, figures: Callable[[], Mapping[str, Tensor]], step: int) -> None:
+        """Images of the weights of `step`, which `figures` draws as {tag: image}: now, or at the end the newest ones.
 
         Drawing takes 1 % of the time, so most evaluations of very short epochs are not drawn.
         """
-        if any(member.images for member in self.members):
-            self.waiting[split] = figures, step
-            if time.monotonic() >= self.draw_at:
-                self._draw()
+        self.waiting[split] = figures, step
+        if time.monotonic() >= self.draw_at:
+            self._draw()
 
     def test(self, test: Mapping[str, Any], is_logged: bool) -> None:
         """The number of the run. test: as in RunInfo. is_logged: whether its numbers have been logged before."""
@@ -173,16 +150,14 @@ class Loggers(Logger):
 
     def _draw(self) -> None:
         start = time.monotonic()
-        for figures, step in self.waiting.values():
-            self._call(self, "_show", figures, step)
+        self._call(self, "_show")
         self.waiting.clear()
         self.draw_at = time.monotonic() + (time.monotonic() - start) / DRAWING_SHARE
 
-    def _show(self, figures: Figures, step: int) -> None:
-        for tag, image in figures().items():
-            for member in self.members:
-                if member.images:
-                    self._call(member, "image", tag, image, step)
+    def _show(self) -> None:
+        for figures, step in self.waiting.values() if self.members else ():
+            for tag, image in figures().items():
+                self.image(tag, image, step)
 
     def _each(self, method: str, *arguments: Any) -> None:
         for member in self.members:

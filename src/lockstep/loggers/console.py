@@ -19,12 +19,10 @@ class ConsoleLogger(Logger):
     """One line per epoch, and a few at the start and the end. `rank_logs` decides where the lines go."""
 
     def start(self, info: RunInfo) -> None:
-        run, loaders, size = info.run, info.run.loaders, info.run.world.size
-        share, rest = divmod(run.batch_size, run.strategy.data_share_of(size))
-        shares = "" if size == 1 else f", {share}{f' or {share + 1}' if rest else ''} for each of {size} ranks"
+        run, loaders = info.run, info.run.loaders
         held_out = "" if loaders.val is None else f", {len(loaders.val.reader)} validation"
         sets = f"{len(loaders.train)} training{held_out} and {len(loaders.test.reader)} test samples"
-        log.info("%s; batches of %d samples%s", sets, run.batch_size, shares)
+        log.info("%s; batches of %d samples", sets, run.batch_size)
         if run.config.trainer.final is not None:
             log.info("trained on training and validation data: nothing is chosen, and its number is the test's alone")
         elif run.objective is None:
@@ -35,7 +33,8 @@ class ConsoleLogger(Logger):
         """For example: epoch 5/5   step 115   train loss 0.0180 accuracy 0.9979   val loss 0.0447   3667 samples/s"""
         columns = [f"epoch {summary.epoch}/{summary.epochs}", f"step {summary.step}"]
         for group, means in summary.metrics.items():
-            columns.append(" ".join([group, *(f"{name} {value:.4f}" for name, value in means.items())]))
+            if group != "best":
+                columns.append(" ".join([group, *(f"{name} {value:.4f}" for name, value in means.items())]))
         columns += [f"{speed:.0f} {name}/s" for name, speed in summary.speeds.items()]
         log.info("%s", "   ".join(columns))
 
@@ -80,10 +79,8 @@ class ProgressBarLogger(Logger):
 
         # tqdm's own lock adds a semaphore for several processes, which Python calls leaked when a rank exits.
         tqdm.set_lock(threading.RLock())
-        # The loss is to be seen on 50 columns, too.
-        form = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}, {rate_fmt}]"
-        length, self.run = len(info.run.loaders.train), info.run
-        self.bar = tqdm(total=length, unit=" samples", bar_format=form, leave=False, disable=None)
+        self.run = info.run
+        self.bar = tqdm(total=len(self.run.loaders.train), unit=" samples", leave=False, disable=None)
         self.stack.callback(self.bar.close)
         if not self.bar.disable:
             self.stack.enter_context(logging_redirect_tqdm())

@@ -1,6 +1,5 @@
 """TensorBoard events in the run folder. A step on the x-axis is the number of optimizer steps done."""
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from lockstep.loggers.base import Logger, RunInfo
 from lockstep.runs.record import FINISHED, changes_no_number
 from lockstep.text import show
 
-RETRY_SECONDS = 10.0  # after an error, before a new file is begun
-
 
 class TensorBoardLogger(Logger):
     """Writes event files to `run_dir`. A resumed run begins a file, which hides what came after its snapshot.
@@ -23,18 +20,17 @@ class TensorBoardLogger(Logger):
     run_dir: folder of this run. images: samples that an evaluation shows; 0: no images of it.
     """
 
-    def __init__(self, run_dir: str | Path, images: Whole) -> None:
-        self.run_dir, self.images = str(run_dir), images
+    def __init__(self, run_dir: str, images: Whole) -> None:
+        self.run_dir = run_dir
         self.writer: Any = None  # a SummaryWriter, from the start on
-        self.failed_at = -RETRY_SECONDS
 
     def start(self, info: RunInfo) -> None:
         is_new = not any(Path(self.run_dir).glob("events.out.tfevents.*"))
         self.writer = SummaryWriter(self.run_dir, purge_step=None if is_new else info.run.progress.step + 1)
         if is_new:  # TensorBoard keeps the first hyperparameters that it reads of a run
-            config = "\n".join(f"{key}: {show(value)}" for key, value in info.facts["config"].items())
-            self._write(summary.text("config", f"```yaml\n{config}\n```"), 0)
-            self._write(summary.custom_scalars(layout(info)), 0)
+            metrics = [*info.run.task.better, *info.run.config.evaluation.metrics]
+            charts = {name: ("Multiline", [f"^(train|val|test)/{name}$"]) for name in metrics}
+            self.writer.add_custom_scalars({"results": charts | {"best so far": ("Multiline", ["^best/.*$"])}})
             self._write(summary.hparams(hyperparameters(info.facts), {})[1], 0)  # [0]: the columns of all runs
 
     def log(self, metrics: dict[str, float], step: int) -> None:
@@ -53,18 +49,8 @@ class TensorBoardLogger(Logger):
             self.writer.close()
 
     def _write(self, written: Summary, step: int) -> None:
-        """A writer that has failed, on a full disk, stays so: after some seconds a new file goes on."""
-        if self.writer is None:
-            if time.monotonic() - self.failed_at < RETRY_SECONDS:
-                return
-            self.failed_at = time.monotonic()
-            self.writer = SummaryWriter(self.run_dir)
-        try:
-            self.writer.file_writer.add_summary(written, step)
-            self.writer.flush()
-        except Exception:
-            self.writer, self.failed_at = None, time.monotonic()
-            raise
+        self.writer.file_writer.add_summary(written, step)
+        self.writer.flush()
 
 
 def hyperparameters(facts: Mapping[str, Any]) -> dict[str, int | float | str]:
@@ -74,21 +60,4 @@ def hyperparameters(facts: Mapping[str, Any]) -> dict[str, int | float | str]:
         key: value if type(value) in (int, float, str) else show(value)
         for key, value in {**facts["options"], **facts["config"], "world_size": facts["start"]["world_size"]}.items()
         if value is not None and not changes_no_number(key) and not key.endswith(("._target_", "._partial_"))
-    }
-
-
-def layout(info: RunInfo) -> dict[str, dict[str, tuple[str, list[str]]]]:
-    """{category: {chart: ("Multiline", [regular expressions of tags])}} for the tab Custom Scalars."""
-    metrics = [*info.run.task.better, *info.run.config.evaluation.metrics]
-    training = {"loss of the last steps": "train/running_loss", "learning rate": "train/lr"}
-    if info.run.config.trainer.max_grad_norm is not None:
-        training["gradient norm"] = "train/grad_norm"
-    tags = {
-        "results": {name: f"(train|val|test)/{name}" for name in metrics} | {"best so far": "best/.*"},
-        "training": training,
-        "speed": {"samples per second": "speed/(samples|tokens)_per_s", "step time (ms)": "speed/step_ms"},
-    }
-    return {
-        category: {chart: ("Multiline", [f"^{tag}$"]) for chart, tag in charts.items()}
-        for category, charts in tags.items()
     }

@@ -77,10 +77,7 @@ class TrainedRun:
         path = self.folder / name if file is None else Path(file)
         if path.exists() and not path.is_file():  # such as a device, which a file would replace
             raise ConfigError(f"{path} is no file that can be replaced; {OTHER_FILE}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise cannot_write(path, error) from None
+        path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def write(self, path: Path, contents: Contents) -> None:
@@ -90,14 +87,10 @@ class TrainedRun:
             try:
                 write_whole(path, contents, shared=True)  # another command may write the same file
             except OSError as error:
-                problem = str(cannot_write(path, error))
+                problem = f"{path} cannot be written ({error.strerror}); {OTHER_FILE}"
         if problem := self.world.broadcast_json(problem):
             raise ConfigError(problem)
         log.info("written to: %s", path)
-
-
-def cannot_write(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{path} cannot be written ({error.strerror}); {OTHER_FILE}")
 
 
 def recorded(snapshot: Path) -> Mapping[str, Any]:
@@ -174,7 +167,7 @@ def join(config: "RunConfig", record: "ConfigRecord", parts: "Parts", holds: boo
     from lockstep.distributed.environment import read_rank_info
     from lockstep.distributed.run_folder import hold_run_folder
     from lockstep.distributed.watch import watch
-    from lockstep.distributed.world import join_world
+    from lockstep.distributed.world import join_world, require_same_config
     from lockstep.loggers.rank_logs import RankLogs
     from lockstep.training.setup import set_determinism
 
@@ -194,7 +187,8 @@ def join(config: "RunConfig", record: "ConfigRecord", parts: "Parts", holds: boo
         if world.is_rank_zero:
             settle(Path(config.run_dir))
         watch(world, config.run_dir, config.watch.timeout, config.watch.on_hang)
-        build.check_same_config(record, world)
+        same = "type the same command on every node"
+        require_same_config(world, build.agreed_on(record.flat), build.agreed_on(record.shown), same)
         yield world
 
 

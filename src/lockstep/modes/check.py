@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from annotated_types import Ge
 
-from lockstep.errors import EXIT_PROMISES, ConfigError, RankFailed, StoppedEarly, first_of
+from lockstep.errors import EXIT_FAILED, ConfigError, RankFailed, StoppedEarly, first_of
 from lockstep.failures.explain import known_meaning
 from lockstep.modes.base import Mode
 from lockstep.text import aligned
@@ -88,7 +88,7 @@ class Check(Mode):
         self.changed = {f"{section}.{key}": value for section, keys in changed.items() for key, value in keys.items()}
 
     def work(self, config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> None:
-        """Ends the process with EXIT_PROMISES if a promise does not hold."""
+        """Ends the process with EXIT_FAILED if a promise does not hold."""
         from multiprocessing.util import get_temp_dir  # it goes with this process, also at Ctrl-C
 
         import torch
@@ -113,7 +113,7 @@ class Check(Mode):
         if fails and not runs["one"].error:
             print(f"\nrounding in {precision} hides small faults; fp64 fails: {fails}", flush=True)
         if any(holds == "no" for _, holds, _ in rows):
-            raise StoppedEarly("a promise does not hold, as the table says", EXIT_PROMISES)
+            raise StoppedEarly("a promise does not hold, as the table says", EXIT_FAILED)
 
     def parts(self, config: "RunConfig", ranks: int) -> "Parts":
         from lockstep.launchers.local import LocalLauncher

@@ -1,10 +1,10 @@
 """mode=evaluate: the metrics of a trained run, on any data and any number of ranks."""
 
-import itertools
 import json
 import logging
 import math
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,9 +61,6 @@ class Evaluate(Mode):
 
 def _own_name(folder: Path, facts: Mapping[str, Any]) -> str:
     """evaluation.json, evaluation_2.json, ...: the first that does not exist, or is of this evaluation."""
-    for number in itertools.count(1):
-        name = "evaluation.json" if number == 1 else f"evaluation_{number}.json"
-        path = folder / name
-        if not path.exists() or facts.items() <= json.loads(path.read_text()).items():
-            return name
-    raise AssertionError
+    paths = (folder / (f"evaluation_{number}.json" if number > 1 else "evaluation.json") for number in count(1))
+    mine = (path for path in paths if not path.exists() or facts.items() <= json.loads(path.read_text()).items())
+    return next(mine).name

@@ -53,16 +53,12 @@ class Export(Mode):
 
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError if the file cannot be written, or would compute something else."""
-        import torch
-
         from lockstep.data.reader import request_of
         from lockstep.modes.trained_net import TrainedNet
 
         stem = self.snapshot if self.snapshot in ("last", "best") else trained.snapshot.stem
         path, loader = trained.output(self.file, f"{stem}.{SUFFIXES[self.format]}"), trained.run.loaders.test
         samples, _ = loader.reader.read(request_of(range(min(EXAMPLES, len(loader.reader)))))
-        if not isinstance(samples, torch.Tensor):
-            raise ConfigError(f"mode=export needs samples of one tensor; {WEIGHTS}")
         with trained.run.averaged_weights():
             part = trained.run.model.eval().get_submodule(self.module or "")
             try:

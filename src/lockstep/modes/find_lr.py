@@ -36,15 +36,14 @@ class FindLr(Mode):
 
     def __init__(self, min_lr: Positive, max_lr: Positive, steps: Annotated[int, Ge(40)]) -> None:
         if min_lr >= max_lr:
-            what = f"mode.max_lr={show(max_lr)} must be above mode.min_lr={show(min_lr)}"
-            raise ConfigError(f"{what}; type mode.max_lr={show(1000 * min_lr)}")
+            raise ConfigError(f"mode.max_lr={show(max_lr)} is below min_lr; type mode.max_lr={show(1000 * min_lr)}")
         self.min_lr, self.max_lr, self.steps = min_lr, max_lr, steps
 
     def work(self, config: RunConfig, record: "ConfigRecord", parts: "Parts") -> float:
         """Returns the suggestion. Raises ConfigError, on all ranks, if the loss never falls."""
+        from torch.utils.tensorboard import SummaryWriter
+
         from lockstep import build
-        from lockstep.loggers.base import Loggers
-        from lockstep.loggers.tensorboard import TensorBoardLogger
         from lockstep.training.lr_range import RateFinder, suggested
 
         typed = config.optimizer.get("lr")
@@ -71,9 +70,11 @@ class FindLr(Mode):
                 run.end_epoch()
             losses, ratio = finder.losses, self.max_lr / self.min_lr
             rates = [self.min_lr * ratio ** (step / (self.steps - 1)) for step in range(len(losses))]
-            with Loggers([TensorBoardLogger(config.run_dir, 0)] if world.is_rank_zero else []) as loggers:
-                for step, (rate, loss) in enumerate(zip(rates, losses, strict=True), start=1):
-                    loggers.log({"find_lr/loss": loss, "find_lr/lr": rate}, step)
+            if world.is_rank_zero:
+                with SummaryWriter(config.run_dir) as writer:
+                    for step, (rate, loss) in enumerate(zip(rates, losses, strict=True), start=1):
+                        writer.add_scalar("find_lr/loss", loss, step)
+                        writer.add_scalar("find_lr/lr", rate, step)
             log.info("curve: tensorboard --logdir %s", shlex.quote(str(config.run_dir)))
             found = suggested(rates, losses)
             if found is None:

@@ -27,8 +27,7 @@ from torch.utils.data import Subset
 from lockstep.compat import is_of_transform
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
-from lockstep.data.build import class_numbers
-from lockstep.data.source import DataSource, Splits, tensors_in, unwrapped
+from lockstep.data.source import DataSource, Splits, class_numbers, tensors_in, unwrapped
 from lockstep.data.split import hold_out
 from lockstep.distributed import signals
 from lockstep.loggers.csv_logger import read_rows

@@ -3,7 +3,6 @@
 import logging
 
 from lockstep.config.schema import Count, NotNegative, Seed
-from lockstep.errors import ConfigError
 from lockstep.modes.base import Mode, TrainedRun
 
 log = logging.getLogger(__name__)
@@ -30,15 +29,13 @@ class Sample(Mode):
         self.temperature, self.top_k, self.seed = temperature, top_k, seed
 
     def run(self, trained: TrainedRun) -> None:
-        """Raises ConfigError if the run was not trained on a text, or not on the symbols of the prompt."""
+        """Raises ConfigError for symbols that the text of the training did not have."""
         import torch
 
         dataset = trained.run.loaders.train.reader.dataset
-        if not hasattr(dataset, "coder"):
-            raise ConfigError("mode=sample writes text, and this run was not trained on one; type mode=predict")
         run, device = trained.run, trained.world.device
         coder = dataset.coder
-        tokens = torch.tensor([int(token) for token in coder.encode([self.prompt])[0]], device=device)
+        tokens = torch.tensor([int(token) for token in coder.encode(self.prompt)], device=device)
         generator = torch.Generator(device).manual_seed(self.seed)
         with run.averaged_weights(), torch.no_grad(), run.strategy.autocast:
             model = run.model.eval()

@@ -3,17 +3,14 @@
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import pandas as pd
+from typing import Any
 
 
 class _Runs(ModuleType):
     """This package, which can be called: `lockstep.runs` is the package as soon as one of its modules is imported."""
 
-    def __call__(self, *folders: str | Path) -> "pd.DataFrame":
-        """The runs at or below `folders`, or below outputs: see `lockstep.runs.table.frame`."""
+    def __call__(self, *folders: str | Path) -> Any:
+        """A pandas.DataFrame of the runs at or below `folders`, or below outputs: see `lockstep.runs.table.frame`."""
         from lockstep.runs.table import frame
 
         return frame(folders or ("outputs",))

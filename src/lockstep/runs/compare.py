@@ -4,11 +4,11 @@ import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
 from lockstep.runs.record import FINISHED, read_run
-from lockstep.runs.samples import NAME, paired_by_sample
+from lockstep.runs.samples import NAME, SAMPLED, paired_by_sample
 from lockstep.runs.stats import MOST, Estimate, estimate, is_share, paired, pairs_for, welch
 from lockstep.runs.table import REPEATS, filtered, frame, rho_of
 from lockstep.text import aligned, differing, show
@@ -16,30 +16,24 @@ from lockstep.text import aligned, differing, show
 if TYPE_CHECKING:
     import pandas as pd
 
-UNPAIRED, BY_SAMPLE = "none", "sample"
-OF_SAMPLES = (
-    "paired by sample of the test set: about these two nets, not about other seeds; who chooses by it uses it up"
-)
+OF_SAMPLES = "paired by sample of the test set: about these two nets, and no other seeds; who chooses by it uses it up"
 EXAMPLE = "python src/runs.py compare outputs/multirun/a --a optimizer.lr=0.1 --b optimizer.lr=0.01"
 
 
-def compare(
-    folders: Sequence[str],
-    a: str | None = None,
-    b: str | None = None,
-    pair: str | None = None,
-    metric: str | None = None,
-) -> list[str]:
+def compare(folders: Sequence[str], a: str | None = None, b: str | None = None, metric: str | None = None) -> list[str]:
     """The lines of `runs.py compare`. Raises ConfigError for what are no two configurations.
 
     folders: two folders; with a and b, overrides such as "optimizer.lr=0.1 model=mlp", folders that hold the runs of
-    both. pair: "sample": two runs by the samples of their test; "none"; None: by seed and fold if there are two such
-    pairs, of two single runs by sample. metric: such as test/accuracy; None: the objective.
+    both. metric: such as test/accuracy; None: the objective. Two single runs are compared by the samples of their test,
+    others by pairs of one seed and fold if there are two such pairs.
     """
     if (a is None) != (b is None) or (a is None and len(folders) != 2):
         raise ConfigError(f"compare needs two folders, or folders with --a and --b; type {EXAMPLE}")
     names = list(folders) if a is None or b is None else [a, b]
-    both = [frame([name]) for name in folders] if a is None else [_runs_of(name, folders) for name in names]
+    if a is None:
+        both = [frame([name]) for name in folders]
+    else:
+        both = [filtered(frame(folders), shlex.split(name)) for name in names]
     for name, side in zip(names, both, strict=True):
         if side.empty:
             raise ConfigError(f"no run for {name}; type python src/runs.py table {shlex.join(folders)} to see the runs")
@@ -50,13 +44,12 @@ def compare(
     is_objectives = name == one["metric"].iloc[0].partition("/")[2]
     direction = one["direction"].iloc[0] if is_objectives else "max" if is_share(name) else "min"
     places = [Path(side["folder"].iloc[0]) for side in (one, other)]
-    are_tested = len(one) == len(other) == 1 and all((place / NAME).exists() for place in places)
-    if pair == BY_SAMPLE or (pair is None and are_tested):
+    if len(one) == len(other) == 1 and name in SAMPLED and all((place / NAME).exists() for place in places):
         *sides, difference = paired_by_sample(places[0], places[1], name)
         metric, counted, how = f"test/{name}", "samples", OF_SAMPLES
     else:
         sides = [estimate(side["value"].tolist(), rho_of(side)) for side in (one, other)]
-        difference, counted, how = _difference(one, other, names, pair)
+        difference, counted, how = _difference(one, other, names)
     rows = [["", "runs", metric, "95 %", "deviation", ""]]
     for letter, side, found, typed in zip("AB", (one, other), sides, names, strict=True):
         interval = "-" if found.interval is None else "{:.4g} to {:.4g}".format(*found.interval)
@@ -66,17 +59,10 @@ def compare(
     return [*aligned(rows), *notes, how, verdict(difference, counted, direction, scale, unit)]
 
 
-def _runs_of(overrides: str, folders: Sequence[str]) -> "pd.DataFrame":
-    runs = frame(folders)
-    return runs if runs.empty else filtered(runs, [word.lstrip("+") for word in shlex.split(overrides)])
-
-
 def _finished(letter: str, name: str, runs: "pd.DataFrame", metric: str, notes: list[str]) -> "pd.DataFrame":
     """The runs that have finished with a number, which is the column "value". Of others, `notes` gets a line."""
-    objective = runs["metric"].iloc[0]
     if metric not in runs and metric not in {*runs["metric"]}:
-        what = f"--metric {metric}: {name} keeps {objective} and the metrics of its test"
-        raise ConfigError(f"{what}; type --metric {objective}, or --metric test/{objective.partition('/')[2]}")
+        raise ConfigError(f"no run of {name} has {metric}; type --metric {runs['metric'].iloc[0]}")
     values = runs["objective"].where(runs["metric"] == metric) if metric in {*runs["metric"]} else runs[metric]
     kept = runs.assign(value=values.astype(float))
     kept = kept[(kept["state"] == FINISHED) & (kept["value"].abs() < math.inf)]
@@ -94,32 +80,23 @@ def _finished(letter: str, name: str, runs: "pd.DataFrame", metric: str, notes: 
     return kept
 
 
-def _difference(
-    one: "pd.DataFrame", other: "pd.DataFrame", names: Sequence[str], pair: str | None
-) -> tuple[Estimate, str, str]:
+def _difference(one: "pd.DataFrame", other: "pd.DataFrame", names: Sequence[str]) -> tuple[Estimate, str, str]:
     """(B - A, "pairs" or "runs a side", a line that says how they were compared)."""
-    rho = max(rho_of(one), rho_of(other))
-    a, b = (_by_repeat(side, name) for side, name in zip((one, other), names, strict=True))
-    common = [place for place in a if place in b]
-    if pair == UNPAIRED or len(common) < 2:
-        return welch(one["value"].tolist(), other["value"].tolist(), rho), "runs a side", "not paired"
+    rho, values = max(rho_of(one), rho_of(other)), list[Any]()
+    for side, name in zip((one, other), names, strict=True):
+        values.append(side.set_index([side.reindex(columns=[key])[key].map(show) for key in REPEATS])["value"])
+        if values[-1].index.has_duplicates:
+            what = f"{name} has two runs of one seed and fold, and one counts once"
+            raise ConfigError(f"{what}; type folders with one of them")
+    a, b = values
+    common = a.index.intersection(b.index)
+    if len(common) < 2:
+        return welch(a.tolist(), b.tolist(), rho), "runs a side", "not paired"
     alone = len(a) + len(b) - 2 * len(common)
     left_out = f"; {alone} runs without a partner are left out" if alone else ""
-    keys = [key for key, *values in zip(REPEATS, *common, strict=True) if len({*values}) > 1]
-    found = paired([a[place] for place in common], [b[place] for place in common], rho)
+    keys = [key for key, *different in zip(REPEATS, *common, strict=True) if len({*different}) > 1]
+    found = paired(a[common].tolist(), b[common].tolist(), rho)
     return found, "pairs", f"paired by {' and '.join(keys)}{left_out}"
-
-
-def _by_repeat(runs: "pd.DataFrame", name: str) -> dict[tuple[str, ...], float]:
-    """{values of REPEATS: number}. Raises ConfigError if two runs have the same ones: one run counts once."""
-    found = {}
-    for place, value in zip(runs.reindex(columns=REPEATS).itertuples(index=False), runs["value"], strict=True):
-        words = tuple(map(show, place))
-        if words in found:
-            same = " ".join(f"{key}={word}" for key, word in zip(REPEATS, words, strict=True) if word != "nan")
-            raise ConfigError(f"{name} has two runs with {same}, and one counts once; type folders with one of them")
-        found[words] = value
-    return found
 
 
 def verdict(difference: Estimate, counted: str, direction: str, scale: float, unit: str) -> str:
@@ -129,25 +106,19 @@ def verdict(difference: Estimate, counted: str, direction: str, scale: float, un
     """
     better = "B" if (difference.mean > 0) == (direction == "max") else "A"
     count, size, interval = f"{difference.count:.0f} {counted}", abs(difference.mean) * scale, difference.interval
-    if interval is None:
-        if difference.count < 2:
-            return "cannot be told apart: one run tells nothing about the spread; train both with seed=1,2,3,4,5"
-        if size == 0:
-            return f"the same: the numbers of all {count} are equal"
-        why = "which a metric of few samples gives by chance; train both with more seeds"
-        return f"cannot be told apart: {size:.2g}{unit} in all {count} is no spread, {why}"
-    ends = sorted(abs(end) * scale for end in interval)
-    if interval[0] > 0 or interval[1] < 0:
-        digits = max(1 - math.floor(math.log10((ends[1] - ends[0]) / 2)), 0)
-        return f"{better} is better by {size:.{digits}f}{unit} ({ends[0]:.{digits}f} to {ends[1]:.{digits}f})"
-    seen = f"{(difference.detectable or 0.0) * scale:.2g}{unit}"
-    sentence = f"cannot be told apart; with {count} a difference of {seen} would be seen"
+    if interval is None:  # a metric of few samples can give equal numbers by chance
+        return f"cannot be told apart: {size:.2g}{unit} in {count} tells no spread; train both with seed=1,2,3,4,5"
+    sign = 1 if difference.mean >= 0 else -1
+    low, high = sorted(sign * end * scale for end in interval)
+    digits = max(1 - math.floor(math.log10((high - low) / 2)), 0)
+    shown = f"{size:.{digits}f}{unit} ({low:.{digits}f} to {high:.{digits}f})"
+    if low > 0:
+        return f"{better} is better by {shown}"
     needed = pairs_for(difference.mean, difference.std, difference.rho) if size else None
     if needed is None:
-        return f"{sentence}; more than {MOST} {counted} would be needed for {size:.2g}"
+        return f"cannot be told apart: {better} by {shown}; more than {MOST} {counted} would be needed"
     more = max(1, math.ceil(needed - difference.count))
-    what = "pair" if (more, counted) == (1, "pairs") else counted
-    return f"{sentence}; about {more} more {what} are needed for {size:.2g}"
+    return f"cannot be told apart: {better} by {shown}; about {more} more {counted} are needed"
 
 
 def diff(a: str, b: str) -> list[str]:
@@ -156,6 +127,6 @@ def diff(a: str, b: str) -> list[str]:
     rows = []
     for section in ("options", "config", "data", "code", "environment"):
         for key, (x, y) in differing(one[section], other[section]).items():
-            if key != "run_dir":
+            if not key.endswith("run_dir"):
                 rows.append([key if section in ("config", "options") else f"{section}: {key}", show(x), show(y)])
     return aligned([["", a, b], *rows]) if rows else ["the same: config, data, code and environment"]

@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.config.schema import NO_NUMBER
 from lockstep.errors import ConfigError
 from lockstep.files import write_whole
-from lockstep.source_code import PARTS, ROOT, hash_of_source, module_hashes
+from lockstep.source_code import ROOT, hash_of_source, module_hashes
 from lockstep.text import differing
 
 NAME, FORMAT = "run.json", 2
@@ -27,28 +27,23 @@ UNKNOWN = "unknown"  # began on another machine, and writes nothing any more
 SILENT_SECONDS = 3600.0  # without a write of run.json by a run on another machine
 STATES = {"killed": KILLED, "hang": "hang"}  # by the kind of a failure report
 PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "tensorboard", "tqdm", "scikit-learn")
-DIFF, LARGEST_DIFF = "uncommitted.diff", 2**18  # bytes; a longer one is not kept
-WRITE_SECONDS = 10.0  # between two writes while steps are logged
-MANY, SHORT_SECONDS = 100, 1.0  # epochs, and of more the time between two writes after them
+WRITE_SECONDS = 1.0  # between two writes, but for those after the first epochs
+FIRST_EPOCHS = 100
 MOST_ROWS = 1000  # of the history; of more, every second one is dropped
 
-Best = tuple[float | None, int | None]  # the best evaluation, and its step
 Run = dict[str, Any]
 """The contents of a run.json, and "folder": the run folder's path. docs/runs.md has the keys."""
 
 
 def read_run(folder: Path) -> Run:
     """The run of a folder. Raises ConfigError if there is no run.json, or none that this version reads."""
-    path = folder / NAME
     try:
-        found: Run = json.loads(path.read_bytes())
-    except OSError as error:
-        what = "does not exist" if not folder.exists() else f"has no {NAME} ({error.strerror})"
-        raise ConfigError(f"{folder} {what}; type python src/runs.py table to see the runs below outputs") from None
-    except ValueError:
-        raise ConfigError(f"{path} cannot be read: it is no JSON; type rm {path} if the run is not needed") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT or not found.get("starts"):
-        raise ConfigError(f"{path} is no record of format {FORMAT}; type rm {path} if the run is not needed")
+        found: Run = json.loads((folder / NAME).read_bytes())
+        if found["format"] != FORMAT or not found["starts"]:
+            raise ValueError(f"its format is not {FORMAT}")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        what = f"{folder / NAME} is no record of a run ({type(error).__name__}: {error})"
+        raise ConfigError(f"{what}; type python src/runs.py table to see the runs below outputs") from None
     return found | {"folder": str(folder)}
 
 
@@ -68,7 +63,7 @@ def changes_no_number(word: str) -> bool:
     return re.split(r"[=./@]", word.lstrip("+~"))[0] in NO_NUMBER
 
 
-def best_of(run: Run) -> Best:
+def best_of(run: Run) -> tuple[float | None, int | None]:
     """(objective, step) of the best evaluation. Of a run that ended before its first one, those of its end."""
     objective = run["objective"]
     if objective["best"] is None and objective["last"] is not None:
@@ -101,10 +96,8 @@ def state_of(run: Run) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs on this machine."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    try:  # macOS has no /proc
+    """Whether this machine has the process."""
+    try:
         os.kill(pid, 0)
     except OSError as error:
         return isinstance(error, PermissionError)
@@ -117,13 +110,11 @@ def seconds_of(run: Run) -> float:
 
 
 class RunRecord:
-    """Rank 0 writes run.json with it: at the start, after epochs, while steps are logged, and at the end.
+    """Rank 0 writes run.json with it: at the start, at most once a second while steps and epochs end, and at the end.
 
     It has the methods of a Logger, for `Loggers` to call. folder: of this run. objective: its name, such as val/loss,
     and whether "min" or "max" of it is better; where nothing is chosen, test/loss of the last weights.
     """
-
-    images = 0
 
     def __init__(self, folder: Path, objective: tuple[str, str]) -> None:
         self.folder, self.objective = folder, objective
@@ -135,12 +126,8 @@ class RunRecord:
         before: Run = {"starts": [], "history": [], "samples_per_second": None}
         with suppress(ConfigError):  # a fresh folder, or a file that is damaged
             before = read_run(self.folder)
-        code, diff = code_facts()
-        with suppress(OSError):  # without room there is no run.json, either, until there is
-            (self.folder / DIFF).unlink(missing_ok=True)
-            if diff:
-                (self.folder / DIFF).write_bytes(diff)
-        (name, mode), step, now = self.objective, progress.step, time.time()
+        code, now, self.progress = code_facts(), time.time(), progress
+        (name, mode), step = self.objective, progress.step
         self.begun = facts["start"] | {"started": now, "ended": now, "state": RUNNING, "exit_code": None}
         self.begun |= {"pid": os.getpid(), "from_step": step, "to_step": step, "source": code["source"]}
         self.run = {
@@ -159,7 +146,7 @@ class RunRecord:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self.run["steps"] = max(self.run["steps"], step)
-        self._write(every=WRITE_SECONDS)
+        self._write_now_and_then()
 
     def epoch(self, summary: Any) -> None:
         history, metrics = self.run["history"], summary.flat()
@@ -168,9 +155,11 @@ class RunRecord:
             del history[:-1:2]
         self.run["steps"] = max(self.run["steps"], summary.step)
         self.run["samples_per_second"] = metrics.get("speed/samples_per_s", self.run["samples_per_second"])
-        best = next(iter(summary.best.values()), None)
-        self.run["objective"] |= {"best": best, "step": summary.best_step}
-        self._write(every=SHORT_SECONDS if len(history) > MANY else 0.0)
+        self.run["objective"] |= {"best": self.progress.best, "step": self.progress.best_step}
+        if len(history) <= FIRST_EPOCHS:
+            self._write()
+        else:
+            self._write_now_and_then()
 
     def end(self, info: Any, state: str) -> None:
         """`info.last`, or the test where nothing is chosen, has the last value of the objective."""
@@ -180,14 +169,19 @@ class RunRecord:
         self.begun |= {"state": state, "exit_code": info.exit_code}
         self._write(sync=True)
 
+    def image(self, *shown: Any) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
-    def _write(self, every: float = 0.0, sync: bool = False) -> None:
-        """every: seconds between writes; 0: now."""
-        if not every or time.time() - self.begun["ended"] > every:
-            self.begun |= {"to_step": self.run["steps"], "ended": time.time()}
-            write_whole(self.folder / NAME, json.dumps(self.run, indent=1), sync)
+    def _write_now_and_then(self) -> None:
+        if time.time() - self.begun["ended"] > WRITE_SECONDS:
+            self._write()
+
+    def _write(self, sync: bool = False) -> None:
+        self.begun |= {"to_step": self.run["steps"], "ended": time.time()}
+        write_whole(self.folder / NAME, json.dumps(self.run, indent=1), sync)
 
 
 def settle(folder: Path) -> None:
@@ -222,26 +216,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def code_facts(root: Path = ROOT) -> tuple[dict[str, Any], bytes]:
-    """(facts, the uncommitted diff of src/ and conf/ or nothing), as they are when a process asks first. Some 30 ms.
-
-    The facts are "source", a hash of src/ and conf/, and where git knows these folders "commit".
-    """
-    facts: dict[str, Any] = {"source": hash_of_source(root)}
-    commit = _git(root, "rev-parse", "HEAD", "HEAD:./src")
-    if commit is None:  # no git, no repository, or one that does not have this folder
-        return facts, b""
-    facts["commit"] = commit.decode().split()[0]
-    diff = _git(root, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", *PARTS) or b""
-    return facts, diff if len(diff) <= LARGEST_DIFF else b""
-
-
-def _git(root: Path, *words: str) -> bytes | None:
-    """What git prints, None if it cannot answer. It takes no lock: another git may work in the same folder."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    env, command = kept | {"GIT_OPTIONAL_LOCKS": "0"}, ["git", *words]
-    try:
-        answer = subprocess.run(command, cwd=root, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout if answer.returncode == 0 else None
+def code_facts(root: Path = ROOT) -> dict[str, str]:
+    """{"source": a hash of src/ and conf/, "commit": where git knows this folder}."""
+    git = ["git", "-C", str(root), "rev-parse", "HEAD", "HEAD:./src"]  # the latter fails in a repository around it
+    facts = {"source": hash_of_source(root)}
+    with suppress(OSError, subprocess.SubprocessError):
+        facts["commit"] = subprocess.run(git, check=True, capture_output=True, text=True, timeout=30).stdout.split()[0]
+    return facts

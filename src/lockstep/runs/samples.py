@@ -17,37 +17,26 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NAME = "test_samples.csv"
+SAMPLED = {"accuracy": "right", "loss": "loss"}  # metrics that each sample has, and their columns
 
 
 def read_samples(place: Path) -> "pd.DataFrame":
-    """Of a run folder, or of a file. The index is the sample's number. Raises ConfigError."""
+    """Of a run folder, or of a file. The index is the sample's number. Raises OSError."""
     import pandas as pd
 
-    path = place / NAME if place.is_dir() else place
-    try:
-        found = pd.read_csv(path, index_col="number", dtype={"file": str})
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        what = f"{path} has no results of samples ({reason})"
-        raise ConfigError(f"{what}; type python src/train.py mode=evaluate resume=<the run folder>") from None
-    if "loss" not in found:
-        raise ConfigError(f"{path} has no column loss; type <a run folder that has {NAME}>")
-    return found
+    return pd.read_csv(place / NAME if place.is_dir() else place, index_col="number", dtype={"file": str})
 
 
 def paired_by_sample(a: Path, b: Path, metric: str) -> tuple[Estimate, Estimate, Estimate]:
-    """(of run A, of run B, of B - A) over the samples of one test set. metric: accuracy or loss.
+    """(of run A, of run B, of B - A) over the samples of one test set. metric: one of SAMPLED.
 
-    It is about these two trained nets: another seed gives others. Raises ConfigError without such numbers.
+    It is about these two trained nets: another seed gives others. Raises ConfigError for two sets.
     """
     data = [read_run(folder)["data"].get("test_data") for folder in (a, b)]
     one, other = (read_samples(folder) for folder in (a, b))
-    column = {"accuracy": "right", "loss": "loss"}.get(metric, "")
     if data[0] != data[1] or not one.index.equals(other.index):
-        raise ConfigError(f"{a} and {b} were tested on other samples; type --pair none, with several runs a side")
-    if column not in one or column not in other:
-        raise ConfigError(f"samples have no {metric}; type --metric test/loss")
-    values = [side[column].tolist() for side in (one, other)]
+        raise ConfigError(f"{a} and {b} were tested on other samples; type folders with several runs a side")
+    values = [side[SAMPLED[metric]].tolist() for side in (one, other)]
     return estimate(values[0]), estimate(values[1]), of_differences([y - x for x, y in zip(*values, strict=True)])
 
 

@@ -42,15 +42,6 @@ class Estimate:
         half = float(stdtrit(self.df, (1 + CONFIDENCE) / 2)) * self.error
         return self.mean - half, self.mean + half
 
-    @property
-    def detectable(self) -> float | None:
-        """The smallest difference from 0 that a t-test at 5 % sees in 80 % of all cases. None without an interval."""
-        from scipy.special import nctdtrinc, stdtrit
-
-        if not self.df or not self.std:
-            return None
-        return float(nctdtrinc(self.df, 1 - POWER, stdtrit(self.df, (1 + CONFIDENCE) / 2))) * self.error
-
 
 def estimate(values: Sequence[float], rho: float = 0.0) -> Estimate:
     """The mean of independent numbers, at least one. The spread of numbers that are not all finite is not known."""

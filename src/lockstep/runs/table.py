@@ -8,10 +8,10 @@ import logging
 import math
 import os
 import shlex
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 COLUMNS = ("date", "run", "state", "metric", "objective", "test", "best_step", "steps", "speed", "tags", "changed")
 OTHERS = ("ranks", "starts", "seconds", "notes", "commit", "source", "command", "folder", "sweep")
-HEADERS = {"best_step": "at step", "speed": "samples/s"}
 NUMBERS = ("objective", "test", "test_low", "test_high", "best_step", "speed")  # which a run may lack
 REPEATS = ("seed", "loader.fold", "loader.split_seed")  # keys in which runs of one configuration differ
 
@@ -74,7 +73,10 @@ def _row(run: Run) -> dict[str, Any]:
     low, high = (value is not None and over_samples(name, value, error, samples)) or (None, None)
     words = [word for word in run["overrides"] if not changes_no_number(word)]
     row = {**run["options"], **run["config"], **{f"test/{key}": one for key, one in measured.items()}}
-    row |= {"date": datetime.fromtimestamp(starts[0]["started"]), "run": os.path.relpath(run["folder"])}
+    row |= {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(starts[0]["started"])),
+        "run": os.path.relpath(run["folder"]),
+    }
     row |= {"state": state_of(run), "metric": objective["name"], "direction": objective["mode"]}
     row |= zip(("objective", "best_step"), best_of(run), strict=True)
     row |= {"test": value, "test_low": low, "test_high": high}
@@ -83,7 +85,7 @@ def _row(run: Run) -> dict[str, Any]:
     row |= {"ranks": starts[-1]["world_size"], "starts": len(starts), "changed": shlex.join(words)}
     row["setting"] = shlex.join([*run["flags"], *setting_of(words)])
     row |= {key: run[key] for key in ("tags", "notes", "command", "folder", "sweep")}
-    row |= {key: run["code"].get(key) for key in ("commit", "source")}
+    row |= {"commit": run["code"].get("commit", "")[:10], "source": run["code"]["source"]}
     row["validation_data"] = data.get("validation_data")
     row["validation_share"] = held_out / data["training_samples"] if held_out else None
     return row
@@ -118,13 +120,10 @@ def settings(runs: "pd.DataFrame") -> "pd.DataFrame":
 
     if runs.empty:
         return runs
-    groups, seen = dict[tuple[Any, ...], list[dict[str, Any]]](), Counter[tuple[Any, ...]]()
-    for run in runs.to_dict("records"):
-        setting = os.path.dirname(run["folder"]), run["source"], run["setting"], run["metric"]
-        repeat = (*setting, *(str(run.get(key)) for key in REPEATS))
-        seen[repeat] += 1
-        groups.setdefault((*setting, seen[repeat]), []).append(run)
-    rows = [_together(group) for group in groups.values()]
+    keys = [runs["folder"].map(os.path.dirname), *(runs[name].map(str) for name in ("source", "setting", "metric"))]
+    repeats = [runs[name].map(str) for name in REPEATS if name in runs]
+    groups = runs.groupby([*keys, runs.groupby([*keys, *repeats]).cumcount()], sort=False)
+    rows = [_together(group.to_dict("records")) for _, group in groups]
     if runs["metric"].nunique() == 1:
         sign = -1 if runs["direction"].iloc[0] == "max" else 1
         rows.sort(key=lambda row: (not row["count"], row["count"] < row["runs"], sign * row["objective"]))
@@ -147,13 +146,12 @@ def _together(group: Sequence[dict[str, Any]]) -> dict[str, Any]:
     row |= {"date": min(run["date"] for run in group), "seconds": round(sum(run["seconds"] for run in group), 2)}
     row["state"] = ", ".join(name if len(states) == 1 else f"{count} {name}" for name, count in states.items())
     table = pd.DataFrame(finished, columns=[*group[0]])
-    row |= {name: table[name].mean() for name in ("speed", "best_step", "steps")}
-    rho = rho_of(table)
+    row |= {name: table[name].mean() for name in ("speed", "best_step", "steps", "objective", "test")}
+    row |= dict.fromkeys(("test_low", "test_high"), math.nan)
     for name, low, high in (("objective", "low", "high"), ("test", "test_low", "test_high")):
-        row |= dict.fromkeys((name, low, high), math.nan)
         if finished and table[name].notna().all():
-            found = estimate(table[name].tolist(), rho)
-            row |= {name: found.mean} | dict(zip((low, high), found.interval or (math.nan, math.nan), strict=True))
+            found = estimate(table[name].tolist(), rho_of(table))
+            row |= dict(zip((low, high), found.interval or (math.nan, math.nan), strict=True))
             row["std"] = (found.std or math.nan) if name == "objective" else row["std"]
     return row
 
@@ -161,48 +159,42 @@ def _together(group: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def check_names(table: "pd.DataFrame", names: Iterable[str], option: str) -> None:
     """Raise ConfigError for a name that is no column, no config key of any run, and no config group."""
     for name in names:
-        if name not in table.columns:
-            longer = [key for key in table.columns if key == f"{name}._target_" or key.endswith(f".{name}")]
-            close = [*longer, *difflib.get_close_matches(name, table.columns, 1, 0.8), "state"][0]
-            what = f"{option} {name}: no run has this key, and the columns are {', '.join(sorted(COLUMNS + OTHERS))}"
-            raise ConfigError(f"{what}; type {option} {close}{'=<value>' * (option == '--filter')}")
+        if name not in table:
+            longer = [key for key in table if key == f"{name}._target_" or key.endswith(f".{name}")]
+            close = [*longer, *difflib.get_close_matches(name, table, 1, 0.8), "state"][0]
+            raise ConfigError(f"no run has {name}; type {option} {close}{'=<value>' * (option == '--filter')}")
 
 
 def filtered(runs: "pd.DataFrame", filters: Sequence[str]) -> "pd.DataFrame":
-    """The runs for which all of `filters` hold, such as "optimizer.lr=0.1", "tags=baseline" or "date=2026-11-27"."""
+    """The runs for which all of `filters` hold, such as "optimizer.lr=0.1" or "tags=baseline", an item of a list."""
     for text in filters:
-        key, equals, typed = (part.strip() for part in text.partition("="))
-        if not typed or not key:
-            raise ConfigError(f"--filter {text} has no value; type --filter {key or 'state'}=<value>")
+        key, _, typed = (part.strip() for part in text.partition("="))
         check_names(runs, [key], "--filter")
-        runs = runs[[_is_value(key, value, typed) for value in runs[key]]]
+        runs = runs[[_is_value(value, typed) for value in runs[key]]]
     return runs
 
 
-def _is_value(key: str, value: Any, typed: str) -> bool:
-    """Of a date and a commit the beginning is enough, of a list such as the tags one item."""
-    if key in ("date", "commit"):
-        return str(value).startswith(typed)
+def _is_value(value: Any, typed: str) -> bool:
     with suppress(TypeError, ValueError):
         return float(typed) == float(value if not isinstance(value, bool) else "")
-    return typed == as_word(value) or (isinstance(value, list) and typed in value)
+    return typed in (as_word(value), str(value)) or (isinstance(value, list) and typed in value)
 
 
 def ordered(table: "pd.DataFrame", name: str) -> "pd.DataFrame":
     """By a column or a key; rows without a value come last. The best objective comes first, those of one metric
     together; other values go up."""
     check_names(table, [name], "--sort")
-    keys = list[tuple[Any, ...]]()
-    for value, metric, direction in zip(table[name], table["metric"], table["direction"], strict=True):
-        is_number, is_objective = isinstance(value, int | float), name == "objective"
-        number = (-value if is_objective and direction == "max" else value) if is_number else 0
-        keys.append((not _is_there(value), is_objective and metric, not is_number, number, as_word(value)))
-    return table.iloc[sorted(range(len(table)), key=keys.__getitem__)]
+    key = table[name]
+    if key.dtype == object:
+        key = key.map(as_word, na_action="ignore")
+    if name == "objective":
+        key = key.where(table["direction"] == "min", -key)
+    by = table.assign(key=key).sort_values(["metric", "key"] if name == "objective" else "key", kind="stable")
+    return table.loc[by.index]
 
 
-def show(table: "pd.DataFrame", columns: Sequence[str] | None = None, width: int | None = None) -> list[str]:
-    """The lines of a table of `frame` or `settings`. columns: None for COLUMNS, but for those without a value. width:
-    characters of a line; None: any number.
+def show(table: "pd.DataFrame", columns: Sequence[str] | None = None) -> list[str]:
+    """The lines of a table of `frame` or `settings`. columns: None for COLUMNS, but for those without a value.
 
     An interval is shown as its half: of several runs over the runs, of one over the samples of the test set.
     """
@@ -211,42 +203,32 @@ def show(table: "pd.DataFrame", columns: Sequence[str] | None = None, width: int
         optional = {name: table[name].map(_is_there).any() for name in ("test", "tags")} | {"metric": len(metrics) > 1}
         columns = [name for name in COLUMNS if optional.get(name, True)]
     check_names(table, columns, "--columns")
-    titles = dict(HEADERS)
-    if len(metrics) == 1:
-        titles |= {"objective": f"best {metrics[0]}", "test": f"test/{metrics[0].partition('/')[2]}"}
+    titles = {"objective": f"best {metrics[0]}", "test": f"test/{metrics[0].partition('/')[2]}"}
+    titles = titles if len(metrics) == 1 else {}
     rows = [[_text(row, name) for name in columns] for row in table.to_dict("records")]
     numbers = [place for place, name in enumerate(columns) if all(isinstance(one, int | float) for one in table[name])]
-    lines = aligned([[titles.get(name, name) for name in columns], *rows], right=numbers)
-    return [line if width is None or len(line) <= width else f"{line[: width - 1]}…" for line in lines]
+    return aligned([[titles.get(name, name) for name in columns], *rows], right=numbers)
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:
     """A cell, with what stands in other columns."""
-    text = _cell(name, row[name])
-    low, high = {"objective": ("low", "high"), "test": ("test_low", "test_high")}.get(name, ("", ""))
-    if text != "-" and _is_there(row.get(low)):
+    value = row[name]
+    if not _is_there(value):
+        return "-"
+    if name not in ("objective", "test"):
+        is_whole = isinstance(value, float) and (name == "speed" or value.is_integer())
+        return f"{value:.0f}" if is_whole else as_word(value)
+    low, high = ("low", "high") if name == "objective" else ("test_low", "test_high")
+    text = f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
+    if _is_there(row.get(low)):
         text += f" ± {(row[high] - row[low]) / 2:.2g}"
-    if name == "objective" and text != "-" and 0 < row.get("count", 0) < row["runs"]:
+    if name == "objective" and row.get("count", 0) < row.get("runs", 0):
         text += f" of {row['count']}"
     return text
 
 
 def _is_there(value: Any) -> bool:
     return bool(value) if isinstance(value, list) else value is not None and bool(value == value)
-
-
-def _cell(name: str, value: Any) -> str:
-    if not _is_there(value):
-        return "-"
-    if name == "date":
-        return f"{value:%Y-%m-%d %H:%M}"
-    if name == "commit":
-        return str(value)[:10]
-    if name in ("objective", "test"):
-        return f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
-    if isinstance(value, float) and (name == "speed" or value.is_integer()):
-        return f"{value:.0f}"
-    return as_word(value)
 
 
 def choosing(table: "pd.DataFrame") -> str:
@@ -265,6 +247,5 @@ def choosing(table: "pd.DataFrame") -> str:
     if is_share(metric) and _is_there(best["test_samples"]):
         samples = int(best["test_samples"])
         (low, high), source = wilson(test, samples), f"{samples} test samples"
-    known = f"95 %: {low:.4g} to {high:.4g}, from {source}"
-    known = known if _is_there(low) else "with one run its interval is not known"
-    return f"{chosen}; test/{metric} {test:.6g} had no part in it ({known})"
+    known = f" (95 %: {low:.4g} to {high:.4g}, from {source})" if _is_there(low) else ""
+    return f"{chosen}; test/{metric} {test:.6g} had no part in it{known}"

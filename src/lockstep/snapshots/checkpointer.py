@@ -26,7 +26,7 @@ from lockstep.errors import (
     path_word,
 )
 from lockstep.failures.record import heartbeat
-from lockstep.files import explain_disk_error, is_url
+from lockstep.files import is_url
 from lockstep.snapshots import files, find
 from lockstep.snapshots.files import list_snapshots, load_state, step_of
 from lockstep.snapshots.state import as_saved, collect, map_tensors, restore, restore_weights, trained_weights
@@ -254,7 +254,7 @@ class Checkpointer:
                 files.write_tensors(unfinished / names[-1], state)
             written = files.of_files(unfinished, names)
         except OSError as error:
-            problem = explain_disk_error(error, self.folder)
+            problem = str(error)
         if self.threads_world is not None:
             try:
                 reports = self.threads_world.all_gather_json([written, problem])
@@ -269,7 +269,7 @@ class Checkpointer:
             if not problem:
                 path = files.finish_snapshot(self.folder, name, written)
         except OSError as error:
-            problem = explain_disk_error(error, self.folder)
+            problem = str(error)
         if problem:
             shutil.rmtree(unfinished, ignore_errors=True)  # on a disk that may be full
             log.warning("no snapshot %s: %s; training goes on", name, problem)
@@ -279,7 +279,7 @@ class Checkpointer:
         try:
             files.prune(self.folder, self.keep_last)
         except OSError as error:
-            reason = explain_disk_error(error, self.folder)
+            reason = str(error)
             log.warning("%s is saved, but not all older ones are removed: %s; training goes on", path, reason)
 
     def newest(self) -> Path | None:
@@ -318,7 +318,7 @@ class Checkpointer:
                     weights = trained_weights(load_state(path), path, averaged=self.run.average is not None)
                     files.write_tensors(self.run_dir / name, map_tensors(lambda _, tensor: as_saved(tensor), weights))
         except OSError as error:
-            raise ConfigError(f"no {LAST}: {explain_disk_error(error, self.run_dir)} {again}") from None
+            raise ConfigError(f"no {LAST}: {error}; free some space {again}") from None
 
     def _best(self) -> Path | None:
         """The snapshot of the best evaluation. None, with a warning, if it is not there, or damaged.

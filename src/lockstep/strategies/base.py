@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from lockstep.config.schema import RunConfig
 from lockstep.data import partition
 from lockstep.data.loader import LoadedPart
 from lockstep.data.partition import Part
@@ -38,16 +39,9 @@ Loss = Callable[[Any, Any], Tensor]
 class JobSpec:
     """What the command asks for, as far as options can contradict each other. `lockstep.preflight` fills it."""
 
+    config: RunConfig
     world_size: int
-    ranks_here: int  # ranks on this machine
     device_type: str  # "cpu", "cuda" or "mps"
-    precision: str
-    sync_bn: str  # "auto", "on" or "off"
-    gradient_accumulation_steps: int
-    compile: bool | str
-    deterministic: bool
-    nan: str  # "stop" or "skip"
-    save_unit: str  # "epoch", "step" or "min"
     has_own_step: bool
     gradient_sync: Any  # the class
 
@@ -61,16 +55,19 @@ REFUSABLE: dict[str, tuple[Callable[[JobSpec], bool], str]] = {
         "backend=nccl, or gradient_sync=auto",
     ),
     "several ranks": (lambda job: job.world_size > 1, "strategy=ddp, or launch=env"),
-    "snapshot.every=<n>steps": (lambda job: job.save_unit == "step", "snapshot.every=1epochs or snapshot.every=10min"),
-    "sync_bn=on": (lambda job: job.sync_bn == "on", "sync_bn=off"),
-    "trainer.compile": (lambda job: bool(job.compile), "trainer.compile=false"),
-    "trainer.deterministic=true": (lambda job: job.deterministic, "trainer.deterministic=false"),
+    "snapshot.every=<n>steps": (
+        lambda job: "step" in job.config.snapshot.every,
+        "snapshot.every=1epochs or snapshot.every=10min",
+    ),
+    "sync_bn=on": (lambda job: job.config.sync_bn.mode == "on", "sync_bn=off"),
+    "trainer.compile": (lambda job: bool(job.config.trainer.compile), "trainer.compile=false"),
+    "trainer.deterministic=true": (lambda job: job.config.trainer.deterministic, "trainer.deterministic=false"),
     "trainer.gradient_accumulation_steps": (
-        lambda job: job.gradient_accumulation_steps > 1,
+        lambda job: job.config.trainer.gradient_accumulation_steps > 1,
         "trainer.gradient_accumulation_steps=1",
     ),
-    "trainer.precision=fp16": (lambda job: job.precision == "fp16", "trainer.precision=bf16"),
-    "watch.nan=skip": (lambda job: job.nan == "skip", "watch.nan=stop"),
+    "trainer.precision=fp16": (lambda job: job.config.trainer.precision == "fp16", "trainer.precision=bf16"),
+    "watch.nan=skip": (lambda job: job.config.watch.nan == "skip", "watch.nan=stop"),
 }
 
 

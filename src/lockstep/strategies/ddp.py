@@ -50,7 +50,7 @@ class DDP(Strategy):
     def validate(self, job: JobSpec) -> None:
         super().validate(job)
         refuse(f"gradient_sync={job.gradient_sync.name}", job.gradient_sync.refused, job)
-        if self.options["static_graph"] and job.gradient_accumulation_steps > 1 and job.world_size > 1:
+        if self.options["static_graph"] and job.config.trainer.gradient_accumulation_steps > 1 and job.world_size > 1:
             what = "strategy.static_graph=true needs gradients averaged in every backward pass"
             raise ConfigError(f"{what}; type strategy.static_graph=false, or trainer.gradient_accumulation_steps=1")
 

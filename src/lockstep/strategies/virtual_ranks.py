@@ -48,7 +48,7 @@ class VirtualRanks(Strategy):
             fitting = job.world_size * -(-self.count // job.world_size)
             what = f"strategy.count={self.count} virtual ranks cannot be divided among {job.world_size} ranks"
             raise ConfigError(f"{what}; type strategy.count={fitting}")
-        if job.device_type == "cuda" and not job.deterministic:
+        if job.device_type == "cuda" and not job.config.trainer.deterministic:
             what = "strategy=virtual_ranks on GPUs needs deterministic kernels"
             raise ConfigError(f"{what}; type trainer.deterministic=true")
 

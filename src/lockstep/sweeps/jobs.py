@@ -1,9 +1,9 @@
 """A job of a sweep: the command that a person would type, in a process of its own.
 
-The process is forked from a server that has imported torch and used it for nothing. No torch here.
+No torch at the top.
 """
 
-import functools
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -13,30 +13,24 @@ import textwrap
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+
 from lockstep import errors
-from lockstep.compat import forget_multiprocessing_folder
 from lockstep.distributed import signals
-from lockstep.distributed.host import LAUNCHER, end_with_parent, usable_cores
-from lockstep.distributed.run_folder import HeldFolder
+from lockstep.distributed.host import end_with_parent, usable_cores
 from lockstep.errors import ConfigError, path_value
 from lockstep.failures.report import in_one_line, read_report
-from lockstep.launchers.base import print_line
-from lockstep.runs.record import SWEEP, Run, read_run, state_of
+from lockstep.runs.record import SWEEP, Run, best_of, read_run, state_of, versions
 from lockstep.source_code import ROOT
 
 TRAIN = str(ROOT / "src" / "train.py")
+SHARED = ("lockstep.launchers.rank_imports", "lockstep.modes.train", "lockstep.tasks.reports", "tqdm.contrib.logging")
 CONSOLE = "console.log"  # in a job's folder: what it prints, where several run at once
-LOCK_SECONDS = 20.0  # for the ranks of a sweep that was killed to end
-LONGEST_CAUSE = 300  # characters
-STOPPED = {
-    errors.EXIT_RESUMABLE,
-    errors.EXIT_STOPPED_WITHOUT_SNAPSHOT,
-    *(128 + number for number in signals.STOP_SIGNALS),
-}
+STOPPED = {errors.EXIT_RESUMABLE, errors.EXIT_STOPPED_WITHOUT_SNAPSHOT, *(128 + one for one in signals.STOP_SIGNALS)}
 
 
 @dataclass(frozen=True)
@@ -53,6 +47,11 @@ class Job:
             return read_run(self.folder)
         return None
 
+    def value(self) -> float | None:
+        """Its best number, None if there is none."""
+        run = self.run()
+        return None if run is None else best_of(run)[0]
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -62,16 +61,16 @@ class Outcome:
     cause: str = ""
 
 
-@dataclass(frozen=True)
-class Slot:
-    """The cores and the GPUs that one job at a time may use; None for all."""
-
-    cores: list[int] | None = None
-    gpus: list[str] | None = None
+Slot = tuple[list[int], list[str]]
+"""The cores and the GPUs that one job at a time may use; empty for all."""
 
 
 class Process:
-    """A job that runs in `slot`. to_file: its output goes to CONSOLE."""
+    """A job that runs in `slot`. to_file: its output goes to CONSOLE.
+
+    It is a fork of this process, as the ranks of launch=fork are: it shares the imports and the checks. macOS kills
+    forks of a process that has used its libraries: there a job imports torch itself.
+    """
 
     def __init__(self, job: Job, slot: Slot, to_file: bool) -> None:
         self.job, self.slot, self.console = job, slot, job.folder / CONSOLE if to_file else None
@@ -79,69 +78,48 @@ class Process:
         self.start()
 
     def start(self) -> None:
-        print_line(f"sweep: {self.job.title}", sys.stdout)
+        for name in SHARED:
+            importlib.import_module(name)
+        versions()  # are kept, too
         self.starts, self.started = self.starts + 1, time.time()
-        self.process = server().Process(target=_become, args=(self.job, self.slot, self.console))
-        self.process.start()
+        context: Any = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "fork")
+        self.process = context.Process(target=_become, args=(self.job, self.slot, self.console))
+        with signals.blocked():
+            self.process.start()
 
     def outcome(self, is_stopping: bool) -> Outcome:
         """Of a process that has ended. is_stopping: a signal was passed on to it."""
-        code = self.process.exitcode
+        code, report, run = self.process.exitcode, read_report(self.job.folder), self.job.run()
         if code == errors.EXIT_FINISHED:
             return Outcome("finished")
         if code in STOPPED or (is_stopping and code < 0):
             return Outcome("pruned" if self.is_pruned and not is_stopping else "stopped")
-        report, run = read_report(self.job.folder), self.job.run()
+        cause = f"ended with exit code {code}, see {self.console or 'above'}"
         if report is not None and report["run"]["time"] >= self.started and (code >= 0 or "verdict" in report["first"]):
             cause = in_one_line(report)
         elif code < 0:  # this process knows by which signal
-            hint = ", perhaps by the system because no memory was left" * (code == -signal.SIGKILL)
-            cause = f"killed by {signal.Signals(-code).name}{hint}"
-        else:
-            cause = f"ended with exit code {code}, see {self.console or 'above'}"
+            cause = f"killed by {signal.Signals(-code).name}, perhaps because no memory was left"
         state = "diverged" if run is not None and state_of(run) == "diverged" else "failed"
-        return Outcome("refused" if code == errors.EXIT_CONFIG else state, textwrap.shorten(cause, LONGEST_CAUSE))
-
-
-@functools.cache
-def server() -> Any:
-    """multiprocessing's way to start a process here: from a server that imports torch while this process goes on.
-
-    It ends with this process, and its jobs save and end then. macOS kills forks of a process that has used its
-    libraries: there a process imports torch itself.
-    """
-    if sys.platform == "darwin":
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lockstep.sweeps.imports"])
-    resource_tracker.ensure_running()  # it would unblock the server's signals
-    path = os.environ.get("PYTHONPATH")
-    folders = [str(ROOT / "src"), *filter(None, [path])]  # Python 3.11 does not tell the server its sys.path
-    os.environ |= {LAUNCHER: str(os.getpid()), "PYTHONPATH": os.pathsep.join(folders)}
-    with signals.blocked():  # the server reads how jobs end: Ctrl-C is not for it
-        forkserver.ensure_running()
-    del os.environ[LAUNCHER], os.environ["PYTHONPATH"]
-    os.environ |= {} if path is None else {"PYTHONPATH": path}
-    return context
+        return Outcome("refused" if code == errors.EXIT_CONFIG else state, textwrap.shorten(cause, 300))
 
 
 def _become(job: Job, slot: Slot, console: Path | None) -> None:
-    """Turn this process of the server into the command. Never returns."""
+    """Turn this process into the command. Never returns."""
     signals.end_at_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOP_SIGNALS)
-    end_with_parent()
-    forget_multiprocessing_folder()  # the server listens there for the next jobs, too
+    sweep: Any = multiprocessing.parent_process()
+    end_with_parent(parent=sweep.pid)
+    GlobalHydra.instance().clear()  # of the sweep
+    HydraConfig.instance().cfg = None
     os.setsid()  # Ctrl-C is for the sweep, which passes it on
     os.environ[SWEEP] = str(job.folder.parent)
-    if slot.gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpus)
-    if slot.cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, slot.cores)
-    held, deadline = HeldFolder(job.folder), time.monotonic() + LOCK_SECONDS
-    while held.lock() is not None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    held.release()
+    cores, gpus = slot
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
     if console is not None:
+        console.parent.mkdir(parents=True, exist_ok=True)
         with console.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -149,24 +127,17 @@ def _become(job: Job, slot: Slot, console: Path | None) -> None:
     runpy.run_path(TRAIN, run_name="__main__")
 
 
-def divide_machine(n_jobs: int | str, ranks: int | str) -> list[Slot]:
-    """The slots of this machine. No core and no GPU is in two of them, if there are as many.
+def divide_machine(n_jobs: int) -> list[Slot]:
+    """What each of the jobs at once may use. No core and no GPU is in two slots, if there are as many."""
+    if n_jobs == 1:
+        return [([], [])]
+    import torch  # device_count asks NVML: a process that has started CUDA cannot fork
 
-    n_jobs: how many, or auto: as many as have a core, or a GPU, for each rank of a job.
-    ranks: of the largest job, or a word: gpu, cpu and auto take what a slot has.
-    """
-    import torch  # the jobs are no forks of this process
-
-    cores = usable_cores()
     count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = named.split(",")[:count] if named else list(map(str, range(count)))
-    if isinstance(n_jobs, str):
-        n_jobs = max(1, len(gpus or cores) // ranks) if isinstance(ranks, int) else 1
-    if n_jobs == 1:
-        return [Slot()]
 
     def share(units: list[Any], number: int) -> list[Any]:
         size = max(1, len(units) // n_jobs)  # what is left over belongs to none
         return units[number * size % len(units) :][:size] if units else []
 
-    return [Slot(share(cores, number), share(gpus, number)) for number in range(n_jobs)]
+    return [(share(usable_cores(), number), share(gpus, number)) for number in range(n_jobs)]

@@ -1,6 +1,7 @@
 """A sweep: Hydra lists its jobs; here they are composed, checked, run, and shown at the end. No torch at the top."""
 
 import copy
+import itertools
 import json
 import math
 import re
@@ -9,43 +10,33 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.cli import as_config_error
-from lockstep.config.check import check, check_value
-from lockstep.config.nodes import with_own_arguments
+from lockstep.config.check import check
+from lockstep.config.nodes import check_nodes, with_own_arguments
 from lockstep.config.record import config_flags, record_config, typed_overrides
-from lockstep.config.schema import Count, RunConfig, Whole
+from lockstep.config.schema import RunConfig
 from lockstep.distributed import signals
 from lockstep.distributed.run_folder import HeldFolder, require_same_run
 from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, ConfigError, path_value
 from lockstep.files import short_hash
 from lockstep.launchers.base import print_line
-from lockstep.runs.record import FINISHED, PAUSED, best_of, changes_no_number, find_runs, read_run, state_of
+from lockstep.runs.record import FINISHED, PAUSED, changes_no_number, find_runs, read_run, state_of
 from lockstep.runs.table import choosing, frame, is_repeat, settings, show
 from lockstep.source_code import hash_of_source
-from lockstep.sweeps.jobs import Job, Outcome, Process, Slot, divide_machine
+from lockstep.sweeps.jobs import Job, Outcome, Process, divide_machine
 
 POLL_SECONDS = 0.2
 LONGEST_NAME = 120  # characters of a job's folder
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The keys of hydra.launcher."""
-
-    n_jobs: Count | Literal["auto"]
-    retries: Whole
-    max_failures: Count | None
 
 
 class Sweep:
@@ -55,8 +46,8 @@ class Sweep:
     """
 
     def __init__(self, loader: ConfigLoader, master: DictConfig) -> None:
-        keys = {name: value for name, value in master.hydra.launcher.items() if name != "_target_"}
-        self.settings: Settings = check_value(Settings, keys, "hydra.launcher")
+        self.keys: Any = OmegaConf.to_container(master.hydra.launcher)
+        check_nodes(self.keys, "hydra.launcher")
         self.loader, self.master, self.folder = loader, master, Path(str(master.hydra.sweep.dir))
         params = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
         typed = [*params, *typed_overrides(master.hydra)]
@@ -67,12 +58,11 @@ class Sweep:
         times = Counter(one.key_or_group for one in self.overrides)
         for one in swept:
             if not one.is_discrete_sweep() and master.hydra.sweeper._target_.endswith(".BasicSweeper"):
-                what = f"{one.input_line} is no list of values"
-                raise ConfigError(f"{what}; type hydra/sweeper=optuna hydra.sweeper.n_trials=20 for a search")
-            key = one.key_or_group
-            if times[key] > 1 and "{" in str(one.input_line):
-                what = f"{key} has lists of several keys twice, of which a sweep would drop one"
-                raise ConfigError(f"{what}; type a list for each key, such as {key}.<key>=1,2")
+                advice = "type hydra/sweeper=optuna hydra.sweeper.n_trials=20 for a search"
+                raise ConfigError(f"{one.input_line} is no list of values; {advice}")
+            if times[one.key_or_group] > 1 and "{" in str(one.input_line):
+                what = f"{one.key_or_group} has lists of several keys twice, of which a sweep would drop one"
+                raise ConfigError(f"{what}; type a list for each key, such as {one.key_or_group}.<key>=1,2")
         self.held = HeldFolder(self.folder, "sweep")
         if (problem := self.held.lock()) is not None:
             raise ConfigError(problem)
@@ -84,9 +74,9 @@ class Sweep:
         from lockstep.preflight import preflight
 
         changes = sorted(word for word in overrides if word.partition("=")[0] in self.varied)
+        folder = self.folder / folder_name(changes)
         try:
             composed = self.loader.load_sweep_config(self.master, list(overrides))
-            folder = self.folder / folder_name(changes)
             with read_write(composed), read_write(composed.hydra), open_dict(composed):
                 composed.hydra.runtime.output_dir = str(folder.absolute())
                 HydraConfig.instance().set_config(copy.deepcopy(composed))  # its resolvers answer for this job
@@ -110,52 +100,38 @@ class Sweep:
         flags += [word for word in self.master.hydra.overrides.hydra if not re.match(of_sweep, word)]
         return Job(folder, (*flags, *overrides), " ".join(changes)), config
 
-    def slots(self, configs: Sequence[RunConfig]) -> list[Slot]:
-        """What the jobs with these configs may use."""
-        n_jobs, launches = self.settings.n_jobs, [config.launch for config in configs]
-        if all(launch["_target_"].endswith(".SlurmLauncher") for launch in launches):
-            return [Slot()] * (len(configs) if n_jobs == "auto" else n_jobs)
-        ranks = [launch.get("nproc_per_node", 1) for launch in launches]
-        words = [one for one in ranks if isinstance(one, str)]
-        return divide_machine(n_jobs, words[0] if words else max(ranks))
-
     def launch(self, lists: Iterable[Sequence[str]]) -> list[JobReturn]:
         """Run jobs for a sweeper of Hydra's. Raises ConfigError, before one starts, for one that cannot work."""
-        jobs, configs = zip(*map(self.check, lists), strict=True)
-        waiting = list({job.folder: job for job in jobs if job.folder not in self.results}.values())
-        of = f"of {len(waiting)}"
-        titled = [replace(job, title=f"job {number} {of}, {job.title}") for number, job in enumerate(waiting, 1)]
-        self.run(iter(titled), len(waiting), self.slots(configs))
-        runs = [job.run() for job in jobs]
-        values = [None if run is None else best_of(run)[0] for run in runs]
-        return [JobReturn(status=JobStatus.COMPLETED, _return_value=value) for value in values]
+        jobs = [self.check(overrides)[0] for overrides in lists]
+        waiting = {job.folder: job for job in jobs if job.folder not in self.results}
+        self.run(iter(waiting.values()), len(waiting))
+        return [JobReturn(status=JobStatus.COMPLETED, _return_value=job.value()) for job in jobs]
 
-    def run(self, jobs: Iterator[Job], count: int, slots: Sequence[Slot]) -> None:
+    def run(self, jobs: Iterator[Job], count: int) -> None:
         """Run at most `count` jobs, and show what all have given. Ends the command if not all have finished."""
-        source = hash_of_source()
+        source, self.count = hash_of_source(), count
         others = sum(Path(run["folder"]) in self.results and run["code"].get("source") != source for run in self.known)
-        said = f"sweep: {count} job{'s' * (count != 1)}{f', {len(slots)} at once' * (len(slots) > 1)}"
-        said += f"; {len(self.results)} have finished before" * bool(self.results)
+        said = f"sweep: {count} jobs, {self.keys['n_jobs']} at once; {len(self.results)} have finished before"
         said += f", {others} of them with other code: compare with care" * bool(others)
         print_line(f"{said}; in {self.folder}", sys.stdout)
-        code = self._run(jobs, slots)
+        code = self._run(jobs)
         for line in self._end(code):
             print_line(line, sys.stdout)
         if code:
             raise SystemExit(code)
 
-    def _run(self, jobs: Iterator[Job], slots: Sequence[Slot]) -> int:
-        """One job at a time in each slot, until there are no more, a signal comes, or too many have failed.
-
-        A job that fails is started again, and goes on from its snapshot. Returns the exit code.
-        """
-        free, running, failures, stopped = list(slots), list[Process](), 0, False
-        limit = math.inf if self.settings.max_failures is None else self.settings.max_failures
+    def _run(self, jobs: Iterator[Job]) -> int:
+        """One job at a time in each slot, until there are no more, a signal comes, or too many have failed. One that
+        fails is started again, and goes on from its snapshot. Returns the exit code."""
+        n_jobs, limit = self.keys["n_jobs"], self.keys["max_failures"] or math.inf
+        free, running, failures, stopped = divide_machine(n_jobs), list[Process](), 0, False
+        number = itertools.count(1)
         with signals.Relay() as relay:
             while True:
                 is_over = stopped or relay.first is not None or failures >= limit
                 while free and not is_over and (job := next(jobs, None)) is not None:
-                    running.append(Process(job, free.pop(0), to_file=len(slots) > 1))
+                    print_line(f"sweep: job {next(number)} of {self.count}, {job.title}", sys.stdout)
+                    running.append(Process(job, free.pop(0), to_file=n_jobs > 1))
                 if not running:
                     break
                 relay.start([one.process.pid for one in running])
@@ -167,7 +143,7 @@ class Sweep:
                             relay.send(signal.SIGTERM, [one.process.pid])  # it saves, and ends
                         continue
                     outcome = one.outcome(relay.first is not None)
-                    if outcome.state == "failed" and one.starts <= self.settings.retries and not is_over:
+                    if outcome.state == "failed" and one.starts <= self.keys["retries"] and not is_over:
                         print_line(f"sweep: {one.job.title} failed, and starts again: {outcome.cause}", sys.stdout)
                         one.start()
                         continue
@@ -175,8 +151,7 @@ class Sweep:
                     free.append(one.slot)
                     failures += bool(outcome.cause)
                     stopped |= outcome.state == "stopped"
-                    if len(slots) > 1 or outcome.state != "finished":
-                        print_line(f"sweep: {one.job.title} {outcome.state} {outcome.cause}".rstrip(), sys.stdout)
+                    print_line(f"sweep: {one.job.title} {outcome.state} {outcome.cause}".rstrip(), sys.stdout)
                     self.ended(one.job, outcome)
             if stopped or (relay.first is not None and next(jobs, None) is not None):
                 return EXIT_RESUMABLE
@@ -202,12 +177,13 @@ class Sweep:
             columns = ["state", "objective", "test", "best_step", "seconds", *keys, "source", "run"]
             lines += show(table, [name for name in columns if optional.get(name, True)])
             best, own = table.iloc[0], [key for key in keys if not is_repeat(key)]
-            if best["count"] and table["metric"].nunique() == 1:
-                values = ", ".join(f"{key}={best[key]}" for key in own) or "the one setting"
-                who = best["run"] if best["runs"] == 1 else f"{values}, by the mean of {best['count']} runs"
-                edges = [key for key in own if key in self.lists and is_at_edge(table[key].tolist())]
-                said = [f"best:       {who}", *(f"{key}={best[key]} is at the edge of its list" for key in edges)]
-                lines.append("; ".join(said))
+            if best["count"] and own and table["metric"].nunique() == 1:
+                edges = [
+                    f"; {key} is at the edge of its list"
+                    for key in own
+                    if key in self.lists and is_at_edge(table[key].tolist())
+                ]
+                lines.append(f"best:       {', '.join(f'{key}={best[key]}' for key in own)}{''.join(edges)}")
             lines += [f"choosing:   {text}" for text in [choosing(table)] if text]
         bad = [(folder.name, outcome) for folder, outcome in self.results.items() if outcome.cause]
         lines += [f"{outcome.state + ':':12}{name}: {outcome.cause}" for name, outcome in bad]

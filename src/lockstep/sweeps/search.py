@@ -3,14 +3,13 @@
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import optuna
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.types import IntervalSweep, Override
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -18,17 +17,12 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from lockstep.build import direction_of, objective_of
 from lockstep.compat import open_trial
-from lockstep.config.check import check_value
 from lockstep.config.nodes import check_nodes, instantiate, instantiate_as
-from lockstep.config.schema import Count, Node
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import print_line
-from lockstep.runs.record import best_of
 from lockstep.sweeps.jobs import Job, Outcome
 from lockstep.sweeps.launch import Sweep
 from lockstep.tasks.base import Task
-
-DIGITS = 6  # of a number that was drawn, so that it is read and typed easily
 
 
 class Search(Sweep):
@@ -38,64 +32,51 @@ class Search(Sweep):
     killed goes on with the values that it would have drawn.
     """
 
-    def __init__(
-        self, loader: ConfigLoader, master: DictConfig, n_trials: int, sampler: Node, pruner: Node | None
-    ) -> None:
+    def __init__(self, loader: ConfigLoader, master: DictConfig) -> None:
         super().__init__(loader, master)
-        check_value(Count, n_trials, "hydra.sweeper.n_trials")
-        check_nodes(sampler, "hydra.sweeper.sampler")
-        check_nodes(pruner, "hydra.sweeper.pruner")
-        self.n_trials, self.sampler = n_trials, sampler
+        keys: Any = OmegaConf.to_container(master.hydra.sweeper)
+        check_nodes(keys, "hydra.sweeper")
+        self.n_trials, self.sampler = keys["n_trials"], keys["sampler"]
         self.fixed, self.space = distributions(self.overrides)
         if not self.space:
             raise ConfigError("nothing varies in this search; type 'optimizer.lr=tag(log,interval(0.001,0.1))'")
         least = {key: one.low if hasattr(one, "low") else one.choices[0] for key, one in self.space.items()}
-        self.config = self.check([*self.fixed, *words_of(least)])[1]
+        config = self.check([*self.fixed, *words_of(least)])[1]
         self.results.clear()  # of that job
-        task = instantiate_as(Task, self.config.task, "task")
-        self.objective = objective_of(self.config, task)
+        task = instantiate_as(Task, config.task, "task")
+        self.objective = objective_of(config, task)
         if self.objective is None:
             raise ConfigError("a search compares evaluations, and here nothing is chosen; type loader.validation=0.1")
-        direction = direction_of(self.config, task, self.objective)
+        direction = direction_of(config, task, self.objective)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.study = optuna.create_study(
             storage=JournalStorage(JournalFileBackend(str(self.folder / "optuna.journal"))),
             study_name=self.folder.name,
             direction="maximize" if direction == "max" else "minimize",
-            pruner=instantiate(pruner) or optuna.pruners.NopPruner(),
+            pruner=instantiate(keys["pruner"]) or optuna.pruners.NopPruner(),
             load_if_exists=True,
         )
         self.trials = dict[Path, Trial]()  # of jobs that run
         self.reported = dict[Path, int]()  # their last epochs
 
     def search(self) -> None:
-        begun = self.begun()
-        interrupted = [trial for trial in begun if trial.state == TrialState.RUNNING]
-        count = len(interrupted) + max(0, self.n_trials - len(begun))
-        self.run(self.jobs(interrupted), count, self.slots([self.config]))
+        ended = sum(one.state != TrialState.RUNNING for one in self.begun())
+        self.run(self.jobs(), max(0, self.n_trials - ended))
 
     def begun(self) -> list[FrozenTrial]:
         """The trials, but for one that was killed while its values were drawn."""
         return [one for one in self.study.get_trials(deepcopy=False) if self.space.keys() <= one.params.keys()]
 
-    def jobs(self, interrupted: Sequence[FrozenTrial]) -> Iterator[Job]:
-        """interrupted: the trials that were running when an earlier command was killed or stopped."""
-        for known in interrupted:
-            if (job := self.job_of(open_trial(self.study, known))) is not None:
-                self.reported[job.folder] = known.last_step or 0
-                yield job
+    def jobs(self) -> Iterator[Job]:
+        """First those of trials that were running when an earlier command was killed or stopped."""
+        for known in [one for one in self.begun() if one.state == TrialState.RUNNING]:
+            yield from self.job_of(open_trial(self.study, known), known.last_step or 0)
         while (number := len(self.begun())) < self.n_trials:
             seed = {"seed": self.sampler["seed"] + number} if self.sampler.get("seed") is not None else {}
             self.study.sampler = instantiate(self.sampler | seed)
-            try:
-                trial = self.study.ask(self.space)
-            except ValueError as error:
-                what = f"this search was begun with other lists ({error})"
-                raise ConfigError(f"{what}; type hydra.sweep.dir=<another folder>") from None
-            if (job := self.job_of(trial)) is not None:
-                yield job
+            yield from self.job_of(self.study.ask(self.space), 0)
 
-    def job_of(self, trial: Trial) -> Job | None:
+    def job_of(self, trial: Trial, reported: int) -> Iterator[Job]:
         """None if no job serves it: it is refused, or has the values of one that runs or has ended."""
         try:
             job, _ = self.check([*self.fixed, *words_of({key: trial.params[key] for key in self.space})])
@@ -104,17 +85,17 @@ class Search(Sweep):
             job = None
         if job is None or job.folder in self.trials:
             self.study.tell(trial, state=TrialState.FAIL)
-            return None
-        self.trials[job.folder] = trial
+            return
+        self.trials[job.folder], self.reported[job.folder] = trial, reported
         if job.folder in self.results:
             self.ended(job, self.results[job.folder])
-            return None
-        return replace(job, title=f"trial {trial.number + 1} of {self.n_trials}, {job.title}")
+        else:
+            yield job
 
     def is_hopeless(self, job: Job) -> bool:
         trial, run = self.trials[job.folder], job.run()
         for row in [] if run is None else run["history"]:
-            if self.objective in row and row["epoch"] > self.reported.get(job.folder, 0):
+            if self.objective in row and row["epoch"] > self.reported[job.folder]:
                 self.reported[job.folder] = row["epoch"]
                 trial.report(row[self.objective], step=row["epoch"])
                 if trial.should_prune():
@@ -123,8 +104,7 @@ class Search(Sweep):
 
     def ended(self, job: Job, outcome: Outcome) -> None:
         super().ended(job, outcome)
-        trial, run = self.trials.pop(job.folder), job.run()
-        value = None if run is None else best_of(run)[0]
+        trial, value = self.trials.pop(job.folder), job.value()
         if outcome.state == "finished" and value is not None and math.isfinite(value):
             self.study.tell(trial, value)
         elif outcome.state != "stopped":  # that one goes on later
@@ -150,7 +130,5 @@ def distributions(overrides: Sequence[Override]) -> tuple[list[str], dict[str, A
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """The values of a trial as they are typed."""
-    return [
-        f"{key}={value:.{DIGITS}g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()
-    ]
+    """The values of a trial as they are typed, with six digits: they are names of folders."""
+    return [f"{key}={value:.6g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()]

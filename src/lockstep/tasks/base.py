@@ -87,12 +87,7 @@ class Task:
         """
         is_of_classes = isinstance(targets, Tensor) and targets.dim() > 1 and not targets.is_floating_point()
         may_be_ignored = ignores and self.ignored is not None and is_of_classes
-        return may_be_ignored or self.target_weights is not None or not self.counts_samples
-
-    @property
-    def counts_samples(self) -> bool:
-        """Whether `count` is that of this class."""
-        return type(self).count is Task.count
+        return may_be_ignored or self.target_weights is not None or type(self).count is not Task.count
 
     def finish(self, means: dict[str, float]) -> dict[str, float]:
         """The means of an epoch or an evaluation, perhaps with others that follow from them."""
@@ -104,7 +99,7 @@ class Task:
 
     def predictions(self, outputs: Any) -> dict[str, Tensor]:
         """{column: (N,) or (N, values, ...)}: what mode=predict writes of the outputs (N, ...)."""
-        return {"output": outputs}
+        return {"prediction": outputs}
 
     def figures(self, samples: Samples, read: ReadSample, classes: Sequence[str], images: int) -> dict[str, Tensor]:
         """{name: image (3, height, width) with values from 0 to 1} of an evaluation, where `draws` says so.
@@ -119,7 +114,7 @@ class Task:
         numbers: of their samples. classes: as dataset.classes. Here: as many targets as samples.
         """
         rows = next((len(tensor) for tensor in tensors_in(targets) if tensor.dim()), len(numbers))
-        if self.counts_samples and rows != len(numbers):
+        if type(self).count is Task.count and rows != len(numbers):
             what = f"loader.collate_fn makes {rows} targets of {len(numbers)} samples, and a step takes the mean of all"
             raise ConfigError(f"{what}; type task._target_=<module>.<a task whose count says what it counts>")
 
@@ -148,7 +143,9 @@ class Task:
         """As `World.all_gather_samples`, for a loss that compares the samples of a batch. Raises ConfigError where a
         forward pass has a part of the batch."""
         if not self.has_whole_batches:
-            what = f"{name_of(self)} compares the samples of a batch, and a forward pass would have a part of them"
+            what = (
+                f"{type(self).__name__} compares the samples of a batch, and a forward pass would have a part of them"
+            )
             raise ConfigError(f"{what}; type trainer.gradient_accumulation_steps=1 strategy=ddp")
         return self.world.all_gather_samples(tensor)
 
@@ -162,24 +159,21 @@ class Task:
         may_be_ignored = ignores and self.ignored is not None
         values, counts = list[Tensor](), list[int | Tensor]()
         for name in self.names:
-            if not isinstance(found, Mapping) or name not in found:
-                gives = ", ".join(found) if isinstance(found, Mapping) else f"a {type(found).__name__}"
-                raise ConfigError(f"{name_of(self)} gives {gives}, and no {name}; return a dict that has it")
-            value: Any = found[name]
+            value: Any = found.get(name) if isinstance(found, Mapping) else None
             count: int | Tensor = rows
             given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             if given not in ([rows], [*shape]):
-                what = f"{name_of(self)} gives {name} as {given}, and a value for each sample is wanted"
+                what = f"{type(self).__name__} gives {name} as {given}, and a value for each sample is wanted"
                 where = f"{[rows]}{f', or {[*shape]}' if len(shape) > 1 else ''}: the ranks add them up"
                 advice = 'reduction="none" where it calls a loss of torch' if given == [] else "a dict of such tensors"
                 raise ConfigError(f"{what}, {where}; type {advice}")
             if value.dim() > 1 and may_be_ignored:
                 count = (targets != self.ignored).sum()
             elif value.dim() > 1:
-                value = value.flatten(1).to(_wide(value)).mean(1)
+                value = at_least_float32(value.flatten(1)).mean(1)
             if name == "loss":
                 count = self.count(targets) if self.counts_by_value(targets, ignores) else rows
-            values.append(value.sum(dtype=_wide(value)) if value.is_floating_point() else value.count_nonzero())
+            values.append(at_least_float32(value).sum() if value.is_floating_point() else value.count_nonzero())
             counts.append(count)
         return Sums(values[0], [value.detach() for value in values], counts)
 
@@ -192,23 +186,14 @@ class Task:
         return self.better[name]
 
 
-def _wide(value: Tensor) -> torch.dtype:
-    """In float16 and bfloat16 a sum of many small numbers is far off."""
-    return torch.float32 if value.dtype.itemsize < 4 else value.dtype
-
-
-def name_of(part: object) -> str:
-    return f"{type(part).__module__}.{type(part).__qualname__}"
-
-
 def as_float64(tensor: Tensor) -> Tensor:
     """In float64, on the CPU if its device has none."""
     return tensor.to(float64_device(tensor.device)).double()
 
 
 def at_least_float32(outputs: Tensor) -> Tensor:
-    """Half-precision outputs as float32."""
-    return outputs.to(_wide(outputs))
+    """Half-precision outputs as float32: a sum of many small numbers is far off in float16 and bfloat16."""
+    return outputs.float() if outputs.dtype.itemsize < 4 else outputs
 
 
 def misfit(task: Task, wanted: str, outputs: Any, targets: Any) -> ConfigError:

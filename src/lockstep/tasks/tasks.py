@@ -1,6 +1,5 @@
 """The tasks of this project: a class at each place, several labels, and numbers."""
 
-import math
 from functools import partial
 from typing import Any
 
@@ -8,12 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.config.schema import ClassWeights, Count, Fraction
+from lockstep.config.schema import ClassWeights, Fraction
 from lockstep.errors import ConfigError
-from lockstep.tasks.base import Function, Samples, Task, at_least_float32, misfit
+from lockstep.tasks.base import Function, Task, at_least_float32, misfit
 from lockstep.text import show
-
-LARGEST_EXPONENT = 700.0  # math.exp of more than 709 raises OverflowError
 
 
 class CrossEntropy(Task):
@@ -30,7 +27,6 @@ class CrossEntropy(Task):
     label_smoothing: share of a target that is spread over all classes, also in evaluations (Szegedy et al. 2016).
     class_weights: weight of each class in the loss.
     ignored_label: targets with this number count nowhere.
-    top: [5] measures top5, too: whether the class is among the 5 best.
     loss: of your own in place of cross entropy.
     """
 
@@ -42,21 +38,19 @@ class CrossEntropy(Task):
         class_weights: ClassWeights = None,
         ignored_label: int = -100,
         classes_last: bool = False,
-        top: list[Count] | None = None,
         loss: Function | None = None,
     ) -> None:
         if loss is not None and class_weights is not None:
             what = f"task.class_weights={show(class_weights)} weighs the task's own loss, which task.loss replaces"
             raise ConfigError(f"{what}; type task.class_weights=null, or task.loss=null")
         self.label_smoothing, self.own_loss, self.ignored = label_smoothing, loss, ignored_label
-        self.classes_last, self.top, self.draws = classes_last, list(top or ()), not classes_last
+        self.classes_last, self.draws = classes_last, not classes_last
         self.better = {"loss": "min", "accuracy": "max"}
         if class_weights is not None:
             self.target_weights = torch.tensor(class_weights, dtype=torch.float64)
         if classes_last:
             self.counts, self.monitor, self.derived = "tokens", "loss", ["perplexity"]
             self.better = {"loss": "min", "perplexity": "min"}
-        self.better |= {f"top{k}": "max" for k in self.top}
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         if not self._fits(outputs, targets):
@@ -71,9 +65,6 @@ class CrossEntropy(Task):
             found["loss"] = F.cross_entropy(rows, classes, weight, **options)
         if "accuracy" in self.better:
             found["accuracy"] = rows.argmax(1) == labels
-        for k in self.top:
-            best = rows.topk(min(k, rows.shape[1]), dim=1).indices
-            found[f"top{k}"] = (best == labels[:, None]).any(1)
         if targets.dim() > 1 and not is_soft:
             found = {name: value.view(targets.shape) for name, value in found.items()}
         if self.own_loss is not None:
@@ -82,10 +73,7 @@ class CrossEntropy(Task):
         return found
 
     def finish(self, means: dict[str, float]) -> dict[str, float]:
-        if "perplexity" not in self.better:
-            return means
-        loss = means["loss"]
-        return means | {"perplexity": math.exp(loss) if loss < LARGEST_EXPONENT else math.inf}
+        return means | {name: torch.tensor(means["loss"], dtype=torch.float64).exp().item() for name in self.derived}
 
     def scores(self, outputs: Tensor) -> Tensor:
         return at_least_float32(self._classes_second(outputs)).softmax(1)
@@ -108,13 +96,20 @@ class CrossEntropy(Task):
         wrong = ((values < 0) | (values >= classes)) & ((values != self.ignored) | (targets.dim() == 1))
         for row, *place in wrong.nonzero().tolist()[:1]:
             label, where = int(values[(row, *place)]), f" at {place}" if place else ""
+            what = f"sample {numbers[row]} has the target {label}{where}, and the classes are 0 to {classes - 1}"
             advice = f"dataset.classes={label + 1}" if label >= 0 else f"its target as 0 to {classes - 1}"
             advice += f", or task.ignored_label={label} if it counts nowhere" if place else ""
-            what = f"sample {numbers[row]} has the target {label}{where}, and the classes are 0 to {classes - 1}"
             raise ConfigError(f"{what}; type {advice}")
 
     def _classes_second(self, outputs: Tensor) -> Tensor:
         return outputs.movedim(-1, 1) if self.classes_last else outputs
+
+    def _fits(self, outputs: Any, targets: Any) -> bool:
+        if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.dim() < 2:
+            return False
+        samples, classes, *places = self._classes_second(outputs).shape
+        wanted = [samples, classes] if targets.is_floating_point() else [samples, *places]
+        return classes > 1 and [*targets.shape] == wanted
 
     def _rows(self, outputs: Tensor) -> Tensor:
         """(n, classes) for all places: CUDA has deterministic kernels for these alone."""
@@ -122,33 +117,24 @@ class CrossEntropy(Task):
             return outputs
         return (outputs if self.classes_last else outputs.movedim(1, -1)).flatten(0, -2)
 
-    def _fits(self, outputs: Any, targets: Any) -> bool:
-        if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.dim() < 2:
-            return False
-        samples, classes, *places = self._classes_second(outputs).shape
-        wanted = [samples, classes] if targets.is_floating_point() else [samples, *places]
-        return classes > 1 and [*targets.shape] == wanted and not (targets.is_floating_point() and places)
-
 
 class MultiLabel(Task):
     """Binary cross entropy over logits (N, labels) and targets (N, labels) of 0 and 1, averaged over a sample's labels.
 
-    accuracy: the share of right labels. all_right: of samples with all labels right. A label is predicted where its
-    logit is above 0. loss: of your own.
+    accuracy: the share of right labels; a label is predicted where its logit is above 0. loss: of your own.
     """
 
-    better = {"loss": "min", "accuracy": "max", "all_right": "max"}
+    better = {"loss": "min", "accuracy": "max"}
     monitor = "accuracy"
 
     def __init__(self, loss: Function | None = None) -> None:
         self.own_loss = loss or partial(F.binary_cross_entropy_with_logits, reduction="none")
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        if not _are_alike(outputs, targets) or outputs.dim() != 2:
+        if outputs.shape != targets.shape or outputs.dim() != 2:
             raise misfit(self, "outputs and targets (N, labels)", outputs, targets)
         logits = at_least_float32(outputs)
-        right = (outputs > 0) == (targets > 0)
-        return {"loss": self.own_loss(logits, targets.to(logits)), "accuracy": right.float(), "all_right": right.all(1)}
+        return {"loss": self.own_loss(logits, targets.to(logits)), "accuracy": (outputs > 0) == (targets > 0)}
 
     def scores(self, outputs: Tensor) -> Tensor:
         return at_least_float32(outputs).sigmoid()
@@ -172,36 +158,15 @@ class Regression(Task):
     """
 
     better = {"loss": "min", "mae": "min"}
-    draws = True
 
     def __init__(self, loss: Function | None = None) -> None:
         self.own_loss = loss or partial(F.mse_loss, reduction="none")
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        if _is_one_value(outputs) and _is_one_value(targets):
+        if {*outputs.shape[1:], *targets.shape[1:]} <= {1}:
             outputs = outputs.reshape(targets.shape)
-        if not _are_alike(outputs, targets):  # torch would broadcast them, and compare each with each
+        if outputs.shape != targets.shape:  # torch would broadcast them, and compare each with each
             raise misfit(self, "outputs and targets of one shape", outputs, targets)
         values = at_least_float32(outputs)
         truth = targets.to(values.dtype)
         return {"loss": self.own_loss(values, truth), "mae": (values.detach() - truth).abs()}
-
-    def scores(self, outputs: Tensor) -> Tensor:
-        return at_least_float32(outputs)
-
-    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
-        return {"prediction": at_least_float32(outputs)}
-
-    def figures(self, samples: Samples, *_: Any) -> dict[str, Tensor]:
-        from lockstep.tasks.reports import value_figures  # imports Pillow
-
-        return value_figures(samples)
-
-
-def _are_alike(outputs: Any, targets: Any) -> bool:
-    return isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.shape == targets.shape
-
-
-def _is_one_value(values: Any) -> bool:
-    """Whether these are one value a sample: (N,) or (N, 1)."""
-    return isinstance(values, Tensor) and values.dim() in (1, 2) and values.shape[1:].numel() == 1

@@ -51,6 +51,8 @@ def fit(
             summary.metrics.update(evaluated)
             if run.objective is not None and run.update_best(value_of(run.objective, evaluated)):
                 snapshots.save("best")
+            if run.objective is not None and run.progress.best is not None:
+                summary.metrics["best"] = {run.objective.partition("/")[2]: run.progress.best}
         finish_epoch(run, summary, loggers, snapshots)
     if not evaluated:  # nothing is evaluated at each epoch, or a finished run was started again: all is logged
         evaluated = {each.name: each(snapshots.stop) for each in evaluations.of_each}
@@ -88,26 +90,23 @@ def end_epoch(run: Run, exchange: Exchange) -> EpochSummary:
     means, step = run.meter.means(totals), run.progress.step
     if means and not math.isfinite(means["loss"]):
         raise diverged(run, f"the loss is {means['loss']}", run.meter.first_non_finite())
-    speed, counted = exchange.samples_per_second(), dict[str, float]()
+    speed = exchange.samples_per_second()
+    speeds = {} if speed is None else {"samples": speed}
     if run.task.counts != "samples" and speed is not None:
         per_sample = float(totals[len(run.meter.names)]) / run.progress.samples
-        counted[run.task.counts] = speed * (run.step.targets_per_sample or per_sample)
+        speeds[run.task.counts] = speed * (run.step.targets_per_sample or per_sample)
     run.end_epoch()
     return EpochSummary(
         epoch=run.progress.epoch + (run.progress.samples > 0),
         epochs=run.config.trainer.epochs,
         step=step,
         metrics={"train": means} if means else {},  # all updates may have been left out
-        samples_per_second=speed,
-        counted_per_second=counted,
+        speeds=speeds,
     )
 
 
 def finish_epoch(run: Run, summary: EpochSummary, loggers: Loggers, snapshots: "Checkpointer") -> None:
     """After an epoch and its evaluation."""
-    if run.objective is not None and run.progress.best is not None:
-        name = run.objective.partition("/")[2]
-        summary = replace(summary, best={name: run.progress.best}, best_step=run.progress.best_step)
     loggers.epoch(summary)
     snapshots.after_epoch()
     for callback in run.callbacks:

@@ -31,7 +31,9 @@ def require_same_weights(run: "Run") -> None:
         names = [name for name, ours, theirs in zip(tensors, own, parts[first], strict=True) if ours != theirs]
         if names:
             found.append(f"rank {rank} has other values in {first_of(names, 3)} than rank {first}")
-    raise RanksDiffer(f"the weights differ between ranks at step {run.progress.step}: {'; '.join(found)}")
+    what = f"the weights differ between ranks at step {run.progress.step}: {'; '.join(found)}"
+    advice = "type the command again to go on from the last snapshot, with watch.weights_every=0"
+    raise RanksDiffer(f"{what}; {advice} if ranks compute on different hardware")
 
 
 def digest(tensor: Tensor) -> Tensor:

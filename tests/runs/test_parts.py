@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md, copied to a folder outside the repository and run by the page's own commands."""
+"""The examples of docs/parts.md, copied to a folder outside the repository and run by the page's own commands."""
 
 import json
 import re
@@ -14,7 +14,8 @@ from support.commands import ROOT, Command
 from support.event_files import scalars
 from support.pages import COMMANDS, copy_examples, environment, example_files, section
 
-PAGE = (ROOT / "docs" / "extending.md").read_text()
+PAGE = (ROOT / "docs" / "parts.md").read_text()
+EXAMPLES = ROOT / "docs" / "examples"
 Start = Callable[..., Command]
 
 
@@ -48,12 +49,16 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Command:
 
 
 def test_every_part_is_one_file_and_its_yaml() -> None:
-    parts = re.findall(r"^\| \[.*\| (.*) \|$", PAGE, re.MULTILINE)
-    headings = re.findall(r"^\| \[.*?\]\(#(.*?)\)", PAGE, re.MULTILINE)
-    assert parts == ["1 and its YAML"] * 9
+    headings = ["A model", "A data set", "A task", "An optimizer", "A scheduler"]
+    assert [heading for heading in re.findall(r"^## (An? .*)$", PAGE, re.MULTILINE)] == [*headings, "A strategy"]
     for heading in headings:
-        files = [name for name, _ in example_files(section(PAGE, heading.replace("-", " ").capitalize()))]
+        files = [name for name, _ in example_files(section(PAGE, heading))]
         assert [Path(name).suffix for name in files] == [".py", ".yaml"], heading
+
+
+def with_example(train: Start, *words: str) -> Command:
+    """One epoch with a file of docs/examples."""
+    return train(*words, "trainer.epochs=1", PYTHONPATH=EXAMPLES)
 
 
 def test_a_model(run: Callable[[str], Command]) -> None:
@@ -76,8 +81,21 @@ def test_a_task(run: Callable[[str], Command], reference: Command) -> None:
     assert numbers(command) != numbers(reference)
 
 
-def test_a_metric_that_is_no_mean(run: Callable[[str], Command], reference: Command) -> None:
-    command = run("A metric that is no mean")
+LOSS_ALONE = """
+import torch.nn.functional as F
+from lockstep.tasks.base import Task
+
+class LossAlone(Task):
+    def __call__(self, outputs, targets):
+        return {"loss": F.cross_entropy(outputs, targets, reduction="none")}
+"""
+
+
+def test_a_metric_that_is_no_mean(train: Start, reference: Command, tmp_path: Path) -> None:
+    (tmp_path / "loss_alone.py").write_text(LOSS_ALONE)
+    recall = "{_target_: torchmetrics.Recall, task: multiclass, num_classes: 10, average: macro}"
+    words = ["task._target_=loss_alone.LossAlone", f"+evaluation.metrics.balanced={recall}", "monitor=val/balanced"]
+    command = train(*words, "trainer.epochs=1", PYTHONPATH=tmp_path)
     assert re.search(r"val loss \d\.\d+ balanced 0\.9\d+", command.output)
     assert numbers(command)[0] == pytest.approx(numbers(reference)[0], abs=2e-3)
 
@@ -94,25 +112,26 @@ def test_a_scheduler(run: Callable[[str], Command]) -> None:
     assert rates == pytest.approx({step: 0.05 * (1 - 0.9 * step / 21) for step in (10, 20)}, rel=1e-6)
 
 
-@pytest.mark.parametrize("heading", ["A strategy", "A gradient sync", "A launcher"])
-def test_two_ranks_train_to_the_numbers_of_one(run: Callable[[str], Command], reference: Command, heading: str) -> None:
-    command = run(heading)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("strategy._target_=my_strategy.AverageAfterBackward", "launch=fork"),
+        ("gradient_sync._target_=my_sync.GatherSum", "launch=fork"),
+        ("launch._target_=my_launcher.PoolLauncher", "+launch.ranks=2"),
+    ],
+    ids=lambda words: words[0].partition("=")[2],
+)
+def test_two_ranks_train_to_the_numbers_of_one(train: Start, reference: Command, words: tuple[str, ...]) -> None:
+    command = with_example(train, *words)
     assert "rank 0 of 2" in command.output
     assert numbers(command) == pytest.approx(numbers(reference), abs=2e-3)
 
 
-def test_a_logger(run: Callable[[str], Command]) -> None:
-    command = run("A logger")
+def test_a_logger(train: Start) -> None:
+    node = '{_target_: my_logger.JSONLinesLogger, run_dir: "${run_dir}"}'
+    command = with_example(train, "logger=console", f"+logger.lines={node}")
     lines = [json.loads(line) for line in (command.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [10, 20, 21, 21]
     assert f"val loss {lines[2]['val/loss']:.4f}" in command.output
     assert f"test:       loss {lines[3]['test/loss']:.4f}" in command.output
     assert not list(command.folder.glob("events.out.*"))
-
-
-def test_several_parts_at_once(run: Callable[[str], Command]) -> None:
-    command = run("Several parts at once")
-    assert len(command.epochs) == 2
-    config = trained_config(command)
-    chosen = [config[group]["_target_"].rpartition(".")[2] for group in ("model", "task", "optimizer")]
-    assert chosen == ["my_model", "SmoothedClassification", "SGDW"]

@@ -1,0 +1,20 @@
+"""A logger: '+logger.lines={_target_: my_logger.JSONLinesLogger, run_dir: "${run_dir}"}'
+
+What must not come twice after a kill is dropped in `start`, as lockstep.loggers.csv_logger does.
+"""
+
+import json
+from pathlib import Path
+
+from lockstep.loggers.base import Logger
+
+
+class JSONLinesLogger(Logger):
+    """Appends one JSON object for each call to metrics.jsonl in the run folder. An epoch comes through `log`, too."""
+
+    def __init__(self, run_dir: str) -> None:
+        self.path = Path(run_dir) / "metrics.jsonl"
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
