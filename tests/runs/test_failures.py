@@ -103,7 +103,7 @@ def test_a_preparation_that_fails_before_the_ranks_start_is_one_sentence_and_bla
     (tmp_path / "fetching.py").write_text(PREPARE)
     words = ["launch=fork", "dataset._target_=fetching.Data"]
     run = train(*words, code=2, PYTHONPATH=tmp_path)
-    said = "fetching.py:6: ConnectionError: Connection refused: the server of the data); correct that, or type "
+    said = "fetching.py:6: ConnectionError: Connection refused: the server of the data); type data_dir="
     assert said in run.sentence
     assert "another rank" not in run.output
     assert "Traceback" not in run.output

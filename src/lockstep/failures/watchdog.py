@@ -249,12 +249,8 @@ class Watchdog:
 
     def _mute(self, folder: Path, rank: int) -> Facts:
         """What is known of a rank of this machine that does not answer."""
-        pid, place, stack, state = (
-            self.ranks[rank],
-            self._place(rank),
-            tuple[Frame, ...](),
-            process_state(self.ranks[rank]),
-        )
+        pid, place, stack = self.ranks[rank], self._place(rank), tuple[Frame, ...]()
+        state = process_state(pid)
         mute = GONE if state in ENDED else STOPPED if state == "T" else NO_ANSWER
         if mute == NO_ANSWER and state != "t":
             with suppress(OSError, ValueError), (folder / f"rank{rank}.stacks").open("rb") as stacks:
@@ -263,8 +259,8 @@ class Watchdog:
         before = cpu_seconds(pid)  # after the stack, which costs some
         time.sleep(COMPUTING_SECONDS * (mute == NO_ANSWER))
         computes = process_state(pid) in ("R", "t") or cpu_seconds(pid) - before > MAIN_SECONDS  # or is in a debugger
-        host = self.heartbeat.who["host"]
-        return Facts(rank, host, pid, place.name, place.step, mute, computes and mute == NO_ANSWER, stack)
+        host, is_busy = self.heartbeat.who["host"], computes and mute == NO_ANSWER
+        return Facts(rank, host, pid, place.name, place.step, mute, is_busy, stack)
 
     def _facts_everywhere(self, here: list[Facts]) -> list[Facts]:
         """With those of the other machines, as far as these tell theirs soon."""

@@ -19,6 +19,7 @@ import shutil
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -121,6 +122,7 @@ class LocalLauncher(Launcher):
         else:  # else the start of the first process starts it, and that unblocks the signals of `signals.blocked`
             multiprocessing.resource_tracker.ensure_running()
         world_size, ranks_here = self.num_ranks()
+        numbers = range(self.node_rank * ranks_here, (self.node_rank + 1) * ranks_here)
         env = {
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(ranks_here),
@@ -139,9 +141,8 @@ class LocalLauncher(Launcher):
                 folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=temporary))
                 here = {FOLDER: str(folder), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
                 here |= {STORE_FILE: str(folder / "store")} if self.nnodes == 1 else {}
-                ranks = RankProcesses(self.start_method, ranks_here, self.node_rank * ranks_here, folder, relay)
                 try:
-                    return ranks.run(env | here, worker, args)
+                    return RankProcesses(self.start_method, numbers, folder, relay).run(env | here, worker, args)
                 except RankFailed as failed:
                     is_alike = failed.report.get("first", {}).get("kind") in RAISED_BY_ALL
                     if attempt == self.max_restarts or relay.first is not None or is_alike:
@@ -155,21 +156,24 @@ class LocalLauncher(Launcher):
                     shutil.rmtree(folder, ignore_errors=True)
 
 
+@dataclass
 class RankProcesses:
     """The ranks of one start. folder: that they share. relay: gives them the signals of this process."""
 
-    def __init__(self, start_method: str, ranks: int, first_rank: int, folder: Path, relay: Relay) -> None:
-        from torch import multiprocessing as torch_multiprocessing  # it shares tensors that are sent between processes
-
-        self.context: Any = torch_multiprocessing.get_context(start_method)
-        self.numbers, self.folder, self.relay = range(first_rank, first_rank + ranks), folder, relay
-        self.ends: dict[int, End] = {}
+    start_method: str
+    numbers: range
+    folder: Path
+    relay: Relay
+    ends: dict[int, End] = field(default_factory=dict)
 
     def run(self, env: dict[str, str], worker: Worker, args: tuple[Any, ...]) -> Any:
         """Start all ranks and wait for them. Returns rank 0's value."""
+        from torch import multiprocessing as torch_multiprocessing  # it shares tensors that are sent between processes
+
+        context: Any = torch_multiprocessing.get_context(self.start_method)
         reader, writer = multiprocessing.Pipe(duplex=False)
         processes = {
-            rank: self.context.Process(target=run_rank, args=(local, rank, env, writer, worker, args))
+            rank: context.Process(target=run_rank, args=(local, rank, env, writer, worker, args))
             for local, rank in enumerate(self.numbers)
         }
         try:
