@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 STORE_TIMEOUT = timedelta(seconds=300)
 NAME_SECONDS = 20.0  # for a host name to appear: a cluster may register a pod's name after it has started the pod
 TRY_SECONDS = 1.0  # for one connection
-NONCE_SECONDS = 0.2  # until a rank that is not confirmed asks for another nonce
+LONGEST_PAUSE = 1.0  # seconds between two questions for a confirmation
+REQUESTS_PER_SECOND = 5_000  # of all ranks together: a TCPStore answers many times as many
 NOTES = Path("outputs", ".started")  # when jobs of Slurm started first
 
 
@@ -136,7 +137,7 @@ def agree_on_nonce(store: "Store", rank: int, size: int, timeout: timedelta) -> 
     A rank whose name is not confirmed has read the nonce of an earlier attempt, and waits for the next one. A count of
     restarts cannot replace the nonce: with two torchrun agents the counts differ.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
+    start, deadline = time.monotonic(), time.monotonic() + timeout.total_seconds()
     if rank == 0:
         nonce = uuid.uuid4().hex
         store.set("meet/nonce", nonce)
@@ -148,18 +149,16 @@ def agree_on_nonce(store: "Store", rank: int, size: int, timeout: timedelta) -> 
             store.set(f"meet/{nonce}/go/{other}", name)
         return nonce
     name, seen = uuid.uuid4().hex, ""
-    while True:
+    while time.monotonic() < deadline:
         nonce = _value_of(store, "meet/nonce", deadline, "rank 0 did not start the rendezvous")
         if nonce != seen:
             store.set(f"meet/{nonce}/ack/{rank}", name)
             seen = nonce
-        with suppress(RankMissing):
-            soon = time.monotonic() + NONCE_SECONDS
-            if _value_of(store, f"meet/{nonce}/go/{rank}", soon, "") == name:
-                return nonce
-            time.sleep(NONCE_SECONDS)  # this one confirms a rank of an earlier attempt
-        if time.monotonic() > deadline:
-            raise missing(f"rank {rank} found no rendezvous to join")
+        confirmed = f"meet/{nonce}/go/{rank}"
+        if store.check([confirmed]) and store.get(confirmed).decode() == name:
+            return nonce
+        time.sleep(min(max(size / REQUESTS_PER_SECOND, (time.monotonic() - start) / 10), LONGEST_PAUSE))
+    raise missing(f"rank {rank} found no rendezvous to join")
 
 
 def _value_of(store: "Store", key: str, deadline: float, complaint: str) -> str:
