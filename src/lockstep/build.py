@@ -39,7 +39,7 @@ from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.strategies.base import model_dtype
 from lockstep.tasks.base import Task
 from lockstep.training.callbacks import Callback
-from lockstep.training.evaluate import Evaluations, Evaluator
+from lockstep.training.evaluate import Evaluator
 from lockstep.training.metrics import Meter
 from lockstep.training.nonfinite import SkipNonFinite
 from lockstep.training.optimizers import can_fuse, give_momentum, parameter_groups, require_fit, rules_of
@@ -247,15 +247,15 @@ def torchmetrics_of(run: Run) -> dict[str, Any]:
     return {name: instantiate(node).set_dtype(torch.float64).to(run.meter.device) for name, node in nodes.items()}
 
 
-def evaluations(run: Run, loggers: Loggers) -> Evaluations:
-    """All ranks prepare what the keys of rank 0's loggers ask for."""
+def evaluators(run: Run, loggers: Loggers) -> tuple[list[Evaluator], Evaluator | None]:
+    """(each time an evaluation is due, for the test). All ranks prepare what the keys of rank 0's loggers ask for."""
     config, loaders = run.config, run.loaders
     images = max((node.get("images") or 0 for node in config.logger.values()), default=0)
     metrics, file = torchmetrics_of(run), Path(config.run_dir) / SAMPLES
     test = Evaluator(run, loaders.test, loggers, images, "test", metrics, file)
     each = [Evaluator(run, loaders.val, loggers, images, "val", metrics)] if loaders.val is not None else []
     each += [test] * (config.evaluation.test == "every")
-    return Evaluations(each, None if config.evaluation.test == "never" else test)
+    return each, None if config.evaluation.test == "never" else test
 
 
 def loggers(run: Run) -> Loggers:

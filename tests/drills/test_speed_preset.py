@@ -29,7 +29,7 @@ def test_cifar10_speed_learns_and_is_the_same_on_two_ranks_and_after_a_resume(tm
     readers = own_data(f"{__name__}.images")
     # SGD's learning rates are for 2000 samples a step, and these are 20.
     groups = "parameters.groups=[{match:head,use_muon:false,lr:13}]"
-    options = ["trainer.precision=fp64", "trainer.batch_size=20", "optimizer.sgd_lr=1", groups, "trainer.epochs=3"]
+    options = ["trainer.precision=fp64", "trainer.batch_size=20", "optimizer.others.lr=1", groups, "trainer.epochs=3"]
     small = [*readers, *CHANNELS, "model.widths=[8,12,16]", "logger=[tensorboard]"]
     cfg = composed("experiment=cifar10_speed", *small, *options)
     alone, two, moved = (with_values(cfg, f"run_dir={tmp_path / name}") for name in ("alone", "two", "moved"))

@@ -52,8 +52,6 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "randint": lambda x: x + torch.randint(9, (len(x), 1, 1)),
     "a coin": lambda x: x * torch.rand(()),
     "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.3)),
-    "bernoulli with p": lambda x: x * torch.bernoulli(x.detach(), 0.3),
-    "bernoulli_ of tensors": lambda x: x * torch.empty_like(x).bernoulli_(torch.full_like(x, 0.3)),
     "normal": lambda x: x + torch.normal(x.detach(), 0.1),
     "normal of tensors": lambda x: x + torch.normal(0.0, torch.ones(len(x), 5, 6)),
     "normal of a size": lambda x: x + torch.normal(0.0, 0.1, size=x.shape),

@@ -1,5 +1,6 @@
 """The parts of the image recipes: airbench's net, its whitening and its views, Muon for filters, and the presets."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from lockstep.config.nodes import instantiate
 from lockstep.errors import ConfigError
 from lockstep.models.airbench import Airbench, Whitening
-from lockstep.training.optimizers import MuonWithSGD, orthogonalised
+from lockstep.training.optimizers import Muon, orthogonalised
 from support.configs import composed
 
 
@@ -81,6 +82,11 @@ def test_orthogonalised_keeps_the_singular_vectors(shape: tuple[int, int]) -> No
     assert 0.5 < values.min() <= values.max() < 1.5
 
 
+def muon(parameters: Any, lr: float) -> Muon:
+    sgd = partial(torch.optim.SGD, lr=0.02, momentum=0.8, weight_decay=0.1, nesterov=True)
+    return Muon(parameters, lr, 0.6, 0.0, 3, True, sgd)
+
+
 def test_muon_with_sgd_turns_filters_and_leaves_the_rest_to_sgd() -> None:
     def layers() -> nn.Sequential:
         torch.manual_seed(4)
@@ -101,7 +107,7 @@ def test_muon_with_sgd_turns_filters_and_leaves_the_rest_to_sgd() -> None:
         {"params": [*ours[0].parameters(), ours[2].bias]},
         {"params": [ours[2].weight], "use_muon": False, "lr": 0.3, "weight_decay": 0.2},
     ]
-    found = trained(ours, MuonWithSGD(groups, 1e-15, 0.6, 3, 0.02, 0.8, 0.1))
+    found = trained(ours, muon(groups, 1e-15))
     rest = [
         {"params": [plain[0].bias, plain[2].bias]},
         {"params": [plain[2].weight], "lr": 0.3, "weight_decay": 0.2},
@@ -114,7 +120,7 @@ def test_muon_with_sgd_turns_filters_and_leaves_the_rest_to_sgd() -> None:
     ours(noise(7, 1, 8, 8)).square().mean().backward()
     weight = ours[0].weight
     before, gradient = weight.detach().clone(), weight.grad.clone()
-    MuonWithSGD(ours.parameters(), 0.1, 0.6, 3, 0.02, 0.8, 0.1).step()
+    muon(ours.parameters(), 0.1).step()
     update = orthogonalised(gradient.flatten(1), 3).view(3, 1, 3, 3)  # momentum only scales a first gradient
     torch.testing.assert_close(weight.detach(), before - 0.1 * update, rtol=1e-6, atol=1e-7)
 
@@ -139,9 +145,9 @@ def test_the_preset_for_image_folders_has_every_part_of_torchvisions_recipe() ->
 
 def test_the_preset_for_cifar10_has_the_learning_rates_of_airbench_for_a_mean() -> None:
     cfg = composed("experiment=cifar10_speed")
-    (head,), batch = cfg.parameters.groups, cfg.trainer.batch_size
-    assert (cfg.optimizer["sgd_lr"], head["lr"]) == (pytest.approx(0.053 * batch), pytest.approx(0.67 * batch))
-    decays = [cfg.optimizer["sgd_lr"] * cfg.optimizer["weight_decay"], head["lr"] * head["weight_decay"]]
+    (head,), batch, others = cfg.parameters.groups, cfg.trainer.batch_size, cfg.optimizer["others"]
+    assert (others["lr"], head["lr"]) == (pytest.approx(0.053 * batch), pytest.approx(0.67 * batch))
+    decays = [others["lr"] * others["weight_decay"], head["lr"] * head["weight_decay"]]
     assert decays == pytest.approx([2e-6 * batch] * 2, rel=0.02)
     model = instantiate(cfg.model)
     assert isinstance(model, Airbench)
@@ -152,6 +158,6 @@ def test_muon_leaves_a_weight_of_zeros_as_finite_as_it_is() -> None:
     layer = nn.Linear(4, 3)
     nn.init.zeros_(layer.weight)
     layer(torch.ones(2, 4)).sum().backward()
-    MuonWithSGD(layer.parameters(), 0.1, 0.6, 3, 0.02, 0.8, 0.1).step()
+    muon(layer.parameters(), 0.1).step()
     assert layer.weight.isfinite().all()
     assert layer.weight.norm() > 0

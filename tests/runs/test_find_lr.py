@@ -104,7 +104,7 @@ def test_all_rates_of_an_optimizer_are_scaled_by_the_same_factor(train: Train) -
     words = [
         "optimizer=muon",
         "optimizer.lr=0.02",
-        "optimizer.adamw_lr=0.002",
+        "optimizer.others.lr=0.002",
         "parameters.groups=[{match:1,lr:0.04}]",
     ]
     found = train(*FIND, *words)

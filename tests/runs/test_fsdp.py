@@ -11,7 +11,6 @@ from torch import nn
 from lockstep.errors import ConfigError
 from lockstep.models.tutorial import convnet
 from lockstep.strategies.sharded import Sharded, blocks_to_wrap
-from lockstep.training.replicas import digest
 from support.commands import own_data
 from support.configs import composed, parts_of, with_values
 from support.models import WATCHED, Block, TinyGPT
@@ -101,7 +100,6 @@ def bytes_after_setup(cfg: Any) -> tuple[int, int]:
     from lockstep.config.nodes import instantiate
     from lockstep.distributed.world import join_world
 
-    digest(torch.zeros(1))  # keeps a constant in this process
     with join_world("gloo", 60) as world:
         gc.collect()
         before = live_bytes()

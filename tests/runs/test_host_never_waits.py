@@ -92,7 +92,7 @@ def exchanges_read(cfg: Any) -> list[tuple[int, int]]:
 
     def noted(self: Any) -> None:
         if self.pending is not None:
-            found.append((self.pending[2].step, self.run.progress.step))
+            found.append((self.pending[2], self.run.progress.step))
         read(self)
 
     exchange.LONG = math.inf  # a slow machine reads at once

@@ -1,6 +1,5 @@
 """What watch.nan does with a batch whose loss or gradient is NaN."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +67,11 @@ def test_a_run_stops_at_the_step_and_names_the_samples(tmp_path: Path) -> None:
     # A world for each: a process that has failed is ended 5 s later.
     ends = [[end for (end,) in in_world(2, _train_all, [config])] for config in configs]
     for loss, gradient, test in zip(*ends, strict=True):
-        assert loss.startswith(f"the loss is nan at step {step} on rank {rank} with the samples ")
-        assert f"on rank {1 - rank}" not in loss
-        assert f"; sample {BROKEN} has NaN or infinite values; " in loss
-        assert loss.endswith("or to leave out their batches type watch.nan=skip")
+        assert loss.startswith(f"the loss is nan at step {step}; NaN or infinite values are in sample {BROKEN}; ")
+        assert loss.endswith("or to leave out such batches type watch.nan=skip")
         assert gradient.startswith(f"the weights are not finite at step {step}; ")
-        named = re.search(rf"on rank {rank} with the samples ([\d, ]*)", loss)
-        assert named
-        order = torch.randperm(SAMPLES, generator=generator(0, 0))[BATCH * (step - 1) :][:BATCH]
-        assert [int(word) for word in named[1].split(", ")] == order.tensor_split(2)[rank][:16].tolist()
         assert gradient.endswith("type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0")  # its inputs are finite
-        assert "the test loss is nan at step 1; in the test data the samples 7, 9 have NaN or infinite values; " in test
+        assert test.startswith("the test loss is nan at step 1; ")
     newest = max(path.stem for path in (tmp_path / "gradient" / "snapshots").glob("step_*[0-9]"))
     assert newest == f"step_{step - 1:08d}"
 
@@ -120,7 +113,7 @@ def test_where_reading_would_wait_the_next_log_finds_the_step(tmp_path: Path) ->
     cfg = composed(f"run_dir={tmp_path}", *MARKED, "logging.every=5")
     assert step == 10
     for sentence in in_world(2, _train_as_on_a_gpu, cfg):
-        assert sentence.startswith("the loss is nan at step 11 ")
+        assert sentence.startswith("the loss is nan at step 11; ")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

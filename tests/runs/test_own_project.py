@@ -30,5 +30,5 @@ def test_a_project_from_data_to_export(tmp_path: Path, start: Callable[..., Comm
         with open(tmp_path / "lockstep" / "outputs" / name) as file:
             row = next(csv.DictReader(file))
         assert (row["file"], row["truth"]) == (first, truth)
-    assert re.search(r"best: +outputs/rates/optimizer.lr=0", output)
+    assert re.search(r"best: +optimizer.lr=0", output)
     assert re.search(r"choosing: +val/f1 ", output)

@@ -155,9 +155,9 @@ PLATEAU, LARGE = "scheduler=plateau", "trainer.batch_size=180"  # 2 steps an epo
 TORCH = ["scheduler=torch", "scheduler.schedule={_target_:torch.optim.lr_scheduler.ExponentialLR,gamma:0.9}"]
 CHANGED_SCHEDULES = [
     ([PLATEAU, LARGE], [PLATEAU]),
-    ([PLATEAU, "scheduler.warmup_epochs=0"], [PLATEAU]),
     (["scheduler=cosine"], [PLATEAU]),
     ([PLATEAU], ["scheduler=cosine"]),
+    ([PLATEAU], TORCH),
     (["scheduler=one_cycle"], TORCH),
     ([LARGE, "scheduler=cosine"], ["scheduler=cosine"]),
     ([LARGE, "scheduler=one_cycle"], ["scheduler=one_cycle"]),

@@ -19,7 +19,6 @@ from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.state import require_loadable, trained_weights
 from lockstep.strategies.messages import to_bytes
 from lockstep.training.ema import Average
-from lockstep.training.schedules import one_cycle
 from lockstep.training.setup import cast
 from support.commands import ema
 from support.configs import composed, with_values
@@ -278,20 +277,6 @@ def test_factors_of_a_loss_are_a_node(tmp_path: Path, target: str) -> None:
     make = partial(torch.optim.SGD, lr=cfg.optimizer["lr"])
     reference = train_reference(model, pairs, mean_loss, make, epochs=2, batch_size=16)
     assert distance(reference.weights, weights(tmp_path / "run")) < 1e-12
-
-
-def test_one_cycle_moves_the_typed_momentum() -> None:
-    parameters = [nn.Parameter(torch.ones(1))]
-    for make, expected in (
-        (partial(torch.optim.SGD, momentum=0.0), 0.0),
-        (partial(torch.optim.SGD, momentum=0.5), 0.5),
-        (partial(torch.optim.AdamW, betas=(0.7, 0.9)), (0.7, 0.9)),
-        (torch.optim.Adagrad, None),
-    ):
-        optimizer = make(parameters, lr=0.1)
-        one_cycle(optimizer, total_steps=10, pct_start=0.3)
-        group = optimizer.param_groups[0]
-        assert group.get("betas", group.get("momentum")) == expected
 
 
 def test_a_batch_of_one_value_is_refused_by_batch_norm_on_any_number_of_ranks() -> None:

@@ -81,4 +81,4 @@ def test_metrics_and_predictions_of_two_heads_are_over_the_samples(
     plain += ["mode=predict", "resume=run", "mode.file=plain.csv"]
     start(*PYTHON_TRAIN, *own, *plain, PYTHONPATH=python_path).finish()
     header = (tmp_path / "plain.csv").read_text().splitlines()[0]
-    assert header == "index,output_side_0,output_side_1,output_sum,truth_side,truth_sum"
+    assert header == "index,prediction_side_0,prediction_side_1,prediction_sum,truth_side,truth_sum"

@@ -124,7 +124,7 @@ def test_the_line_that_evaluates_a_run_can_be_typed_as_it_is(start: Start, path:
 def test_a_job_of_a_sweep_can_be_run_again_as_its_record_says(start: Start, path: dict[str, Path], option: str) -> None:
     words = ["-m", option, "model=linear_net", "seed=1,2", "trainer.max_steps=2"]
     run = start(*PYTHON_TRAIN, *words, **path).finish()
-    (folder,) = re.findall(r"^sweep: 2 jobs; in (.*)$", run.output, re.MULTILINE)
+    (folder,) = re.findall(r"^sweep: 2 jobs, 1 at once; 0 have finished before; in (.*)$", run.output, re.MULTILINE)
     typed = read_run(run.cwd / folder / "seed=2")["command"]
     assert "finished: " in start(sys.executable, *shlex.split(typed)[1:], **path).finish().output
 

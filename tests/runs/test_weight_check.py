@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import RanksDiffer
-from lockstep.training.replicas import PIECE, digest
+from lockstep.training.replicas import hash_of
 from support.commands import PYTHON_TRAIN, ROOT, Command, ema
 from support.configs import composed
 from support.digits import FEW
@@ -45,26 +45,24 @@ def _train_all(configs: list[Any]) -> list[str]:
     return sentences
 
 
-def test_a_digest_changes_with_every_bit_and_with_the_order_of_values() -> None:
+def test_a_hash_changes_with_every_bit() -> None:
     random.seed(0)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
-        tensor = torch.randn(3, 5, 7, PIECE // 50).mul(100).to(dtype)
-        before = digest(tensor).item()
+        tensor = torch.randn(3, 5, 7, 11).mul(100).to(dtype)
+        before = hash_of(tensor).item()
         values = tensor.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
         for bit in range(8 * dtype.itemsize):
             index = random.randrange(len(values))
             kept = values[index].clone()
             values[index] ^= torch.tensor(1, dtype=values.dtype) << bit
-            assert digest(tensor).item() != before, (dtype, bit)
+            assert hash_of(tensor).item() != before, (dtype, bit)
             values[index] = kept
-        assert digest(tensor).item() == before
-        assert values[0] != values[-1], "the order of two equal values cannot be seen"
-        values[[0, -1]] = values[[-1, 0]]
-        assert digest(tensor).item() != before
-    assert digest(torch.tensor(0.0)).item() != digest(torch.tensor(-0.0)).item()
+        assert hash_of(tensor).item() == before
+    assert hash_of(torch.tensor(0.0)).item() != hash_of(torch.tensor(-0.0)).item()
     image = torch.randn(2, 3, 4, 4)
-    assert digest(image).item() == digest(image.to(memory_format=torch.channels_last)).item()
-    assert digest(torch.empty(0)).item() == 0
+    assert hash_of(image).item() == hash_of(image.to(memory_format=torch.channels_last)).item()
+    assert hash_of(torch.empty(0)).item() == 0
+    assert hash_of(torch.ones(3, dtype=torch.complex64) * 1j).item() != 0
 
 
 def test_a_damaged_weight_of_one_rank_is_named(tmp_path: Path) -> None:

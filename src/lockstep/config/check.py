@@ -31,7 +31,7 @@ def check(cfg: DictConfig) -> RunConfig:
     values = in_home(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     values.setdefault("logger", {})  # logger=[] leaves no section
     config: RunConfig = check_value(RunConfig, values)
-    for node in (config.scheduler.get("schedule"), config.loader.collate_fn):
+    for node in (config.scheduler.get("schedule"), config.optimizer.get("others"), config.loader.collate_fn):
         if isinstance(node, dict):
             node["_partial_"] = True  # the arguments come later
     config.refuse_contradictions()

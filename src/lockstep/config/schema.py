@@ -50,6 +50,7 @@ LATER: dict[str, tuple[int, frozenset[str]]] = {
     "optimizer": (1, frozenset()),
     "scheduler": (1, frozenset({"steps_per_epoch", "total_steps", "direction"})),
     "scheduler.schedule": (1, frozenset()),
+    "optimizer.others": (1, frozenset()),
     "loader.collate_fn": (1, frozenset()),
     "loader.augment": (0, frozenset({"epochs"})),
     "trainer.ema": (1, frozenset()),
@@ -209,7 +210,7 @@ class RunConfig:
         share, fold, folds = self.loader.validation, self.loader.fold, self.loader.folds
         monitor, final, chooses = self.monitor or "", self.trainer.final, self.chooses
         metric = monitor.partition("/")[2]
-        plateau = self.scheduler.get("_target_") == "lockstep.training.schedules.Plateau"
+        plateau = self.scheduler.get("_target_") == "lockstep.training.schedules.plateau"
         all_folds = f"loader.fold=0, or -m 'loader.fold=range(0,{folds})'"
         both = "watch.nan=skip and the loss scaling of fp16 would both leave out updates"
         overwrites = self.trainer.compile == "reduce-overhead" and self.trainer.gradient_accumulation_steps > 1

@@ -37,9 +37,8 @@ CAUSES = {  # of a way, of a stage, of both
     "are seeded for it, and change a copy of what the data set keeps",
     "two norm": "{first} sees a rank's share of the batch; type sync_bn=auto strategy=ddp",
     "two layers": f"{{first}} gives other outputs for the same samples: it {MIXES}",
-    "two loss": f"the loss of the same outputs is another one: it {MIXES}, and return a value for each sample",
-    "two unseen": "the loss is another one, and this strategy does not show its layers, such as a batch norm or "
-    "dropout of a part of the net; type strategy=ddp",
+    "two loss": f"the loss is another one: it {MIXES}, and return a value for each sample. Where no layer is shown, "
+    "as by a pipeline, a layer may do so, such as a batch norm or dropout; type strategy=ddp",
     "two gradients": "{names}: other gradients of the same loss, as a hook or a backward pass is not linear, or "
     "compares samples; change the gradient of the whole batch, in the optimizer",
     "two weights": "{names}: changed by a rank's own share of the batch; compute it of the samples of all ranks",
@@ -211,14 +210,9 @@ def judged(way: str, one: Ended, other: Ended, tolerance: float, to_the_end: boo
     if parting is None:
         return ("no", other.failed) if other.failed else ("yes", f"{most:.0e} apart" if tolerance else "all bits")
     step, stage, names, far = parting
-    layers = [key for key in one.trace if key[:2] == (step, "layers")][-1:]
-    is_shown = any(len(other.trace[key][1]) for key in layers if key in other.trace)
     evaluated = min((step for step, of, _ in one.trace if of == "evaluation"), default=step)
     kind = "evaluated" if way == "again" and step > evaluated else way
-    cause = {
-        "two layers": "two norm" if "BatchNorm" in names[0] else "two layers",
-        "two loss": "two loss" if is_shown else "two unseen",
-    }.get(f"{kind} {stage}", f"{kind} {stage}")
+    cause = "two norm" if (kind, stage) == ("two", "layers") and "BatchNorm" in names[0] else f"{kind} {stage}"
     sentence = CAUSES.get(cause) or CAUSES.get(stage) or CAUSES[kind]
     apart = f"{far:.0e} apart" if far > 1e-99 else "other bits"
     return "no", f"step {step}, {stage}, {apart}: {sentence.format(first=names[0], names=first_of(names))}"

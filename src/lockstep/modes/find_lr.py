@@ -84,8 +84,9 @@ class FindLr(Mode):
                     f"whether the model learns at all, or mode.max_lr={show(100 * self.max_lr)}"
                 )
             optimizer, factor = config.optimizer, found / typed
-            rates_of = {key: rate * factor for key, rate in optimizer.items() if key == "lr" or key.endswith("_lr")}
-            words = [f"optimizer.{key}={float(f'{rate:.2g}')}" for key, rate in rates_of.items()]
+            known = optimizer | {f"others.{key}": value for key, value in optimizer.get("others", {}).items()}
+            rates_of = {key: rate for key, rate in known.items() if key.endswith(("_lr", ".lr")) or key == "lr"}
+            words = [f"optimizer.{key}={float(f'{rate * factor:.2g}')}" for key, rate in rates_of.items()]
             log.info("type %s", shlex.join(words))
             if any("lr" in group for group in config.parameters.groups):
                 log.info("and multiply each lr of parameters.groups by %.2g", factor)

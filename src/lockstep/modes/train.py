@@ -38,4 +38,4 @@ class Train(Mode):
                 tested = build.earlier_test(info)
                 loggers.start(info)
                 with signals.stop_after_saving():
-                    return fit(run, build.evaluations(run, loggers), snapshots, loggers, info, tested)
+                    return fit(run, *build.evaluators(run, loggers), snapshots, loggers, info, tested)

@@ -7,7 +7,6 @@ import torch
 
 from lockstep.data.source import Tensors, of_each_sample, unwrapped
 from lockstep.files import short_hash
-from lockstep.training.replicas import digest
 
 LARGEST_TENSOR = 2**30  # bytes; a larger one may be a file that is mapped into memory, and is sampled
 TENSOR_ROWS = 64  # sampled of such a tensor
@@ -43,4 +42,8 @@ def _of_tensors(dataset: Tensors) -> str:
         rows = torch.tensor([index * length // count for index in range(count)], dtype=torch.int64)
         tensors = [tensor[rows.to(tensor.device)] for tensor in tensors]
         covers = f"{count} of {length} samples and targets"
-    return f"{short_hash((described, [int(digest(tensor)) for tensor in tensors]))} of {covers}"
+    return f"{short_hash(described, *map(_bytes_of, tensors))} of {covers}"
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -163,7 +163,9 @@ def restore(run: Run, saved: dict[str, Any], path: Path) -> None:
     step = run.progress.step
     run.clock.start(own["seconds"], step)
     _restore_optimizer(run, saved, own, path)
-    if own["schedule"]:
+    other_monitor = own["objective"] != [run.objective, run.direction]
+    measures_another = other_monitor or (saved["ema"] is None) != (run.average is None)
+    if own["schedule"] and not measures_another:  # else a plateau begins anew
         run.schedule.load_state_dict(own["schedule"])
     run.progress.ahead = run.place - step  # with another batch size
     run.schedule(run.place)
@@ -178,8 +180,7 @@ def restore(run: Run, saved: dict[str, Any], path: Path) -> None:
         run.meter.restore(own["meter"]["totals"])
     else:
         log.info("the task's metrics changed: this epoch's training metrics begin at step %d", step)
-    other_monitor = own["objective"] != [run.objective, run.direction]
-    if other_monitor or (saved["ema"] is None) != (run.average is None):
+    if measures_another:
         what = "the monitor" if other_monitor else "trainer.ema"
         log.info("%s changed: the best evaluation before step %d does not count", what, step)
         run.forget_best()

@@ -27,7 +27,7 @@ from lockstep.files import write_whole
 from lockstep.loggers.base import Loggers
 from lockstep.tasks.base import Samples, Task, as_float64
 from lockstep.training.metrics import Meter
-from lockstep.training.nonfinite import OTHER_DATA, SMALLER_STEPS, broken_in, sentence_about
+from lockstep.training.nonfinite import SMALLER_STEPS
 from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)
@@ -140,34 +140,32 @@ class Metrics:
 
     def compute(self, run: Run) -> dict[str, float]:
         """{name: value}, the same on every rank. A collective."""
-        world, found = run.world, dict[str, float]()
         whole = self._whole(run) if self.by_sample else ()
-
-        def gathered(state: Tensor, group: Any = None) -> list[Tensor]:
-            states = state.new_zeros(world.size, *state.shape)
-            states[world.rank] = state
-            return list(world.all_reduce_sum(states))
-
         for name, metric in self.metrics.items():
-            syncs, metric.dist_sync_fn = world.size > 1 and name not in self.by_sample, gathered
-            metric.distributed_available_fn = lambda syncs=syncs: syncs
+            metric.sync_on_compute = name not in self.by_sample
             if name in self.by_sample:
                 metric.update(*whole)
-            found[name] = float(metric.compute())
-        return found
+        return {name: float(metric.compute()) for name, metric in self.metrics.items()}
 
     def _whole(self, run: Run) -> list[Tensor]:
         """The scores and targets of all samples, on every rank, in the order of the data set."""
-        columns, device = [torch.cat(column) for column in zip(*self.kept, strict=True)], run.meter.device
-        mine = [[list(column.shape[1:]), str(column.dtype).removeprefix("torch.")] for column in columns[:2]]
+        columns = [torch.cat(column) for column in zip(*self.kept, strict=True)]
+        mine = [[list(column.shape[1:]), str(column.dtype).removeprefix("torch.")] for column in columns]
         forms = next(filter(None, run.world.all_gather_json(mine)))  # of a pipeline, one rank has the outputs
-        wholes = []
-        for place, (shape, dtype) in enumerate(forms):
-            whole = torch.zeros(self.samples, *shape, dtype=torch.float64, device=device)
-            if columns:
-                whole[columns[2].to(device)] = columns[place].to(device, torch.float64)
-            wholes.append(run.world.all_reduce_sum(whole).to(getattr(torch, dtype)))
-        return wholes
+        columns = columns or [torch.empty(0, *shape, dtype=getattr(torch, dtype)) for shape, dtype in forms]
+        *rows, numbers = columns
+        return [by_sample(run.world, self.samples, numbers, each).to(each.dtype) for each in rows]
+
+
+def by_sample(world: World, samples: int, numbers: Tensor, rows: Tensor) -> Tensor:
+    """(samples, ...) float64: the rows that the ranks have of each sample, 0 where none has any. A collective.
+
+    numbers: (N,) of the samples of this rank's rows.
+    """
+    device = float64_device(world.device)
+    whole = torch.zeros(samples, *rows.shape[1:], dtype=torch.float64, device=device)
+    whole[numbers.to(device)] = rows.to(device, torch.float64)
+    return world.all_reduce_sum(whole)
 
 
 class SampleResults:
@@ -208,10 +206,9 @@ class SampleResults:
 
     def reduce(self, world: World) -> None:
         self.samples = sum(world.all_gather_json(self.samples))
-        whole = torch.zeros(self.length, len(COLUMNS), dtype=torch.float64, device=float64_device(world.device))
-        for numbers, rows in self.kept:
-            whole[numbers.to(whole.device)] = rows.to(whole.device)
-        whole = world.all_reduce_sum(whole).cpu()
+        self.kept.append((torch.empty(0, dtype=torch.int64), torch.empty(0, len(COLUMNS))))  # a rank may have none
+        mine, rows = ([each.cpu() for each in column] for column in zip(*self.kept, strict=True))
+        whole = by_sample(world, self.length, torch.cat(mine), torch.cat(rows)).cpu()
         numbers = whole[:, 0].nonzero().flatten()
         self.columns = {"number": numbers} | dict(zip(COLUMNS, whole[numbers].unbind(1), strict=True))
         for metric, name in (("loss", "loss"), ("accuracy", "right")):
@@ -223,18 +220,14 @@ class SampleResults:
     def table(self, loader: Loader) -> dict[str, Sequence[Any]]:
         """{column: a value for each sample} of number, file, target, loss and right: those that there are."""
         files, classes = files_of(loader), class_names(loader.reader.dataset)
-        always = ("number", "loss")
-        known = {name: c.tolist() for name, c in self.columns.items() if name in always or not c.isnan().all()}
-        known |= {name: [*map(_shown, known[name])] for name in known.keys() & {"target", "right"}}
-        if files:
-            known["file"] = [files[number] for number in known["number"]]
-        if "target" in known:
-            known["target"] = [classes[one] if one in range(len(classes)) else one for one in known["target"]]
-        return {name: known[name] for name in ("number", "file", "target", "loss", "right") if name in known}
-
-
-def _shown(value: float) -> float:
-    return int(value) if value.is_integer() else value
+        known: dict[str, list[Any]] = {name: column.tolist() for name, column in self.columns.items()}
+        for name in ("target", "right"):
+            known[name] = [int(value) if value.is_integer() else value for value in known[name]]
+        known["target"] = [classes[one] if one in range(len(classes)) else one for one in known["target"]]
+        known["file"] = [files[number] for number in known["number"]] if files else []
+        given = [name for name in ("target", "right") if not self.columns[name].isnan().all()]
+        wanted = ("number", *["file"] * bool(files), "target", "loss", "right")
+        return {name: known[name] for name in wanted if name in ("number", "file", "loss", *given)}
 
 
 def _one_value(values: Any) -> Tensor | None:
@@ -272,11 +265,7 @@ class Evaluator:
         metrics = Metrics(self.metrics, len(loader.reader)) if self.metrics else None
         means = evaluate(run, loader, on_stop, results, metrics)
         if not math.isfinite(means["loss"]):
-            name = {"val": "validation"}.get(self.name, self.name)
-            what, broken = f"the {name} loss is {means['loss']} at step {step}", broken_in(loader, run)
-            if broken:
-                raise TrainingDiverged(f"{what}; in the {name} data {sentence_about(broken)}", OTHER_DATA)
-            raise TrainingDiverged(what, SMALLER_STEPS)
+            raise TrainingDiverged(f"the {self.name} loss is {means['loss']} at step {step}", SMALLER_STEPS)
         for callback in run.callbacks:
             callback.on_evaluation(run, self.name, means)
         if results is None:
@@ -303,11 +292,3 @@ def write_samples(file: Path, results: SampleResults, loader: Loader) -> None:
         write_whole(file, text.getvalue(), sync=False)
     except OSError as error:
         log.warning("%s cannot be written (%s); the run goes on", file, error)
-
-
-@dataclass(frozen=True)
-class Evaluations:
-    """What a run evaluates: `of_each`, each time one is due, and `test`, at the end; None: the test set stays shut."""
-
-    of_each: Sequence[Evaluator]
-    test: Evaluator | None

@@ -1,7 +1,7 @@
 """What ranks tell each other while they train: in one all-reduce now and then, never in a step."""
 
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,15 +21,6 @@ PAUSE = 0.25  # seconds between two exchanges: a stop is heard within two of the
 LONG = 2.0  # seconds of a stride from which on a result is read at once
 
 
-class Now(NamedTuple):
-    """What this rank has at an exchange. seconds: of `time.perf_counter`."""
-
-    step: int
-    seconds: float
-    lr: float
-    grad_norm: Tensor | None
-
-
 class Exchange:
     """Sums of the losses, a wish to stop, rank 0's clock, and whether a weight was frozen or unfrozen.
 
@@ -42,7 +33,7 @@ class Exchange:
         self.every, self.weights_every = run.config.logging.every, run.config.watch.weights_every
         self.parameters = [*run.model.parameters()]
         self.flags = self._flags()
-        self.pending: tuple[Any, Tensor, Now] | None = None  # (what is waited for, the vector, when)
+        self.pending: tuple[Any, Tensor, int, dict[str, Any]] | None = None  # (what waits, the vector, step, its log)
         self.stride, self.last_seconds, self.is_first = 1, 0.0, True
         self.width = 2 * len(run.meter.names)
         self.reported = torch.zeros(self.width, dtype=torch.float64)  # the sums at the last log of this epoch
@@ -104,7 +95,13 @@ class Exchange:
             stride = max(1, min(fitting, 2 * self.stride))
             words[2:] = [float(run.clock.is_over), float(self.snapshots.due_by_clock()), stride, seconds]
         self.last = step, now
-        here = Now(step, now, float(run.optimizer.param_groups[0]["lr"]), run.step.grad_norm)
+        logged: dict[str, Any] = {}
+        if step % self.every == 0:
+            logged = {"train/lr": float(run.optimizer.param_groups[0]["lr"]), "train/grad_norm": run.step.grad_norm}
+            first, start = self.interval
+            if step > first:
+                logged["speed/step_ms"] = 1000 * (now - start) / (step - first)
+            self.interval = step, now
         told = torch.tensor(words, dtype=torch.float64).to(run.meter.device, non_blocking=True)
         vector = torch.cat([run.meter.flush(), told])
         wait = run.world.all_reduce_async(vector)
@@ -115,13 +112,13 @@ class Exchange:
             event = torch.cuda.Event()
             event.record()
             wait = event.synchronize
-        self.pending = wait, vector, here
+        self.pending = wait, vector, step, logged
 
     def drain(self) -> None:
         """Read what is under way, if there is anything: also before a save and at an epoch's end."""
         if self.pending is None:
             return
-        (wait, vector, then), self.pending = self.pending, None
+        (wait, vector, step, logged), self.pending = self.pending, None
         wait()
         run, totals = self.run, vector[: self.width]
         stop, changed, is_over, is_due, stride, self.last_seconds = vector[self.width :].tolist()
@@ -134,8 +131,8 @@ class Exchange:
                 f"{what}; type parameters.freeze=[<it>], or leave it trained, with a learning rate of its own"
             )
         self.stride = int(stride)
-        if then.step % self.every == 0:
-            self._log(then, recent)
+        if logged:
+            self._log(step, recent, logged)
             self.reported = totals.clone()
         if is_over:
             run.clock.end_at(run.progress.step)
@@ -144,20 +141,16 @@ class Exchange:
         if stop:
             self.snapshots.stop_before_evaluation()
 
-    def _log(self, then: Now, recent: Tensor) -> None:
+    def _log(self, step: int, recent: Tensor, logged: dict[str, Any]) -> None:
+        norm = logged.pop("train/grad_norm")
+        if norm is not None and bool(norm.isfinite()):
+            logged["train/grad_norm"] = float(norm)
         means = self.run.meter.means(recent)
-        # Where all updates were left out, nothing is counted, and there is no loss.
-        metrics = {"train/running_loss": means["loss"]} if means else {}
-        metrics["train/lr"] = then.lr
-        if then.grad_norm is not None and bool(then.grad_norm.isfinite()):
-            metrics["train/grad_norm"] = float(then.grad_norm)
-        first, start = self.interval
-        if then.step > first:
-            metrics["speed/step_ms"] = 1000 * (then.seconds - start) / (then.step - first)
-        self.interval = then.step, then.seconds
+        if means:  # where all updates were left out, nothing is counted
+            logged["train/running_loss"] = means["loss"]
         if self.run.step.skip is not None:
-            metrics["watch/skipped_steps"] = self.run.step.skip.skipped
-        self.loggers.log(metrics, then.step)
+            logged["watch/skipped_steps"] = self.run.step.skip.skipped
+        self.loggers.log(logged, step)
 
     def _flags(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.parameters]

@@ -1,7 +1,7 @@
 """The training of a run, from its first epoch to its last evaluation. It is the same for any number of processes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.failures.record import heartbeat
 from lockstep.loggers.base import EpochSummary, Loggers, RunInfo
 from lockstep.runs.record import FINISHED, PAUSED
-from lockstep.training.evaluate import Evaluations
+from lockstep.training.evaluate import Evaluator
 from lockstep.training.exchange import Exchange
 from lockstep.training.nonfinite import diverged
 from lockstep.training.run import Run
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 def fit(
     run: Run,
-    evaluations: Evaluations,
+    evaluators: Sequence[Evaluator],
+    tester: Evaluator | None,
     snapshots: "Checkpointer",
     loggers: Loggers,
     info: RunInfo,
@@ -29,6 +30,7 @@ def fit(
     """Train epoch by epoch, evaluate, save; test once, with the weights that were chosen. Returns the monitored value
     of these weights, None if nothing chooses.
 
+    evaluators: each time an evaluation is due. tester: at the end; None: the test set stays shut.
     info: what the loggers have got. tested: the test of an earlier start, as `RunInfo.test`, if there was one.
     """
     exchange = Exchange(run, loggers, snapshots, delayed=run.world.device.type == "cuda")
@@ -47,7 +49,7 @@ def fit(
                 break
         summary = end_epoch(run, exchange)
         if run.evaluation_due:
-            evaluated = {each.name: each(snapshots.stop_before_evaluation) for each in evaluations.of_each}
+            evaluated = {each.name: each(snapshots.stop_before_evaluation) for each in evaluators}
             summary.metrics.update(evaluated)
             if run.objective is not None and run.update_best(value_of(run.objective, evaluated)):
                 snapshots.save("best")
@@ -55,12 +57,12 @@ def fit(
                 summary.metrics["best"] = {run.objective.partition("/")[2]: run.progress.best}
         finish_epoch(run, summary, loggers, snapshots)
     if not evaluated:  # nothing is evaluated at each epoch, or a finished run was started again: all is logged
-        evaluated = {each.name: each(snapshots.stop) for each in evaluations.of_each}
+        evaluated = {each.name: each(snapshots.stop) for each in evaluators}
     heartbeat.enter("export")
     snapshots.export()
     is_paused, result = run.reached_limit == "trainer.pause_after", None
-    if evaluations.test is not None and not is_paused:
-        result = test(run, evaluations, evaluated, snapshots, loggers, tested)
+    if tester is not None and not is_paused:
+        result = test(run, tester, evaluated, snapshots, loggers, tested)
     for callback in run.callbacks:
         callback.on_fit_end(run)
     last = {} if run.objective is None else evaluated["val"]
@@ -115,24 +117,23 @@ def finish_epoch(run: Run, summary: EpochSummary, loggers: Loggers, snapshots: "
 
 def test(
     run: Run,
-    evaluations: Evaluations,
+    tester: Evaluator,
     evaluated: Mapping[str, dict[str, float]],
     snapshots: "Checkpointer",
     loggers: Loggers,
     tested: Mapping[str, Any] | None,
 ) -> Mapping[str, Any]:
     """The number of the run, as `RunInfo.test`: of the test set, with the weights that were chosen. It is read once."""
-    assert evaluations.test is not None
     step, best_step = run.progress.step, run.progress.best_step
     chosen, is_logged = step if best_step is None else best_step, True
     if tested is not None and tested["step"] == chosen:
         found = tested
     elif chosen == step and "test" in evaluated:
-        found = {"step": step, "metrics": evaluated["test"], **evaluations.test.facts}
+        found = {"step": step, "metrics": evaluated["test"], **tester.facts}
     else:
         is_logged, chosen = "test" in evaluated, snapshots.take_best()
-        metrics = evaluations.test(snapshots.stop_before_test, chosen)
-        found = {"step": chosen, "metrics": metrics, **evaluations.test.facts}
+        metrics = tester(snapshots.stop_before_test, chosen)
+        found = {"step": chosen, "metrics": metrics, **tester.facts}
     loggers.test(found, is_logged)
     return found
 

@@ -2,14 +2,13 @@
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from lockstep.data.loader import Loader
 from lockstep.data.source import tensors_in
 from lockstep.errors import TrainingDiverged, first_of
 from lockstep.strategies.base import Strategy, local_part
@@ -20,7 +19,7 @@ log = logging.getLogger(__name__)
 SKIPS_IN_A_ROW = 10  # more of them mean that the weights are bad, not a batch
 SAMPLES_NAMED = 16  # in a sentence
 SMALLER_STEPS = "type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0"
-OTHER_DATA = "repair these samples or remove them from the data set"
+OTHER_DATA = "repair or remove what is broken there, or to leave out such batches type watch.nan=skip"
 
 
 class SkipNonFinite:
@@ -81,19 +80,14 @@ def diverged(run: Run, what: str, step: int | None) -> TrainingDiverged:
     loader, progress = run.loaders.train, run.progress
     steps_of_epoch = -(-progress.samples // run.batch_size)
     start = max(0, steps_of_epoch - (progress.step - step + 1)) * run.batch_size  # all steps back are in this epoch
-    samples, broken = list[int](), list[int]()
+    mine = list[int]()
     for request in loader.requests_at(progress.epoch, start):
-        numbers = loader.whole(request.numbers)
-        broken += broken_samples(numbers, *loader.read(request))
-        samples += numbers[loader.before :].tolist()
-    everyones = run.world.all_gather_json([samples, broken])
-    ranks = [rank for rank, (_, bad) in enumerate(everyones) if bad] or range(len(everyones))
-    of_ranks = [f"on rank {rank} with the samples {first_of(everyones[rank][0], SAMPLES_NAMED)}" for rank in ranks]
-    sentence, all_broken = f"{what} at step {step} {' and '.join(of_ranks)}", [n for _, bad in everyones for n in bad]
-    if not all_broken:
-        return TrainingDiverged(sentence, SMALLER_STEPS)
-    advice = f"{OTHER_DATA}, or to leave out their batches type watch.nan=skip"
-    return TrainingDiverged(f"{sentence}; {sentence_about(all_broken)}", advice)
+        mine += broken_samples(loader.whole(request.numbers), *loader.read(request))
+    broken = sorted({number for of_rank in run.world.all_gather_json(mine) for number in of_rank})
+    if not broken:
+        return TrainingDiverged(f"{what} at step {step}", SMALLER_STEPS)
+    named = f"{what} at step {step}; NaN or infinite values are in sample {first_of(broken, SAMPLES_NAMED)}"
+    return TrainingDiverged(named, OTHER_DATA)
 
 
 def broken_samples(numbers: Any, inputs: Any, targets: Any) -> list[int]:
@@ -107,18 +101,3 @@ def broken_samples(numbers: Any, inputs: Any, targets: Any) -> list[int]:
             is_broken = ~tensor.isfinite().reshape(len(tensor), tensor.shape[1:].numel()).all(1)
             found |= set(numbers[is_broken.cpu().numpy()].tolist())
     return sorted(found)
-
-
-def broken_in(loader: Loader, run: Run) -> list[int]:
-    """The samples of an evaluation that hold NaN or infinite values. A collective."""
-    mine = list[int]()
-    for part in loader.evaluation(run.config.evaluation.batch_size):
-        mine += broken_samples(loader.whole(part.numbers.numpy()), part.inputs, part.targets)
-    return [number for rank in run.world.all_gather_json(mine) for number in rank]
-
-
-def sentence_about(broken: Iterable[int]) -> str:
-    """ "sample 17 has NaN or infinite values". broken: one at least."""
-    numbers = sorted(set(broken))
-    names = f"sample {numbers[0]} has" if len(numbers) == 1 else f"the samples {first_of(numbers, SAMPLES_NAMED)} have"
-    return f"{names} NaN or infinite values"

@@ -1,10 +1,9 @@
 """The optimizer of a run: parameter groups by rule, and Muon beside another one."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-from annotated_types import Len
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,7 +14,6 @@ from lockstep.models.base import matching_parameters, require_matches, sparse_pa
 from lockstep.strategies.base import local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration: they bring all singular values near 1
-
 
 Rule = tuple[str, list[str], dict[str, Any]]
 """(the key that says it, patterns of parameters, their hyperparameters)."""
@@ -85,19 +83,17 @@ def give_momentum(optimizer: Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-class MuonWithAdamW(Optimizer):
-    """Muon (Jordan et al. 2024, torch.optim.Muon) for matrices, AdamW for all other parameters.
+class Muon(Optimizer):
+    """Muon (Jordan et al. 2024) for weights of two and more dimensions, another optimizer for all other parameters.
 
-    A parameter group with use_muon=false is AdamW's as a whole: an embedding, or the last layer. Of several groups each
-    may have its own lr, momentum, betas and weight_decay. Muon computes in bfloat16, so runs at different numbers of
-    ranks agree to its rounding.
+    torch.optim.Muon takes matrices only; here a filter (out, in, height, width) is a matrix of `out` rows. A parameter
+    group with use_muon=false is the other optimizer's as a whole: an embedding, or the last layer. Of several groups
+    each may have hyperparameters of its own. The iteration computes in the weights' own type.
 
-    lr: learning rate of the matrices.
-    momentum: momentum of the matrices.
-    weight_decay: decoupled weight decay.
-    adamw_lr: learning rate of all other parameters.
-    betas: AdamW's decay of the two moments.
-    fused: one kernel for all weights of AdamW; null: where torch can.
+    lr, momentum, weight_decay: of Muon; the decay is decoupled, as AdamW's.
+    steps: of the Newton-Schulz iteration.
+    normalised: whether a weight is scaled to the norm sqrt(out) before each step; then no decay is needed.
+    others: the other optimizer's _target_ and its arguments.
     """
 
     def __init__(
@@ -106,23 +102,30 @@ class MuonWithAdamW(Optimizer):
         lr: Positive,
         momentum: Fraction,
         weight_decay: NotNegative,
-        adamw_lr: Positive,
-        betas: Annotated[Sequence[Fraction], Len(2, 2)],
-        fused: bool | None,
+        steps: Count,
+        normalised: bool,
+        others: Callable[[Any], Optimizer],
     ) -> None:
-        matrices, others = _parted(params, lambda weight: weight.dim() == 2)
-        self.muon = torch.optim.Muon(matrices, lr, momentum=momentum, weight_decay=weight_decay)
-        decays = betas[0], betas[1]
-        self.adamw = torch.optim.AdamW(others, adamw_lr, decays, weight_decay=weight_decay, fused=fused is True)
-        known = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": tuple(betas), "use_muon": True}
-        super().__init__([*self.muon.param_groups, *self.adamw.param_groups], known)
+        own = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "use_muon": True}
+        groups = list(params)
+        groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
+        self.others = others([group | {"params": self._parted(group)[1]} for group in groups])
+        groups = [own | group | {"params": self._parted(group)[0]} for group in groups]
+        self.steps, self.normalised = steps, normalised
+        super().__init__([*groups, *self.others.param_groups], self.others.defaults | own)
         self._share()
 
+    @staticmethod
+    def _parted(group: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """(what is Muon's of a group, the others)."""
+        is_own = [group.get("use_muon", True) and weight.dim() >= 2 for weight in group["params"]]
+        pairs = [*zip(group["params"], is_own, strict=True)]
+        return [weight for weight, own in pairs if own], [weight for weight, own in pairs if not own]
+
     def _share(self) -> None:
-        """Both parts work on this optimizer's groups and state."""
-        count = len(self.param_groups) // 2
-        self.muon.param_groups, self.adamw.param_groups = self.param_groups[:count], self.param_groups[count:]
-        self.muon.state = self.adamw.state = self.state
+        """The other optimizer works on this one's groups and state."""
+        self.others.param_groups = self.param_groups[len(self.param_groups) // 2 :]
+        self.others.state = self.state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # load_state_dict puts new groups and a new state in place
@@ -130,81 +133,26 @@ class MuonWithAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self.muon.step()
-        self.adamw.step()
+        for group in self.param_groups[: len(self.param_groups) // 2]:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._step_of(weight, weight.grad, group["lr"], group["momentum"], group["weight_decay"])
+        self.others.step()
 
-
-class MuonWithSGD(Optimizer):
-    """Muon (Jordan et al. 2024) for weights of two and more dimensions, SGD with Nesterov's momentum for the rest.
-
-    A filter (out, in, height, width) is taken as a matrix of `out` rows. Before each step a weight of Muon's is scaled
-    to the norm sqrt(out), so it needs no weight decay. A parameter group with use_muon=false is SGD's as a whole. Of
-    several groups each may have its own lr, momentum and weight_decay. The Newton-Schulz iteration computes in the
-    weights' own type.
-
-    lr: learning rate of the filters and matrices.
-    momentum: momentum of the filters and matrices.
-    steps: steps of the Newton-Schulz iteration.
-    sgd_lr: learning rate of all other parameters.
-    sgd_momentum: momentum of all other parameters.
-    weight_decay: weight decay of all other parameters.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: Positive,
-        momentum: Fraction,
-        steps: Count,
-        sgd_lr: Positive,
-        sgd_momentum: Fraction,
-        weight_decay: NotNegative,
-    ) -> None:
-        matrices, others = _parted(params, lambda weight: weight.dim() >= 2)
-        of_muon, of_sgd = {"lr": lr, "momentum": momentum}, {"lr": sgd_lr, "momentum": sgd_momentum}
-        matrices = [of_muon | group | {"use_muon": True} for group in matrices]
-        others = [of_sgd | group | {"use_muon": False} for group in others]
-        known = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "steps": steps, "use_muon": True}
-        super().__init__([*matrices, *others], known)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if group["use_muon"]:
-                    norm = parameter.norm()  # of zeros, as a last layer may begin with them, nothing is scaled
-                    parameter.mul_(torch.where(norm > 0, len(parameter) ** 0.5 / norm, 1.0))
-                    matrix = self._direction(parameter, parameter.grad, group["momentum"]).flatten(1)
-                    update = orthogonalised(matrix, group["steps"]).view(parameter.shape)
-                else:
-                    gradient = parameter.grad.add(parameter, alpha=group["weight_decay"])
-                    update = self._direction(parameter, gradient, group["momentum"])
-                parameter.sub_(update, alpha=group["lr"])
-
-    def _direction(self, parameter: Tensor, gradient: Tensor, momentum: float) -> Tensor:
-        """Nesterov's momentum."""
-        state = self.state[parameter]
+    def _step_of(self, weight: Tensor, gradient: Tensor, lr: float, momentum: float, weight_decay: float) -> None:
+        state = self.state[weight]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
+            state["momentum_buffer"] = torch.zeros_like(weight)
         velocity: Tensor = state["momentum_buffer"]
         velocity.mul_(momentum).add_(gradient)
-        return gradient.add(velocity, alpha=momentum)
-
-
-def _parted(params: Iterable[Any], is_matrix: Callable[[Tensor], bool]) -> list[list[dict[str, Any]]]:
-    """Parameters, or groups of them -> groups with what is Muon's, and as many with the others."""
-    groups = list(params)
-    groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
-    return [
-        [
-            group
-            | {"params": [p for p in group["params"] if (group.get("use_muon", True) and is_matrix(p)) == of_muon]}
-            for group in groups
-        ]
-        for of_muon in (True, False)
-    ]
+        direction = gradient.add(velocity, alpha=momentum).flatten(1)  # Nesterov's
+        if self.normalised:
+            norm = weight.norm()  # of zeros, as a last layer may begin with them, nothing is scaled
+            weight.mul_(torch.where(norm > 0, len(weight) ** 0.5 / norm, 1.0))
+        weight.mul_(1 - lr * weight_decay)
+        rows, columns = direction.shape
+        update = orthogonalised(direction, self.steps).view(weight.shape)
+        weight.sub_(update, alpha=lr * max(1.0, rows / columns) ** 0.5)
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:

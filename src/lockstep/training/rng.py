@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.compat import dispatch_mode
 from lockstep.data.loader import LoadedPart
-from lockstep.data.partition import fold_in, seed_numpy_and_random
+from lockstep.data.partition import fold_in, seed_numpy_and_random, seeded
 
 BLOCKS = 8  # of a global batch, at most: each is drawn from a seed of its own
 BLOCK_SIZE = 16384  # numbers in a block, at least: a call takes as long as these
@@ -157,15 +157,12 @@ class SampleDraws(TorchFunctionMode):
     def by_rank(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """`func`, whose draws differ between ranks, if it draws: an attention need not."""
         generators = [torch.default_generator, *torch.cuda.default_generators]
-        seed = fold_in(self.new_seed(), self.start)
-        states = [generator.get_state() for generator in generators]
-        seeded = [generator.manual_seed(seed).get_state() for generator in generators]
-        try:
-            return func(*args, **kwargs)
-        finally:
-            for generator, state, before in zip(generators, states, seeded, strict=True):
-                self.has_drawn |= not torch.equal(generator.get_state(), before)
-                generator.set_state(state)
+        with seeded(fold_in(self.new_seed(), self.start)):
+            before = [generator.get_state() for generator in generators]
+            result = func(*args, **kwargs)
+            now = [generator.get_state() for generator in generators]
+        self.has_drawn |= not all(map(torch.equal, before, now))
+        return result
 
     def new_seed(self) -> int:
         return int(torch.randint(2**62, (), device="cpu"))
@@ -197,10 +194,6 @@ class _Operators(dispatch_mode()):  # type: ignore[misc]
                 return self._fill(torch.empty(size, **kwargs), name, *bounds)
             case "bernoulli", (Tensor() as p,):
                 return (self._fill(torch.empty(p.shape, device=p.device), "uniform_") < p).to(p.dtype)
-            case "bernoulli_", (Tensor() as tensor, Tensor() as p):
-                return tensor.copy_(self._fill(torch.empty(tensor.shape, device=tensor.device), "uniform_") < p)
-            case "bernoulli", (like, p):
-                return self._fill(torch.empty_like(like), "bernoulli_", p)
             case "normal", (mean, std, *size):
                 tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
                 shape = size[0] if size else torch.broadcast_shapes(*(value.shape for value in tensors))
@@ -212,7 +205,7 @@ class _Operators(dispatch_mode()):  # type: ignore[misc]
             case _, (Tensor() as tensor, *numbers) if name in FILLERS:
                 return self._fill(tensor, name, *numbers, **kwargs)
             case (("_sample_dirichlet" | "multinomial"), (row, *_)) if row.numel() == row.shape[-1]:
-                self.draws.has_drawn = True  # one draw is the same on all ranks
+                self.draws.has_drawn = True  # one draw, as MixUp's, is the same on all ranks
                 return func(*args, **kwargs)
             case "_standard_gamma", (number, *_) if number.numel() == 1:
                 self.draws.has_drawn = True

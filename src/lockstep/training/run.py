@@ -202,7 +202,6 @@ class Run:
     def forget_best(self) -> None:
         """Evaluations from now on measure something else than those before."""
         self.progress.best, self.progress.best_step, self.progress.evals_since_best = None, None, 0
-        self.schedule.forget_best()
 
 
 class Clock:

@@ -118,21 +118,17 @@ def checkpoint_activations(model: nn.Module, patterns: Sequence[object]) -> None
     """Let the outermost modules that `patterns` name, by the rules of fnmatch, compute their values again in the
     backward pass, in place of keeping them (Chen et al. 2016). Names of weights stay.
 
-    Raises ConfigError for a pattern without a module, and for a module that is not called.
+    Raises ConfigError for a pattern that names no module which is called.
     """
-    modules, found = {name: module for name, module in model.named_modules() if name}, list[str]()
-    texts = [str(pattern) for pattern in patterns]
+    uncalled, texts = nn.ModuleList | nn.ModuleDict | torch.jit.ScriptModule, [str(pattern) for pattern in patterns]
+    modules = {name: part for name, part in model.named_modules() if name and not isinstance(part, uncalled)}
     matched = [any(fnmatchcase(name, text) for name in modules) for text in texts]
     require_matches("trainer.checkpoint_activations", texts, matched, modules)
+    found = list[str]()
     for name, module in modules.items():  # parents come before their children
-        if any(name.startswith(f"{outer}.") for outer in found) or not any(fnmatchcase(name, text) for text in texts):
-            continue
-        if isinstance(module, nn.ModuleList | nn.ModuleDict | torch.jit.ScriptModule):
-            what = f"trainer.checkpoint_activations cannot compute {name} again: it only holds blocks, or is scripted"
-            advice = f'"{name}.*"' if any(module.children()) else "[]"
-            raise ConfigError(f"{what}; type 'trainer.checkpoint_activations=[{advice}]'")
-        found.append(name)
-        module.__class__ = _checkpointing(type(module))  # type: ignore[arg-type]
+        if any(fnmatchcase(name, text) for text in texts) and not any(name.startswith(f"{each}.") for each in found):
+            found.append(name)
+            module.__class__ = _checkpointing(type(module))  # type: ignore[arg-type]
 
 
 @cache
