@@ -37,6 +37,8 @@ def main(cfg: DictConfig) -> Any:
         from lockstep.preflight import preflight  # imports torch
 
         parts = preflight(config)
+        if parts.mode.starts_ranks:  # itself
+            return parts.mode.work(config, record, parts)
         return parts.launcher.launch(parts.mode.work, config, record, parts)
 
 

@@ -23,8 +23,8 @@ from lockstep.config.record import RECORD, config_flags, sets, typed_overrides
 from lockstep.config.schema import CONF, NO_NUMBER, SHARED_BY
 from lockstep.distributed import signals
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
-from lockstep.distributed.host import ENDS_WITH_PARENT, end_with_parent, remove_temporary_folder, start_agent_watchdog
-from lockstep.distributed.rendezvous import STORE_TIMEOUT, forget_start, run_started_at
+from lockstep.distributed.host import ENDS_WITH_PARENT, end_with_parent, remove_temporary_folder
+from lockstep.distributed.rendezvous import STORE_TIMEOUT, run_started_at
 from lockstep.distributed.run_folder import folder_of_run, unwritable
 from lockstep.errors import ConfigError, RankFailed
 from lockstep.launchers.base import flush_output, print_line
@@ -77,7 +77,6 @@ def _run(main: Callable[[], Any]) -> None:
         raise ConfigError(f"{what}, and type launch=torchrun")
     main()
     signals.stop_listening()  # the run has finished
-    forget_start(info)
 
 
 @contextmanager
@@ -102,8 +101,6 @@ def tell(error: Exception) -> int:
         remove_empty_run_folder()
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(1)  # rank 0 of this machine usually prints the same sentence, and the launcher ends this rank
-    else:
-        start_agent_watchdog(os.environ)
     if not is_report and errors.kind_of(shown) not in errors.RAISED_BY_ALL:
         text = "".join(traceback.format_exception(shown)).rstrip("\n")
     if text:

@@ -12,7 +12,7 @@ from lockstep.distributed.environment import RankInfo, read_rank_info
 from lockstep.distributed.run_folder import check_run_folder
 from lockstep.distributed.signals import set_run_folder
 from lockstep.errors import ConfigError
-from lockstep.launchers.base import CalledHere, Launcher
+from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode
 from lockstep.text import first_line
 
@@ -41,9 +41,7 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
     launcher, mode = instantiate_as(Launcher, config.launch, "launch"), instantiate_as(Mode, config.mode, "mode")
     if not starts and not mode.trains:
         raise ConfigError(f"mode={mode.name} is no training, and a sweep trains; type the command without -m")
-    if starts and not mode.starts_ranks:
-        launcher.prepare()
-    parts = build_parts(config, CalledHere(launcher) if mode.starts_ranks else launcher, mode)
+    parts = build_parts(config, launcher, mode)
     if starts and not (mode.starts_ranks or launcher.runs_elsewhere):
         check_run_folder(config.run_dir)
         set_run_folder(config.run_dir)
@@ -112,7 +110,7 @@ def check_optimizer(path: str, node: Node) -> None:
 
 def job_spec(config: RunConfig, launcher: Launcher) -> "JobSpec":
     """What the config asks for. Raises ConfigError if this machine lacks the backend."""
-    from lockstep.distributed.backend import uses_mps, validate_backend
+    from lockstep.distributed.backend import choose_backend, uses_mps
     from lockstep.strategies.base import JobSpec
     from lockstep.training.step import Step
 
@@ -120,7 +118,7 @@ def job_spec(config: RunConfig, launcher: Launcher) -> "JobSpec":
     started_by = "fork" if launcher.starts_processes else read_rank_info().started_by
     info, name = RankInfo(0, world_size, 0, ranks_here, started_by), config.backend.name
     # Another machine may have the GPUs that this one lacks.
-    backend = name if launcher.runs_elsewhere else validate_backend(name, info, config.backend.socket_ifname)
+    backend = name if launcher.runs_elsewhere else choose_backend(name, info)
     device_type = "cuda" if backend == "nccl" else "mps" if uses_mps(name, world_size) else "cpu"
     has_own_step = locate("step", config.step["_target_"]) is not Step
     gradient_sync = locate("gradient_sync", config.gradient_sync["_target_"])

@@ -159,7 +159,7 @@ def test_the_operation_and_its_operands_are_found() -> None:
     with pytest.raises(RuntimeError) as caught, SampleDraws().of(0, 4, 8):
         head(features) + 1
     record = exception_record(caught.value)
-    assert (record["is_echo"], record["file"], record["operation"]) == (False, __file__, "head(features)")
+    assert (record["is_echo"], record["file"], record["code"]) == (False, __file__, "head(features) + 1")
     assert record["operands"]["features"] == "(3, 4) float32"
     assert record["operands"]["head"].startswith("Linear(in_features=5")
     task = CrossEntropy(loss=torch.nn.CrossEntropyLoss(weight=torch.ones(3), reduction="none"))
@@ -184,16 +184,12 @@ INT = IMAGES.to(torch.int64)
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (error_of(lambda: torch.nn.Conv2d(3, 8, 3)(IMAGES)), "another number of channels"),
         (error_of(lambda: torch.nn.Conv2d(1, 2, 3)(INT)), "x.astype(numpy.float32)"),
         (error_of(lambda: torch.nn.Linear(8, 2)(INT)), "x.astype(numpy.float32)"),
         (error_of(lambda: torch.nn.Linear(8, 2)(IMAGES.to(torch.bool))), "whole numbers or truth values"),
         (error_of(lambda: torch.nn.Linear(8, 2)(IMAGES.to(torch.uint16))), "whole numbers or truth values"),
         (error_of(lambda: torch.ones(3, 4) @ torch.ones(5, 6)), "do not fit together"),
-        (RuntimeError("Expected to mark a variable ready only once. This"), "use_reentrant=False"),
         (RuntimeError("Expected more than 1 value per channel when training"), "leaves no single sample over"),
-        (RuntimeError("The NVIDIA driver on your system is too old (found version 12040)"), "580 or newer"),
-        (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error"), "backend.debug=WARN"),
         (raised(KeyError("x"), Path(__file__)), "the code at this line raised this exception"),
         (raised(KeyError("x"), PROJECT / "models/mlp.py"), "the code at this line raised"),
     ],

@@ -46,8 +46,8 @@ def test_a_rank_that_computes_is_only_slow(tmp_path: Path) -> None:
     ("what", "words", "codes"),
     [
         ("raises", "ValueError: a mistake", [1, 1]),
-        ("is killed", "it ended: SIGKILL", [1, -9]),
-        ("leaves", "its program left with exit code 3 before the end", [1, 3]),
+        ("is killed", "its starter has taken the exit code", [1, -9]),
+        ("leaves", "or it left by a call of exit()", [1, 3]),
     ],
 )
 def test_one_rank_tells_of_the_first_failure(tmp_path: Path, what: str, words: str, codes: list[int]) -> None:

@@ -110,10 +110,7 @@ def test_what_hydra_itself_was_told_reaches_the_ranks_too(script):
 def test_a_submission_that_cannot_work_is_refused(tmp_path, monkeypatch):
     launcher = SlurmLauncher(run_dir=str(tmp_path), **(NOTHING_SET | {"dry_run": False}))
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="this machine has none; type launch.dry_run=true to see the script"):
-        launcher.validate()
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    with pytest.raises(ConfigError, match="inside Slurm job 7 would submit another one; type srun python src/train.py"):
+    with pytest.raises(ConfigError, match="finds no sbatch here; type launch.dry_run=true"):
         launcher.validate()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -129,7 +126,7 @@ def test_what_sbatch_says_is_shown_when_it_refuses_the_job(tmp_path, monkeypatch
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     launcher = SlurmLauncher(run_dir=str(tmp_path), **(NOTHING_SET | {"dry_run": False, "partition": "gpu"}))
     monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create({"overrides": {"task": []}}))
-    with pytest.raises(ConfigError, match=r"sbatch refused the job \(invalid partition\); type launch.partition="):
+    with pytest.raises(ConfigError, match=r"sbatch refused the job \(invalid partition\); change launch"):
         launcher.launch(print)
     sbatch.write_text("#!/bin/sh\necho '12;cluster'\n")
     launcher.launch(print)

@@ -74,7 +74,7 @@ IN_FSDP = (Frame(f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", 
         (facts(1, USER, mute=verdicts.NO_ANSWER, busy=True), verdicts.SLOW),
         (facts(1, USER), verdicts.USER_CODE),
         (facts(1, USER, busy=True), verdicts.SLOW),  # an evaluation of one's own may compute for minutes
-        (facts(1, IN_PROJECT, worker=(7, USER[0])), verdicts.USER_CODE),
+        (facts(1, USER, worker=7), verdicts.USER_CODE),
         (facts(1, IN_PROJECT), verdicts.MISSING_CALL),
         (facts(1, IN_PROJECT, busy=True), verdicts.SLOW),
         (facts(1, IN_BACKWARD, record(*STEP), busy=True), verdicts.SLOW),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.distributed.backend import choose_backend, number_of_threads, validate_backend
+from lockstep.distributed.backend import choose_backend, number_of_threads
 from lockstep.distributed.environment import RankInfo
 from lockstep.distributed.host import cpu_count
 from lockstep.distributed.world import OtherData, join_world, require_same_config, require_same_data
@@ -258,13 +258,8 @@ def test_options_that_are_not_set_leave_the_environment_alone():
 def test_without_gpus_auto_is_gloo_and_nccl_is_refused():
     ranks = RankInfo(world_size=4, local_world_size=4)
     assert choose_backend("auto", ranks) == "gloo"
-    with pytest.raises(ConfigError, match="this machine shows none; type backend=gloo"):
+    with pytest.raises(ConfigError, match="4 ranks on this machine but 0 GPUs; .* type backend=gloo"):
         choose_backend("nccl", ranks)
-
-
-def test_a_network_interface_that_is_missing_is_named():
-    with pytest.raises(ConfigError, match="eth9 is no network interface .*lo.*; type backend.socket_ifname="):
-        validate_backend("gloo", RankInfo(), "lo,eth9")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import sys
 
 import pytest
 import torch
@@ -84,12 +83,6 @@ def test_a_dry_run_prints_the_script_and_submits_nothing(train, tmp_path):
     typed = f"{TRAIN} --config-dir={tmp_path}/mine model=own trainer.epochs=3 launch=env "
     assert typed + f"'hydra.run.dir=\"{tmp_path}/a folder/run\"'" in command
     assert not (tmp_path / "a folder/run/job.sh").exists()
-
-
-def test_torchrun_started_once_per_task_is_refused(start):
-    env = {"RANK": 0, "WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "x", "SLURM_STEP_TASKS_PER_NODE": "1,2"}
-    run = start(sys.executable, TRAIN, **env).finish(2)
-    assert run.sentence.startswith("lockstep: srun started 2 torchruns on each node")
 
 
 def test_a_launcher_of_hydra_that_is_not_installed_is_refused(train):

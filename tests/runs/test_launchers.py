@@ -132,7 +132,7 @@ def test_nproc_per_node_counts_as_torchrun_does():
     if gpus:
         assert resolve_nproc("gpu") == gpus
     else:
-        with pytest.raises(ConfigError, match="shows none; type launch.nproc_per_node=cpu"):
+        with pytest.raises(ConfigError, match="finds no GPU here; type launch.nproc_per_node=cpu"):
             resolve_nproc("gpu")
     for number in ("0", "-1", "many"):
         word = f"launch.nproc_per_node={number}"
@@ -148,9 +148,8 @@ def test_launchers_say_how_many_ranks_they_start():
 
 def test_what_launchers_refuse(monkeypatch):
     refused = [
-        (LocalLauncher("fork", 2, 0, 2, 0, "127.0.0.1", 29500), "type launch=spawn"),
-        (LocalLauncher("spawn", 2, 0, 2), "type launch.master_port=29500 on each"),
-        (LocalLauncher("spawn", 2, 3, 2, 0, "127.0.0.1", 29500), "type launch.max_restarts=0"),
+        (LocalLauncher("fork", 2, 0, 2, 0, "127.0.0.1", 29500), "several nodes need launch=spawn"),
+        (LocalLauncher("spawn", 2, 3, 2, 0, "127.0.0.1", 29500), "launch.max_restarts=0: torchrun"),
     ]
     for launcher, said in refused:
         with pytest.raises(ConfigError, match=said):

@@ -10,28 +10,11 @@ import torch.distributed as dist
 
 from lockstep.distributed import rendezvous as store_module
 from lockstep.distributed.environment import RankInfo, read_rank_info
-from lockstep.distributed.rendezvous import agree_on_nonce, forget_start, form_group, run_started_at
+from lockstep.distributed.rendezvous import agree_on_nonce, form_group, run_started_at
 from lockstep.distributed.world import join_world
-from support.commands import wait_for
 from support.worlds import in_world
 
 PATIENCE = timedelta(seconds=20)
-
-
-class CountingStore:
-    """A store in this process that counts the questions of each thread."""
-
-    def __init__(self) -> None:
-        self.inner = dist.HashStore()
-        self.questions: dict[str, int] = {}
-
-    def check(self, keys: list[str]) -> bool:
-        name = threading.current_thread().name
-        self.questions[name] = self.questions.get(name, 0) + 1
-        return self.inner.check(keys)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
 
 class AskedStore(dist.Store):
@@ -76,21 +59,6 @@ def join_in_threads(store: Any, ranks: list[int], size: int) -> tuple[list[threa
     for thread in threads:
         thread.start()
     return threads, found
-
-
-def test_ranks_that_wait_long_ask_the_store_rarely():
-    store, size = CountingStore(), 12
-    threads, found = join_in_threads(store, list(range(1, size)), size)
-    threads[0].join(1.0)  # rank 0 is late
-    wait_for(lambda: len(store.questions) == size - 1 and min(store.questions.values()) > 5, "questions of all ranks")
-    waited = dict(store.questions)
-    nonce = agree_on_nonce(store, 0, size, PATIENCE)
-    for thread in threads:
-        thread.join(10)
-    assert set(found.values()) == {nonce}
-    assert len(found) == size - 1
-    # A question every 10 ms would be 100. Pauses that grow by a tenth of the time waited are about 35.
-    assert max(waited.values()) < 60
 
 
 def test_a_nonce_of_an_earlier_attempt_is_passed_over():
@@ -146,7 +114,7 @@ def test_a_rank_asks_the_store_as_often_in_a_larger_world():
     assert in_world(5, requests_to_meet) == [2] * 5
 
 
-def test_a_requeued_slurm_step_keeps_its_start_time_until_it_has_finished(tmp_path, monkeypatch):
+def test_a_requeued_slurm_step_keeps_its_start_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def first_start(env: dict[str, str]) -> datetime:
@@ -161,11 +129,6 @@ def test_a_requeued_slurm_step_keeps_its_start_time_until_it_has_finished(tmp_pa
     assert datetime.now() - first_start({}) < timedelta(seconds=1)
     (tmp_path / "outputs/.started/slurm-8.0").write_text("")  # left by a machine that failed
     assert first_start(step | {"SLURM_RESTART_COUNT": "1"}) > began
-    monkeypatch.setattr("os.environ", step)
-    forget_start(RankInfo(rank=1, world_size=2))
-    assert (tmp_path / "outputs/.started/slurm-8.0").exists()
-    forget_start(RankInfo())
-    assert not (tmp_path / "outputs/.started/slurm-8.0").exists()
 
 
 def test_a_requeued_step_of_one_task_keeps_its_start_time(tmp_path, monkeypatch):
@@ -174,4 +137,3 @@ def test_a_requeued_step_of_one_task_keeps_its_start_time(tmp_path, monkeypatch)
     one_task = RankInfo(started_by="srun")
     began = run_started_at.__wrapped__(one_task)
     assert run_started_at.__wrapped__(one_task) == began
-    assert run_started_at.__wrapped__(RankInfo()) > began

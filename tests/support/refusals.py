@@ -9,7 +9,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.data.build import prepare_first
 from lockstep.distributed.run_folder import check_run_folder
 from lockstep.errors import ConfigError
-from lockstep.launchers.base import CalledHere, Launcher
+from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode
 from lockstep.preflight import build_parts
 from support.configs import composed
@@ -35,7 +35,7 @@ def accepted(*typed: str) -> RunConfig:
     check_nodes(config.launch, "launch")
     check_nodes(config.mode, "mode")
     launcher, mode = instantiate_as(Launcher, config.launch, "launch"), instantiate_as(Mode, config.mode, "mode")
-    build_parts(config, CalledHere(launcher) if mode.starts_ranks else launcher, mode)
+    build_parts(config, launcher, mode)
     check_run_folder(config.run_dir)
     if launcher.starts_processes:
         prepare_first(config)

@@ -26,25 +26,16 @@ def float64_device(device: torch.device) -> torch.device:
 def choose_backend(name: str, info: RankInfo) -> str:
     """Replace `auto` by nccl if each rank of this machine can have a GPU, else by gloo.
 
-    Raises ConfigError for nccl without a GPU, for more ranks than GPUs, and for mpi if this torch lacks it.
+    Raises ConfigError for nccl without a GPU for each rank.
     """
     gpus = torch.cuda.device_count()  # asks NVML; is_available() would start CUDA, and a process with CUDA cannot fork
-    local_size = info.local_world_size
-    enough = gpus >= local_size or may_have_own_gpu(info)
+    enough = gpus > 0 and (gpus >= info.local_world_size or may_have_own_gpu(info))
     if name == "auto":
-        return "nccl" if enough and gpus and dist.is_nccl_available() else "gloo"
-    if name == "mpi" and not dist.is_mpi_available():
-        raise ConfigError(
-            "backend=mpi needs a torch built with MPI and this one is not; mpirun can start gloo ranks, too: "
-            "type backend=gloo"
-        )
-    if name == "nccl" and not gpus:
-        raise ConfigError("backend=nccl needs a GPU and this machine shows none; type backend=gloo")
+        return "nccl" if enough and dist.is_nccl_available() else "gloo"
     if name == "nccl" and not enough:
         raise ConfigError(
-            f"backend=nccl needs one GPU per rank: {local_size} ranks on this machine but {gpus} GPUs; "
-            f"type --nproc_per_node={gpus}, launch.nproc_per_node={gpus} or srun --gpus-per-node={local_size}, "
-            f"or backend=gloo"
+            f"backend=nccl needs one GPU per rank: {info.local_world_size} ranks on this machine but {gpus} GPUs; "
+            f"start as many ranks as GPUs, or type backend=gloo"
         )
     return name
 
@@ -54,47 +45,6 @@ def may_have_own_gpu(info: RankInfo) -> bool:
     that sets CUDA_VISIBLE_DEVICES, or `torchrun --virtual-local-rank`."""
     is_hidden = info.started_by in SCHEDULERS or "TORCHELASTIC_VIRTUAL_LOCAL_RANK" in os.environ
     return is_hidden and 0 < torch.cuda.device_count() < info.local_world_size
-
-
-def agree_on_backend(backend: str, store: dist.Store, info: RankInfo) -> str:
-    """What `auto` stands for on all ranks: nccl if each of them has found a GPU of its own. A collective.
-
-    backend: what this rank has found. Ranks of other backends would wait for each other.
-    """
-    has_gpu, host = backend != "gloo", socket.gethostname()
-    if has_gpu and may_have_own_gpu(info):
-        unit = torch.cuda.get_device_properties(0).uuid
-        has_gpu = store.add(f"backend/{host}/{unit}", 1) == 1
-    if not has_gpu:
-        store.set("backend/machine", host)
-    store.add("backend/without", int(not has_gpu))
-    if store.add("backend/known", 1) == info.world_size:  # the last one knows what all have found
-        store.set("backend/all_without", str(store.add("backend/without", 0)))
-    without = int(store.get("backend/all_without"))
-    gpus = torch.cuda.device_count()
-    if without and (gpus or backend != "gloo"):
-        log.warning(
-            "backend=auto trains on the CPU: %d of %d ranks have no GPU of their own, on %s among others, and %d GPUs "
-            "are visible here; to train on GPUs type --nproc_per_node=<GPUs> or launch.nproc_per_node=<GPUs>, to hide "
-            "this warning backend=gloo",
-            *(without, info.world_size, store.get("backend/machine").decode(), gpus),
-        )
-    return "gloo" if without else backend
-
-
-def validate_backend(name: str, info: RankInfo, socket_ifname: str | None) -> str:
-    """Check the options of `backend` before anything starts. Returns the backend that `auto` stands for.
-
-    socket_ifname: one network interface, or several with commas between them. Raises ConfigError for an interface that
-    this machine does not have, and as `choose_backend` does.
-    """
-    present = [interface for _, interface in socket.if_nameindex()]
-    if socket_ifname is not None and not {*str(socket_ifname).split(",")} <= {*present}:
-        raise ConfigError(
-            f"backend.socket_ifname={socket_ifname} is no network interface of this machine, which has "
-            f"{', '.join(present)}; type backend.socket_ifname={present[-1]}"
-        )
-    return choose_backend(name, info)
 
 
 def usual_interface(is_one_machine: bool) -> str | None:
@@ -144,8 +94,8 @@ def choose_device(backend: str, info: RankInfo, name: str = "gloo") -> torch.dev
     if uses_mps(name, info.world_size):
         return torch.device("mps", 0)  # as its tensors call it
     if backend != "nccl":
-        if uses_mps(name, 1) and info.rank == 0:
-            log.info("backend=auto trains on the CPU: Apple's GPU is for one process; to train on it type launch=env")
+        if name == "auto" and info.local_rank == 0 and (torch.cuda.device_count() or torch.backends.mps.is_available()):
+            log.warning("backend=auto trains on the CPU, as not every rank has a GPU of its own: start fewer ranks")
         return torch.device("cpu")
     device = torch.device("cuda", 0 if may_have_own_gpu(info) else info.local_rank)
     torch.cuda.set_device(device)

@@ -1,7 +1,4 @@
-"""What the program that started this process says: rank, world size and local rank, and Slurm of its job.
-
-No torch here.
-"""
+"""What the program that started this process says: rank, world size and local rank. No torch here."""
 
 import ipaddress
 import os
@@ -15,6 +12,7 @@ from lockstep.errors import ConfigError
 Environment = Mapping[str, str]
 
 LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 29500  # torch's
 STORE_FILE = "LOCKSTEP_STORE_FILE"  # the environment variable in which our launcher names the file of the store
 STARTED_BY = "LOCKSTEP_STARTED_BY"
 # Values that all ranks of a job of mpirun share, and other jobs do not. Open MPI 5 has only the second.
@@ -72,23 +70,9 @@ def is_loopback(address: str) -> bool:
 def read_rank_info(env: Environment | None = None) -> RankInfo:
     """Read torchrun's variables, else MPI's, else Slurm's; a world of one if there are none.
 
-    Raises ConfigError for variables that are malformed, contradict each other, or leave out where the store listens.
+    Raises ConfigError for variables that are missing or malformed.
     """
-    info = _read(os.environ if env is None else env)
-    if not (1 if info.world_size > 1 else 0) <= info.master_port <= 65535:
-        raise ConfigError(
-            f"MASTER_PORT={info.master_port} in the environment is no port at which ranks can meet: ports are 1 to "
-            f"65535; type MASTER_PORT=29500 before the command"
-        )
-    if info.local_world_size < 1:
-        raise ConfigError(
-            f"the environment says that {info.local_world_size} ranks are on this machine, which leaves out this one; "
-            f"type `unset LOCAL_WORLD_SIZE` if that is set, or start with torchrun"
-        )
-    return info
-
-
-def _read(env: Environment) -> RankInfo:
+    env = os.environ if env is None else env
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(env)
     if "OMPI_COMM_WORLD_SIZE" in env:  # before Slurm's: mpirun starts its ranks inside one srun step or several
@@ -114,7 +98,7 @@ def export_rank_info(info: RankInfo) -> None:
         "LOCAL_RANK": str(info.local_rank),
         "LOCAL_WORLD_SIZE": str(info.local_world_size),
         "MASTER_ADDR": info.master_addr or LOOPBACK,
-        "MASTER_PORT": str(info.master_port or 29500),
+        "MASTER_PORT": str(info.master_port or DEFAULT_PORT),
         STARTED_BY: info.started_by,
     }
 
@@ -124,10 +108,6 @@ def node_rank_info(nnodes: int, node_rank: int, master_addr: str, master_port: i
 
     Raises ConfigError.
     """
-    if not master_port:
-        raise ConfigError(
-            "launch=spawn on several nodes needs a port that all of them know; type launch.master_port=29500 on each"
-        )
     if not 0 <= node_rank < nnodes:
         choices = f"launch.node_rank=0 to {nnodes - 1}"
         raise ConfigError(f"launch.node_rank={node_rank} does not fit launch.nnodes={nnodes}; type {choices}")
@@ -135,59 +115,45 @@ def node_rank_info(nnodes: int, node_rank: int, master_addr: str, master_port: i
 
 
 def _from_torchrun(env: Environment) -> RankInfo:
-    present = [name for name in ("RANK", "WORLD_SIZE") if name in env]
-    numbers = _Numbers(env, unset=" ".join(present), starter="torchrun")
-    rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
-    agents = max(tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "1"))) if "TORCHELASTIC_RUN_ID" in env else 1
-    if agents > 1:
-        raise ConfigError(
-            f"srun started {agents} torchruns on each node, and each starts ranks of its own; "
-            f"type srun --ntasks-per-node=1 torchrun ..., or srun python src/train.py without torchrun"
-        )
+    rank, world_size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     if not 0 <= rank < world_size:
-        raise numbers.error(f"RANK={rank} does not fit WORLD_SIZE={world_size}: ranks are 0, 1, ... below WORLD_SIZE")
-    started_by = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
+        raise _unusable(f"RANK={rank} does not fit WORLD_SIZE={world_size}")
     # Without LOCAL_*, as in a container for each rank, another host of the store means other machines.
     address = env.get("MASTER_ADDR", LOOPBACK)
     is_here = "LOCAL_WORLD_SIZE" not in env and is_loopback(address)
     return RankInfo(
         rank=rank,
         world_size=world_size,
-        local_rank=numbers.get("LOCAL_RANK", rank if is_here else 0),
-        local_world_size=numbers.get("LOCAL_WORLD_SIZE", world_size if is_here else 1),
-        started_by=env.get(STARTED_BY) or started_by,
+        local_rank=_number(env, "LOCAL_RANK", rank if is_here else 0),
+        local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size if is_here else 1),
+        started_by=env.get(STARTED_BY) or ("torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"),
         master_addr=address,
-        master_port=numbers.get("MASTER_PORT", 29500),
+        master_port=_number(env, "MASTER_PORT", DEFAULT_PORT),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         store_file=env.get(STORE_FILE, ""),
     )
 
 
 def _from_slurm(env: Environment) -> RankInfo:
-    numbers = _Numbers(env, unset="SLURM_STEP_NUM_TASKS", starter="srun")
-    tasks = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]))
-    node, world_size = numbers["SLURM_NODEID"], numbers["SLURM_STEP_NUM_TASKS"]
-    if not 0 <= node < len(tasks):
-        raise numbers.error(f"SLURM_NODEID={node} does not fit SLURM_STEP_TASKS_PER_NODE of {len(tasks)} nodes")
+    world_size, nodes = _number(env, "SLURM_STEP_NUM_TASKS"), env.get("SLURM_STEP_NODELIST", "")
+    counts = env.get("SLURM_STEP_TASKS_PER_NODE", str(world_size))
     step = f"{env.get('SLURM_JOB_ID', '0')}.{env.get('SLURM_STEP_ID', '0')}"
-    nodelist = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
     return RankInfo(
-        rank=numbers["SLURM_PROCID"],
+        rank=_number(env, "SLURM_PROCID"),
         world_size=world_size,
-        local_rank=numbers["SLURM_LOCALID"],
-        local_world_size=tasks[node],
+        local_rank=_number(env, "SLURM_LOCALID"),
+        local_world_size=tasks_of_node(counts, _number(env, "SLURM_NODEID")),
         started_by="srun",
-        master_addr=env.get("MASTER_ADDR") or first_host(nodelist),
+        master_addr=env.get("MASTER_ADDR") or first_host(nodes or env.get("SLURM_JOB_NODELIST", "")),
         # Several runs may be in one step of one task, so such a run takes no port.
-        master_port=numbers.get("MASTER_PORT", _port_of_job(step)) if world_size > 1 else 0,
+        master_port=_number(env, "MASTER_PORT", _port_of_job(step)) if world_size > 1 else 0,
     )
 
 
 def _from_mpi(env: Environment, names: str, local_rank: str, local_size: str) -> RankInfo:
     """names: of the rank and the world size; local_rank, local_size: the names of those on this machine."""
-    numbers = _Numbers(env, unset=names.format("SIZE"), starter="mpirun")
-    rank, world_size = numbers[names.format("RANK")], numbers[names.format("SIZE")]
-    local_world_size = numbers.get(local_size, world_size)
+    rank, world_size = _number(env, names.format("RANK")), _number(env, names.format("SIZE"))
+    local_world_size = _number(env, local_size, world_size)
     if local_world_size < world_size and not env.get("MASTER_ADDR"):
         raise ConfigError(
             "mpirun started ranks on several hosts and MPI does not say where their store listens; "
@@ -197,35 +163,23 @@ def _from_mpi(env: Environment, names: str, local_rank: str, local_size: str) ->
     return RankInfo(
         rank=rank,
         world_size=world_size,
-        local_rank=numbers.get(local_rank, rank),
+        local_rank=_number(env, local_rank, rank),
         local_world_size=local_world_size,
         started_by="mpirun",
         master_addr=env.get("MASTER_ADDR") or LOOPBACK,
-        master_port=numbers.get("MASTER_PORT", _port_of_job(job)),
+        master_port=_number(env, "MASTER_PORT", _port_of_job(job)),
     )
 
 
-@dataclass(frozen=True)
-class _Numbers:
-    """Whole numbers in the environment. `unset` and `starter` say in a ConfigError how to do without or get them."""
+def _number(env: Environment, name: str, default: int | None = None) -> int:
+    text = env.get(name) or ("" if default is None else str(default))
+    if not re.fullmatch(r"-?\d+", text):
+        raise _unusable(f"{name}={text} in the environment is not a whole number")
+    return int(text)
 
-    env: Environment
-    unset: str
-    starter: str
 
-    def get(self, name: str, default: int) -> int:
-        return self[name] if self.env.get(name) else default
-
-    def __getitem__(self, name: str) -> int:
-        if name not in self.env:
-            raise self.error(f"{self.unset} is set in the environment but {name} is not")
-        try:
-            return int(self.env[name])
-        except ValueError:
-            raise self.error(f"{name}={self.env[name]} in the environment is not a whole number") from None
-
-    def error(self, what: str) -> ConfigError:
-        return ConfigError(f"{what}; type `unset {self.unset}` to train alone, or start with {self.starter}")
+def _unusable(what: str) -> ConfigError:
+    return ConfigError(f"{what}; type `unset RANK WORLD_SIZE` to train alone, or start with torchrun, srun or mpirun")
 
 
 def _port_of_job(job: str) -> int:
@@ -243,12 +197,7 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[(\w*)[^\]]*\]", r"\1", name) or LOOPBACK
 
 
-def tasks_per_node(counts: str) -> list[int]:
-    """The tasks of each host: "2(x2),1" -> [2, 2, 1]. Raises ConfigError."""
-    found = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()) for part in counts.split(",")]
-    if None in found:
-        raise ConfigError(
-            f"SLURM_STEP_TASKS_PER_NODE={counts} in the environment is not a list such as 2(x2),1; "
-            f"type `unset SLURM_STEP_TASKS_PER_NODE`, or start with srun"
-        )
-    return [int(part[1]) for part in found if part for _ in range(int(part[2] or 1))]
+def tasks_of_node(counts: str, node: int) -> int:
+    """The tasks of the host with this number: of "2(x2),1" they are 2, 2 and 1."""
+    pairs = [(int(tasks), int(times or 1)) for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)]
+    return [tasks for tasks, times in pairs for _ in range(times)][node]

@@ -1,27 +1,17 @@
-"""What the operating system does for a process: cores, memory, an end together with another process, a folder.
-
-Only Python's own library here: this file runs as a program, too, which ends a torchrun agent (`watch_agent`).
-"""
+"""What the operating system does for a process: cores, memory, an end together with another process, a folder."""
 
 import ctypes
 import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
+
+from lockstep.compat import multiprocessing_folder
 
 ENDS_WITH_PARENT = "LOCKSTEP_ENDS_WITH_PARENT"  # in the environment of a training that a notebook has started
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-
-GRACE_SECONDS = 5  # for a torchrun agent to end by itself
-WATCH_SECONDS = 60  # then it has gone on with fresh ranks
-LOST_RESENDS = 6  # of the same bytes, each after twice the time of the one before: 12 s and more
 
 
 def usable_cores() -> list[int]:
@@ -80,52 +70,6 @@ def _call_c(name: str, *numbers: int) -> bool:
 
 def remove_temporary_folder() -> None:
     """Remove the folder of multiprocessing. Call it when nothing is left of this process to do but to exit."""
-    from lockstep.compat import multiprocessing_folder  # not at the top: as a program this file has no package
-
     folder = multiprocessing_folder()
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def start_agent_watchdog(env: Mapping[str, str]) -> None:
-    """Start a watchdog for the torchrun agent that is the parent of this process, if the world has several machines.
-
-    It ends an agent that waits for a machine which no longer answers. TCP alone would give up after 15 minutes. It is a
-    process of its own: only that outlives the rank, and only the agent's own user, or root, may end the agent.
-    """
-    in_torchrun = {"TORCHELASTIC_RUN_ID", "RANK", "LOCAL_WORLD_SIZE"} <= env.keys()  # one alone is left by a script
-    if in_torchrun and env.get("LOCAL_RANK") == "0" and env["LOCAL_WORLD_SIZE"] != env.get("WORLD_SIZE"):
-        command = [sys.executable, __file__, str(os.getppid())]
-        subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-
-
-def has_lost_connection(pid: int) -> bool:
-    """Whether a TCP connection of process `pid` resends to a host that does not answer, by Linux' /proc/net/tcp."""
-    sockets = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            sockets.add(os.readlink(descriptor))
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            columns = line.split()
-            timer, resends, inode = columns[5], int(columns[6], 16), columns[9]
-            if timer.startswith("01:") and resends >= LOST_RESENDS and f"socket:[{inode}]" in sockets:
-                return True
-    return False
-
-
-def watch_agent(agent: int) -> None:
-    """Watch the process `agent` for a while, and kill it if its connection is lost."""
-    time.sleep(GRACE_SECONDS)
-    end = time.monotonic() + WATCH_SECONDS
-    with suppress(OSError):  # no /proc/<agent>: the agent has ended, or this is not Linux
-        while time.monotonic() < end:
-            if has_lost_connection(agent):
-                print("lockstep: torchrun waits for a node that no longer answers; ended it here", file=sys.stderr)
-                os.kill(agent, signal.SIGKILL)
-                return
-            time.sleep(0.5)
-
-
-if __name__ == "__main__":
-    watch_agent(int(sys.argv[1]))

@@ -77,13 +77,7 @@ def require_same_run(record: ConfigRecord, run_dir: str, elsewhere: str | None =
 def unwritable(folder: str | Path, error: OSError, key: str = "hydra.run.dir") -> str:
     """The sentence for a run folder that cannot be written to. key: the option that names another folder."""
     reason = os.strerror(error.errno) if error.errno else str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        advice = f"free some space there, or type {key}=<a folder on another disk>"
-    elif error.errno == errno.EROFS:
-        advice = f"type {key}=<a folder on a disk that is not mounted read-only>"
-    else:
-        advice = f"type {key}=<a folder you can write to>"
-    return f"the run folder {folder} cannot be written ({reason}); {advice}"
+    return f"the run folder {folder} cannot be written ({reason}); type {key}=<a folder you can write to, with room>"
 
 
 def go_on_words(folder: str | Path) -> str:
@@ -126,9 +120,7 @@ class HeldFolder:
             problem = f"{held}; wait for its end, or type {self.key}=<another folder>"
         except OSError as error:
             if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # Lustre without flock, some NFS
-                log.warning(
-                    "%s cannot be locked (%s): nothing keeps another run out of it", self.folder, error.strerror
-                )
+                log.warning("%s cannot be locked (%s): other runs are not kept out", self.folder, error.strerror)
                 return None
             problem = unwritable(self.folder, error, self.key)
         self.release()

@@ -35,26 +35,18 @@ REPEAT_AFTER = 2.0  # seconds: one Ctrl-C can arrive twice, from the terminal an
 
 
 class _Process:
-    """The state of signals in this process.
+    """The state of signals in this process."""
 
-    requested_at: when the first signal came, by the monotonic clock. requested_by: its number.
-    saves_first: whether the ranks save after the first signal, before they end.
-    prints: whether this process prints the last line of a run that ends at once. One process of a run does.
-    launcher: the process that has started this rank, if it is ours.
-    look: called each second in the thread that hears signals.
-    writer: the signal's number is written here, also while Python runs no code.
-    """
-
-    requested_at: float | None = None
-    requested_by = 0
-    saves_first, prints = False, True
-    launcher: int | None = None
-    run_dir: str | Path | None = None
-    look: Callable[[float], object] | None = None
-    writer: int | None = None
+    requested_at: float | None = None  # when the first signal came, by the monotonic clock
+    requested_by = 0  # its number
+    saves_first = False  # the ranks save after the first signal, before they end
+    launcher: int | None = None  # the process that has started this rank, if it is ours
+    run_dir: str | Path = "."
+    look: Callable[[float], object] | None = None  # called each second in the thread that hears signals
+    writer: int | None = None  # a signal's number is written here, also while Python runs no code
 
 
-_process = _Process()
+_process, _looking = _Process(), threading.Lock()
 
 
 def end_at_signals() -> None:
@@ -62,17 +54,14 @@ def end_at_signals() -> None:
     handle_signals(_on_signal)
 
 
-def listen(run_dir: str | Path | None = None) -> None:
+def listen(run_dir: str | Path = ".") -> None:
     """Listen in a thread, which gets a signal also while this process waits in torch. For a rank.
 
     The first signal ends the process, except inside `stop_after_saving`.
     """
-    info = read_rank_info()
     _process.run_dir = run_dir
     # Slurm can preempt a job before it trains. Such a job must not fail, so it stops after its first step.
-    _process.saves_first = info.started_by == "srun"
-    if info.local_rank != 0 and info.started_by != "environment":
-        _process.prints = False
+    _process.saves_first = read_rank_info().started_by == "srun"
     if _process.writer is None:
         reader, _process.writer = os.pipe()
         os.set_blocking(_process.writer, False)
@@ -84,8 +73,10 @@ def listen(run_dir: str | Path | None = None) -> None:
 
 
 def each_second(look: Callable[[float], object] | None) -> None:
-    """Call `look(time.monotonic())` once a second, in the thread that hears the signals of this rank."""
-    _process.look = look
+    """Call `look(time.monotonic())` once a second, in the thread that hears the signals of this rank. A look that ends
+    a hang is waited for."""
+    with _looking:
+        _process.look = look
 
 
 def set_run_folder(run_dir: str | Path) -> None:
@@ -95,7 +86,7 @@ def set_run_folder(run_dir: str | Path) -> None:
 
 def leave_last_line_to_launcher() -> None:
     """The process that started this rank prints how it ended, so this one does not."""
-    _process.prints, _process.launcher = False, os.getppid()
+    _process.launcher = os.getppid()
 
 
 def remove_folder_of_launcher() -> None:
@@ -150,7 +141,7 @@ def unanswered_stop() -> StoppedEarly:
 
 def with_newest_snapshot(reason: str) -> str:
     """The sentence for a run whose last step may be in no snapshot. reason: its first words."""
-    folder = Path(_process.run_dir or ".")
+    folder = Path(_process.run_dir)
     newest = newest_snapshot(folder)
     if newest is None:
         return f"{reason}; no snapshot was saved; start again with the same command"
@@ -160,10 +151,9 @@ def with_newest_snapshot(reason: str) -> str:
 def ended_at_once(number: int, in_training: bool) -> StoppedEarly:
     """The error for a process that signal `number` ends at once. in_training: it is a second one, in training."""
     code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED_WITHOUT_SNAPSHOT
-    if not in_training and newest_snapshot(Path(_process.run_dir or ".")) is None:
-        return StoppedEarly(f"ended by {_name(number)}; there is nothing to save", code)
-    how = f"at once by a second {_name(number)}" if in_training else f"by {_name(number)} before its first step"
-    return StoppedEarly(with_newest_snapshot(f"ended {how}"), code)
+    if in_training:
+        return StoppedEarly(with_newest_snapshot(f"ended at once by a second {_name(number)}"), code)
+    return StoppedEarly(f"ended by {_name(number)}; there is nothing to save", code)
 
 
 def _name(number: int) -> str:
@@ -205,26 +195,27 @@ def _read_signals(reader: int) -> None:
         for number in os.read(reader, 16) if ready else b"":
             if number in STOP_SIGNALS:
                 _on_signal(number)
-        if _process.look is not None and not ready:
+        with _looking:
             try:
-                _process.look(time.monotonic())
+                if _process.look is not None and not ready:
+                    _process.look(time.monotonic())
             except Exception:  # a run does not fail by what looks after it
-                if _process.look is not None:  # else the rank has ended meanwhile, and its files are gone
-                    log.warning("hangs are not looked for any more", exc_info=True)
+                log.warning("hangs are not looked for any more", exc_info=True)
                 _process.look = None
 
 
 def _end(number: int) -> NoReturn:
     heartbeat.enter("end")
-    stopped = ended_at_once(number, _process.saves_first)
-    if _process.prints:
+    stopped, info = ended_at_once(number, _process.saves_first), read_rank_info()
+    # One process of a machine prints the last line. The exit code tells a launcher whether the rank tried to save.
+    prints = _process.launcher is None and (info.local_rank == 0 or info.started_by == "environment")
+    if prints:
         _print(f"lockstep: {stopped}")
     remove_folder_of_launcher()
     if _process.launcher is None:
         remove_temporary_folder()
         leave(heartbeat.folder)
-    # A launcher has to tell a rank that ended at once from one that could not save.
-    os._exit(stopped.code if _process.prints or _process.saves_first else 128 + number)
+    os._exit(stopped.code if prints or _process.saves_first else 128 + number)
 
 
 def _forget_in_child() -> None:
@@ -248,7 +239,7 @@ class Relay:
         self.first_at = self.second_at = 0.0
 
     def start(self, pids: list[int]) -> None:
-        """These are the ranks now. A signal that came before is sent now to those of them that have not got it."""
+        """These are the ranks now. Those that are new get a signal that came before."""
         new, self.pids = [pid for pid in pids if pid not in self.pids], pids
         if self.first is not None:
             self.send(self.first, new)

@@ -194,8 +194,6 @@ def join_world(
     with backends.backend_environment(socket_ifname or backends.usual_interface(info.on_one_machine), **nccl):
         try:
             store = form_group(info, wait)
-            if name == "auto":
-                backend = backends.agree_on_backend(backend, store, info)
             device = backends.choose_device(backend, info, name)
             # NCCL that is bound to a device starts at once. A rank by itself may never call it.
             bound = device if backend == "nccl" and bind_device and info.world_size > 1 else None
@@ -210,8 +208,7 @@ def join_world(
             here = {rank: pid for rank, (of, pid, _) in enumerate(everyone) if of == machine}
             world = replace(world, here=here, machines=sorted(firsts.values()))
             sharing = [[of, used] for of, _, used in everyone].count([machine, cores])
-            threads = backends.number_of_threads(threads, sharing, info.started_by)
-            torch.set_num_threads(threads)
+            torch.set_num_threads(backends.number_of_threads(threads, sharing, info.started_by))
             yield world
         finally:
             if dist.is_initialized():  # a rank that still waits for this one gets an error at once

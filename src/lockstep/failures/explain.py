@@ -17,12 +17,6 @@ NUMBERS += r"|not implemented for '(UInt\d+|Bool)"
 # Exception type or words of its message -> what it means, and what to type or do. They choose an explanation only.
 MEANINGS: tuple[tuple[str, str, str], ...] = (
     (
-        r"expected input\[.*\] to have \d+ channels",
-        "the images have another number of channels than the model was made for",
-        "make the model for the channels of dataset.shape, or change the images in loader.transforms and in "
-        "loader.test_transforms, for example with torchvision.transforms.v2.RGB or Grayscale",
-    ),
-    (
         f"{OUT_OF_MEMORY}|MemoryError",
         "this rank has no memory left",
         "type trainer.gradient_accumulation_steps=<more>, trainer.checkpoint_activations=[<blocks>], or "
@@ -51,11 +45,6 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "or strategy=fsdp sync_bn=on",
     ),
     (
-        r"view size is not compatible",
-        "the model calls view on a tensor whose values lie in another order, as images do after convolutions",
-        "call flatten(1) or reshape at the line above, or type trainer.channels_last=false",
-    ),
-    (
         r"Target \d+ is out of bounds|index out of range|device-side assert triggered",
         "an index is larger than the table that it looks up, such as a target beyond the number of classes",
         "check the targets of the samples above, and dataset.classes",
@@ -72,21 +61,6 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "type strategy.find_unused_parameters=true",
     ),
     (
-        r"modified by an inplace operation",
-        "the model changes a value in place that its backward pass still needs",
-        "write x = x + y in place of x += y, and inplace=False; torch.autograd.set_detect_anomaly(True) shows where",
-    ),
-    (
-        r"does not require grad and does not have a grad_fn",
-        "the loss depends on no weight that is trained",
-        "take detach(), torch.no_grad() and item() out of what the loss is made of, or freeze fewer weights",
-    ),
-    (
-        r"Expected to mark a variable ready only once",
-        "a weight got its gradient twice in one backward pass, as from torch.utils.checkpoint with use_reentrant=True",
-        "type strategy.find_unused_parameters=false, or pass use_reentrant=False to checkpoint",
-    ),
-    (
         r"DataLoader worker.* (killed|exited)",
         "a process that loads data has ended",
         "type loader.num_workers=0 to see its error here",
@@ -95,31 +69,6 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         r"Cannot re-initialize CUDA|not compiled with CUDA|no NVIDIA driver|No CUDA GPUs",
         "the code uses a GPU, and this rank has none, or is a copy of a process that used it before",
         "take the device of the inputs at the line above; if there are GPUs, type backend=nccl launch=spawn",
-    ),
-    (
-        r"driver on your system is too old",
-        "this torch was built for a newer CUDA than the NVIDIA driver of this machine knows",
-        "install a newer driver (580 or newer for CUDA 13), or a torch built for an older CUDA, or type backend=gloo",
-    ),
-    (
-        r"NCCL error|ncclUnhandledCudaError|ncclSystemError|ncclInternalError",
-        "NCCL could not pass data between GPUs, or another rank is lost",
-        "look at the other ranks' logs for an error, then type backend.debug=WARN to see NCCL's own words",
-    ),
-    (
-        r"FileNotFoundError|No such file",
-        "a file is missing on this machine",
-        "check data_dir and the paths in the config",
-    ),
-    (
-        r"LeftEarly",
-        "the code at this line ends the rank before the end of the run",
-        "remove that exit, or raise an exception there if the run has to fail",
-    ),
-    (
-        r"ModuleNotFoundError|ImportError",
-        "a module cannot be imported on this machine",
-        "install it, or put PYTHONPATH=<its folder> before the command",
     ),
 )
 PROJECTS_CODE = "see whether the values at this line are what your config, data and classes should give it; if they "
@@ -144,7 +93,6 @@ SIGNALS: dict[str, tuple[str, str]] = {
         "look at the words before this report: for gloo and NCCL look for a condition on the rank or its data before a "
         "collective; for damaged memory put MALLOC_CHECK_=3 before the command",
     ),
-    "SIGXCPU": ("it used up its limit of CPU time", "raise the limit (ulimit -t), then resume"),
 }
 
 

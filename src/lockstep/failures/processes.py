@@ -5,18 +5,15 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+ENDED = ("", "Z", "X")  # states
+
 
 def process_state(pid: int) -> str:
     """The state letter of a process: R runs, S sleeps, D waits for the disk, T is stopped, Z has ended; "" is gone."""
-    return _stat(pid)[0]
-
-
-def exit_code_of_zombie(pid: int) -> int | None:
-    """How a process has ended that its parent has not asked for yet, as Python's subprocess has it; None if unknown."""
-    with suppress(IndexError, ValueError):
-        state, *fields = _stat(pid)
-        return os.waitstatus_to_exitcode(int(fields[48])) if state in ("Z", "X") else None
-    return None
+    with suppress(OSError):
+        # The name of the program stands in parentheses and may contain spaces.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 def cpu_seconds(pid: int) -> float:
@@ -28,29 +25,12 @@ def cpu_seconds(pid: int) -> float:
     return seconds
 
 
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat after the name of the program, "" for a process that is gone."""
-    try:
-        # The name of the program stands in parentheses and may contain spaces.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() or [""]
-    except OSError:
-        return [""]
-
-
 def children(pid: int) -> list[int]:
     """The processes that any thread of `pid` has started."""
     with suppress(OSError):
         lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
         return sorted(int(child) for text in lists for child in text.split())
     return []
-
-
-def open_pid_file(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None where the system has none."""
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):  # not Linux; or its parent knows already that it has ended
-        return None
 
 
 def oom_counter() -> str:
@@ -61,11 +41,9 @@ def oom_counter() -> str:
             _, controllers, group = line.split(":", 2)
             paths = [f"/sys/fs/cgroup/{group}/memory.events", "/sys/fs/cgroup/memory.events"]
             if controllers:
-                is_memory = "memory" in controllers.split(",")
-                paths = [f"/sys/fs/cgroup/memory/{group}/memory.oom_control"] * is_memory
-            for path in paths:
-                if os.path.exists(path):
-                    return path
+                paths = [f"/sys/fs/cgroup/memory/{group}/memory.oom_control"] * ("memory" in controllers.split(","))
+            if found := [path for path in paths if os.path.exists(path)]:
+                return found[0]
     return ""
 
 

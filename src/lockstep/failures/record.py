@@ -21,7 +21,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import dropwhile
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
@@ -224,9 +223,10 @@ def last_lines(path: str | None) -> list[str]:
 
 PASSES_ON = "__torch_function__"  # of a mode, which sees each operation of a forward pass
 COMPUTING = tuple(f"{PROJECT}/{package}/" for package in ("models", "tasks", "data"))  # no rank waits for others there
-_OF_WORKER = "Original Traceback"  # torch's words before the traceback of an exception in a DataLoader worker
+WAITS = ("/torch/distributed/", "/torch/nn/parallel/", GENERATED)  # compiled code may hold collectives
+LONGEST_CHAIN = 20  # of exceptions: `raise error from error` has no end
+OF_WORKER = "Original Traceback"  # torch's words before the traceback, as text, of an exception in a DataLoader worker
 _FRAME_IN_TEXT = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
-_NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
 
 def exception_record(error: BaseException) -> dict[str, Any]:
@@ -240,60 +240,49 @@ def exception_record(error: BaseException) -> dict[str, Any]:
 
 def _is_wrapper(error: BaseException) -> bool:
     """Whether Hydra, or torch's pipeline, has made `error` of what a class of the user's raised."""
-    entries = _entries(error.__traceback__)
+    entries = _entries(error)
     is_of_pipeline = bool(entries) and "/torch/distributed/pipelining/" in _file(entries[-1])
     return type(error).__name__ == "InstantiationException" or is_of_pipeline
 
 
-def is_echo(error: BaseException) -> bool:
-    """Whether `error` can come from the loss of another rank: it was raised where a rank waits for others.
-
-    By its type and the frame that raised it, not by its words. A RuntimeError there may be a mistake of this rank
-    alone, so the time decides among such. An error while such a one is handled counts, too.
-    """
-    before: BaseException | None = error
-    seen: set[int] = set()  # `raise error from error` is a chain without an end
-    while before is not None and id(before) not in seen and not isinstance(before, ConfigError):  # it says what to type
-        if _is_from_communication(before):
+def is_echo(error: BaseException | None) -> bool:
+    """Whether `error`, or what it was raised from, can come from the loss of another rank: by its type and the frame
+    that raised it, not by its words. It may also be a mistake of this rank alone, so the time decides among such."""
+    for _ in range(LONGEST_CHAIN):
+        if error is None or isinstance(error, ConfigError):  # that says what to type
+            return False
+        if _is_from_communication(error):
             return True
-        seen.add(id(before))
-        before = before.__cause__ or before.__context__
+        error = error.__cause__ or error.__context__
     return False
 
 
 def _is_from_communication(error: BaseException) -> bool:
-    """As `is_echo`, without what `error` was raised from: torch's own errors of communication; a broken connection, a
-    timeout or a plain RuntimeError of C++ in torch.distributed, in a backward pass, in which torch averages gradients,
-    in compiled code, in a `wait()`, or in this project's own code."""
+    """By two rules: torch's own type for it; or a broken connection, a timeout or a plain RuntimeError, which C++
+    raises, where ranks wait for each other: torch's, and this project's."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and isinstance(error, getattr(distributed, "DistError", ())):
         return True
     if type(error) is not RuntimeError and not isinstance(error, ConnectionError | TimeoutError):
         return False
     # Of code such as Python's socket.py it matters who has called it.
-    entries = [entry for entry in _entries(error.__traceback__) if not _file(entry).endswith(CALLED_OPERATOR)]
+    entries = [entry for entry in _entries(error) if not _file(entry).endswith(CALLED_OPERATOR)]
     entries = [entry for entry in entries if "/torch/" in _file(entry) or not is_library(_file(entry))]
     if not entries:
         return False
     file = _file(entries[-1])
-    if GENERATED in file:
-        return True
-    if is_library(file):
-        is_backward = entries[-1].tb_frame.f_code.co_name == BACKWARD
-        return is_backward or "/torch/distributed/" in file or "/torch/nn/parallel/" in file
     if is_project(file):
         return not file.startswith(COMPUTING)
-    return _operation(entries[-1]).endswith(".wait()")
+    is_own_wait = linecache.getline(file, entries[-1].tb_lineno).rstrip().endswith(".wait()")  # of the user's
+    return is_own_wait or entries[-1].tb_frame.f_code.co_name == BACKWARD or any(part in file for part in WAITS)
 
 
 def message_of(error: BaseException) -> str:
     """At most LONGEST_MESSAGE characters that a terminal and a file can show."""
     text = _text(error)
-    if _OF_WORKER in text:  # without the traceback that torch puts before it, and without the type, which is known
-        lines = text.splitlines()
-        last_frame = max((number for number, line in enumerate(lines) if line.startswith('  File "')), default=0)
-        words = list(dropwhile(lambda line: line.startswith("    "), lines[last_frame + 1 :]))  # after a line of code
-        text = re.sub(rf"^(\w+\.)*{type(error).__name__}: ", "", "\n".join(words)) if words else text
+    if OF_WORKER in text:  # what comes after its last frame, without the type, which is known
+        text = re.split(r'\n  File ".*\n(?: {4}.*\n)*', text)[-1]
+        text = re.sub(rf"^(\w+\.)*{type(error).__name__}: ", "", text)
     return printable(text[:LONGEST_MESSAGE], kept="\n\t")
 
 
@@ -304,9 +293,9 @@ def _text(error: BaseException) -> str:
         return "(no message)"
 
 
-def _entries(trace: TracebackType | None) -> list[TracebackType]:
+def _entries(error: BaseException) -> list[TracebackType]:
     """The frames from the outermost to the one that raised, but for those that pass on what another line has called."""
-    entries = []
+    entries, trace = list[TracebackType](), error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_name != PASSES_ON or not is_project(_file(trace)):
             entries.append(trace)
@@ -318,57 +307,42 @@ def _file(entry: TracebackType) -> str:
     return entry.tb_frame.f_code.co_filename
 
 
-def _runs_users_code(trace: TracebackType | None) -> bool:
-    return any(is_users(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(trace))
-
-
 def _owner(file: str) -> int:
     """2 for the user's code, 1 for this project's, 0 for libraries."""
     return 2 if is_users(file) else int(is_project(file))
 
 
 def _place(error: BaseException) -> dict[str, Any]:
-    """The innermost line of the user's code; of this project's if there is none; else the innermost of all."""
-    text, trace, cause = _text(error), error.__traceback__, error.__cause__
-    if _OF_WORKER in text and (frames := _FRAME_IN_TEXT.findall(text)):  # torch keeps its traceback as text only
+    """The innermost line of the user's code; of this project's if there is none; else the innermost of all. With the
+    tensors and modules that it names."""
+    cause, text = error.__cause__, _text(error)
+    if OF_WORKER in text and (frames := _FRAME_IN_TEXT.findall(text)):
         file, line, function, code = max(enumerate(frames), key=lambda item: (_owner(item[1][0]), item[0]))[1]
-        return {"file": file, "line": int(line), "function": function, "code": code, "operation": code, "operands": {}}
-    is_users_cause = isinstance(cause, SystemExit) or (cause is not None and _runs_users_code(cause.__traceback__))
-    if cause is not None and is_users_cause and not _runs_users_code(trace):
-        trace = cause.__traceback__
-    entries = _entries(trace)
+        return {"file": file, "line": int(line), "function": function, "code": code, "operands": {}}
+    entries = _entries(error)
+    is_users_cause = cause is not None and (isinstance(cause, SystemExit) or _runs_users_code(_entries(cause)))
+    if cause is not None and is_users_cause and not _runs_users_code(entries):
+        entries = _entries(cause)
     if not entries:
         return {}
     chosen = max(enumerate(entries), key=lambda item: (_owner(_file(item[1])), item[0]))[1]
-    frame, operation = chosen.tb_frame, _operation(chosen)
     code = linecache.getline(_file(chosen), chosen.tb_lineno).strip()
-    found = {"file": _file(chosen), "line": chosen.tb_lineno, "function": frame.f_code.co_name, "code": code}
-    return found | {"operation": operation, "operands": _operands(operation, frame)}
+    found = {"file": _file(chosen), "line": chosen.tb_lineno, "function": chosen.tb_frame.f_code.co_name, "code": code}
+    return found | {"operands": _operands(code, chosen.tb_frame)}
 
 
-def _operation(entry: TracebackType) -> str:
-    """The expression that failed, by the positions that Python 3.11 keeps of each instruction."""
-    code = entry.tb_frame.f_code
-    first, last, start, end = list(code.co_positions())[entry.tb_lasti // 2]
-    line = linecache.getline(code.co_filename, entry.tb_lineno)
-    if first is None or first != last or start is None or end is None:
-        return line.strip()
-    return line.encode()[start:end].decode(errors="replace")
+def _runs_users_code(entries: list[TracebackType]) -> bool:
+    return any(is_users(_file(entry)) for entry in entries)
 
 
-def _operands(operation: str, frame: FrameType) -> dict[str, str]:
-    """{name: "(32, 64) float32" or "Linear(in_features=64, ...)"} of the tensors and modules in `operation`."""
+def _operands(code: str, frame: FrameType) -> dict[str, str]:
+    """{name: "(32, 64) float32" or "Linear(in_features=64, ...)"} of the tensors and modules in a line of code."""
     operands = {}
-    for name in dict.fromkeys(_NAME.findall(operation)):
-        first, *rest = name.split(".")
-        value: Any = frame.f_locals.get(first)
-        try:
-            for attribute in rest:
-                value = getattr(value, attribute)
+    for name in dict.fromkeys(re.findall(r"[A-Za-z_]\w*", code)):
+        value: Any = frame.f_locals.get(name)
+        with suppress(Exception):  # the report must not fail on a property of the user's
             if hasattr(value, "shape") and hasattr(value, "dtype"):
                 operands[name] = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
             elif hasattr(value, "extra_repr") and not isinstance(value, type):
                 operands[name] = f"{type(value).__name__}({value.extra_repr()})"
-        except Exception:  # the report must not fail on a property of the user's
-            continue
     return operands

@@ -17,7 +17,7 @@ from typing import Any
 
 from lockstep.errors import EXIT_FAILED, KIND_CODES, RAISED_BY_ALL, path_value
 from lockstep.failures.explain import explain_exception, explain_exit
-from lockstep.failures.processes import exit_code_of_zombie, oom_kills, process_state
+from lockstep.failures.processes import ENDED, oom_kills, process_state
 from lockstep.failures.record import last_lines, phase_of, read_place
 from lockstep.files import write_whole
 
@@ -26,7 +26,7 @@ VERDICT, PRINTED = "verdict.json", "printed"  # in the folder of ranks: of a han
 SCHEMA = 4
 ECHO_SECONDS, END_SECONDS = 2.0, 0.5  # for the report of the rank that failed first, and for what follows from it
 LINES, COLUMNS = 40, 160  # of the screen
-LOG_LINES, CONSEQUENCES, SAMPLES, STACK_LINES, HANG_ROWS = 8, 6, 12, 8, 18
+LOG_LINES, CONSEQUENCES, SAMPLES, STACK_LINES, HANG_ROWS = 7, 6, 12, 8, 18
 MPI_LAUNCHERS = ("mpirun", "mpiexec", "orterun")
 CRASH = "Fatal Python error: "  # faulthandler's words before the stack of a crash
 CRASHES = {"Segmentation fault": -11, "Aborted": -6, "Bus error": -7, "Illegal instruction": -4}
@@ -88,8 +88,8 @@ def has_failed_rank(folder: Path | None) -> bool:
 def _gone(folder: Path) -> dict[int, End]:
     """How the ranks of this machine whose processes are gone have ended."""
     siblings = [json.loads(file.read_text()) for file in folder.glob("rank*.who")]
-    gone = {one["rank"]: one["pid"] for one in siblings if process_state(one["pid"]) in ("", "Z", "X")}
-    return {rank: End(exit_code_of_zombie(pid), time.time()) for rank, pid in gone.items()}
+    gone = [one["rank"] for one in siblings if process_state(one["pid"]) in ENDED]
+    return dict.fromkeys(gone, End(None, time.time()))  # its starter alone knows the code
 
 
 def make_report(failures: Sequence[dict[str, Any]], command: list[str]) -> Report | None:
@@ -136,62 +136,40 @@ def identity(first: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _consequence(one: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
     seconds = round(max(0.0, one["time"] - first["time"]), 3)
-    if first["kind"] == "hang":
-        what = "was ended"
-    elif "type" in one:
+    what = "was ended" if first["kind"] == "hang" or one["is_echo"] else f"ended ({one.get('signal')})"
+    if "type" in one:
         what = f"{one['type']}: {one['message'].partition(chr(10))[0]}"
-    else:
-        what = "did not end by itself, and was killed" if one["is_echo"] else f"ended ({one['signal']})"
     return {key: one[key] for key in ("rank", "host", "pid")} | {"seconds_later": seconds, "what": what}
 
 
 def publish(report: Report, command: list[str], is_part: bool) -> tuple[Report, bool]:
     """Write failure.json in the run folder. Returns the report that is there, and whether this one has replaced it.
 
-    One process writes it first, and another one that is only the echo of a lost rank does not change it. is_part:
-    ranks of other machines may have failed first: their report is awaited for a while.
+    What is only the echo of a lost rank gives way. is_part: ranks of other machines may have failed first: their report
+    is awaited for a while.
     """
-    folder, is_echo, has_replaced = report["run"]["folder"], report["first"]["is_echo"], False
+    folder, is_echo = report["run"]["folder"], report["first"]["is_echo"]
     if folder is None or report["first"]["kind"] == "config":
         return report, False
-
-    def stays() -> bool:
-        return others is not None and (is_echo or not others["first"]["is_echo"])
-
     deadline = time.monotonic() + (ECHO_SECONDS if is_part and is_echo else 0.0)
     while (others := read_report(Path(folder))) is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    path, text = Path(folder, FILE), json.dumps(report, indent=1) + "\n"
-    temporary = path.with_name(f"{FILE}.{report['first']['host']}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text)
-        os.link(temporary, path)
-    except FileExistsError:
-        others = read_report(Path(folder))
-        if has_replaced := not stays():
-            os.replace(temporary, path)
-    except OSError:  # a full disk costs the file, and a file system without links the order of two ranks
-        with suppress(OSError):
-            if not stays():
-                write_whole(path, text, sync=False)
-    with suppress(OSError):
-        temporary.unlink()
-    return (_with_resume(others, command), False) if others is not None and stays() else (report, has_replaced)
+    if others is not None and (is_echo or not others["first"]["is_echo"]):
+        return _with_resume(others, command), False
+    with suppress(OSError):  # a full disk costs the file
+        write_whole(Path(folder, FILE), json.dumps(report, indent=1) + "\n", sync=False)
+    return report, others is not None
 
 
 def tell(own: dict[str, Any], folder: Path | None, command: list[str]) -> tuple[Report, bool]:
     """The report of ranks that another program has started, by the one of them that fails with the record `own`, and
     whether this rank has to print it: one of each machine does, and who knows better than an earlier report.
     """
-    run_dir, failures, is_first = own["run_dir"], [own], True
+    failures, is_first = [own], True
     deadline = time.monotonic() + (ECHO_SECONDS if own["is_echo"] else END_SECONDS)
-    while folder is not None:
+    while folder is not None and time.monotonic() < deadline:
         failures = failures_in(folder, _gone(folder))
-        causes = [one for one in failures if not one["is_echo"]]
-        is_alone = len(failures) == len([*folder.glob("rank*.who")]) or (
-            own["is_echo"] and any("type" not in one for one in causes)
-        )
-        if is_alone or time.monotonic() > deadline or (run_dir is not None and read_report(Path(run_dir)) is not None):
+        if len(failures) == len([*folder.glob("rank*.who")]):
             break
         time.sleep(0.02)
     report = make_report(failures, command)
@@ -199,23 +177,25 @@ def tell(own: dict[str, Any], folder: Path | None, command: list[str]) -> tuple[
     if report["first"]["kind"] == "config":  # that rank shows its sentence itself
         return report, False
     if folder is not None:
-        with suppress(OSError):
-            is_first = False
-            os.close(os.open(folder / PRINTED, os.O_CREAT | os.O_EXCL))
-            is_first = True
+        is_first = claim(folder / PRINTED)
     report, has_replaced = publish(report, command, is_part=len(failures) < own["world_size"])
     return report, is_first or has_replaced
 
 
+def claim(path: Path) -> bool:
+    """Whether this process is the first to make the file."""
+    with suppress(OSError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        return True
+    return False
+
+
 def leave(folder: Path | None) -> None:
     """Remove the folder that ranks of another program's share, in the last of them that ends."""
-    if folder is None:
-        return
     with suppress(OSError, ValueError):
-        others = [json.loads(file.read_text()) for file in folder.glob("rank*.who")]
-        ended = [phase_of(folder, one["rank"]) == "end" for one in others]
-        alive = [process_state(one["pid"]) not in ("", "Z", "X") for one in others]
-        if all(is_at_end or not lives for is_at_end, lives in zip(ended, alive, strict=True)):
+        siblings = [json.loads(file.read_text()) for file in folder.glob("rank*.who")] if folder is not None else []
+        alive = [one["rank"] for one in siblings if process_state(one["pid"]) not in ENDED]
+        if folder is not None and all(phase_of(folder, rank) == "end" for rank in alive):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -253,19 +233,16 @@ def typed_command(started_by: str = "python") -> list[str]:
     own = [os.path.basename(sys.executable), *sys.argv]
     if started_by == "srun":
         return ["srun", *own]
-    if started_by not in ("torchrun", "mpirun"):
+    words: list[str] = []
+    if started_by in ("torchrun", "mpirun"):
+        with suppress(OSError):
+            words = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+    if not words or (started_by == "mpirun" and os.path.basename(words[0]) not in MPI_LAUNCHERS):
         return own
-    try:
-        program, *words = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
-    except OSError:
-        return own
-    program = os.path.basename(program)
-    if program in MPI_LAUNCHERS:  # `-x NAME` for `-x NAME=VALUE`, which may be a secret; where the ranks meet is none
-        is_value = [before == "-x" and not word.startswith("MASTER_") for before, word in pairwise(["", *words])]
-        words = [word.partition("=")[0] if hides else word for word, hides in zip(words, is_value, strict=True)]
-    elif started_by == "mpirun":  # another MPI, whose helper is the parent
-        return own
-    return [program, *words]
+    pairs = pairwise(words)  # `-x NAME` for `-x NAME=VALUE`, which may be a secret; where the ranks meet is none
+    hides = [before == "-x" and not word.startswith("MASTER_") for before, word in pairs]
+    shown = [word.partition("=")[0] if is_hidden else word for word, is_hidden in zip(words[1:], hides, strict=True)]
+    return [os.path.basename(words[0]), *shown]
 
 
 # The screen.
@@ -276,12 +253,9 @@ def in_one_line(report: Report) -> str:
     first = report["first"]
     if first["kind"] in RAISED_BY_ALL:
         return str(first["message"])
-    what = f"hangs: {first['verdict']}" if "verdict" in first else str(first.get("signal") or first["kind"])
-    if first["kind"] == "killed":
-        what = f"{what}: {first['meaning']}"
-    if "type" in first:
-        what = f"{first['type']}: {next(iter(first['message'].splitlines()), '')}"
-    return f"rank {first['rank']} of {report['world_size']}: {what}"
+    what = f"hangs: {first['verdict']}" if "verdict" in first else _evidence(first)[0]
+    why = f": {first['meaning']}" if first["kind"] == "killed" else ""
+    return f"rank {first['rank']} of {report['world_size']}: {what}{why}"
 
 
 def screen(report: Report) -> str:
@@ -313,12 +287,10 @@ def screen(report: Report) -> str:
     ends = [f"run folder: {run['folder'] or 'none yet'}"]
     ends.append(f"newest snapshot: {run['newest_snapshot'] or 'none'}; steps lost: {run['steps_lost']}")
     ends += [f"resume: {run['resume']}"] if run["resume"] else []
-    shown = min(LOG_LINES, LINES - len(lines) - len(ends) - 1)  # lines of the log, with a title
-    if first["log"] and shown >= 3 and first["log_lines"]:
-        title = f"its log, {_shown(first['log'])}, ends with:"
-        lines += [title, *(f"  {line}" for line in first["log_lines"][-(shown - 1) :])]
-    elif first["log"]:
-        lines.append(f"its log: {_shown(first['log'])}")
+    if first["log"]:
+        room = max(1, min(LOG_LINES, LINES - len(lines) - len(ends) - 1))
+        lines.append(f"its log, {_shown(first['log'])}, ends with:")
+        lines += [f"  {line}" for line in first["log_lines"][-room:]]
     lines = lines[: LINES - len(ends)]
     is_short = {line: len(line) <= COLUMNS or line.startswith("lockstep: ") for line in lines}
     return "\n".join([*(line if is_short[line] else f"{line[: COLUMNS - 3]}..." for line in lines), *ends])

@@ -5,13 +5,11 @@ Functions of facts alone. `lockstep.failures.watchdog` gathers these.
 
 import json
 import linecache
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from lockstep.compat import COMPILERS
 from lockstep.source_code import is_project, is_users
@@ -21,7 +19,7 @@ LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.
 THREAD = re.compile(r"^(?:Current thread|Thread) (?P<ident>0x[0-9a-f]+)")
 DEBUGGERS = ("/bdb.py", "/pdb.py", "/code.py", "/pydevd")
 LOADERS = ("/torch/utils/data/", "/lockstep/data/")
-LONGEST_PATH, SHOWN_PARTS, MOST_ROWS, WIDEST_CALL = 30, 2, 16, 40
+SHOWN_PARTS, MOST_ROWS, WIDEST_CALL = 2, 16, 40
 HEADER = ("rank", "pid", "state", "phase", "step", "is in", "at")
 
 STOPPED, GONE, NO_ANSWER = "stopped", "gone", "no answer"  # of a rank that is mute
@@ -42,14 +40,15 @@ class Frame:
 
     @property
     def short(self) -> str:
-        """file:line, with the last parts of a long path."""
-        parts = Path(self.file).parts
-        path = self.file if len(self.file) <= LONGEST_PATH else os.path.join("...", *parts[-SHOWN_PARTS:])
-        return f"{path}:{self.line}"
+        """file:line, with the last parts of a path."""
+        return f"{'/'.join(Path(self.file).parts[-SHOWN_PARTS:])}:{self.line}"
 
     def __str__(self) -> str:
         source = linecache.getline(self.file, self.line).strip()
         return f"{self.file}:{self.line} in {self.function}" + (f": {source}" if source else "")
+
+
+Call = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,15 @@ class Collective:
     number: int
     operation: str
     shape: str
-    call: tuple[str, str]
+    call: Call
     finished: bool
 
     def __str__(self) -> str:
         return f"{self.operation} of {self.shape}" if self.shape else self.operation
+
+
+Entries = dict[int, Collective | None]
+"""The n-th collective of each rank of a group, None for one that has not come there."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,8 @@ class Facts:
     """What is known of a rank.
 
     mute: why it has not answered, "" for one that has. busy: whether it, or a process that it has started, computes.
-    stack: of its main thread, the innermost frame first. calls: its collectives, in order; a sum through shared memory
-    is one. worker: the pid of a process of its loader, and where in the user's code that is.
+    stack: of its main thread, the innermost frame first; or of the process `worker` of its loader, which is in the
+    user's code. calls: its collectives, in order; a sum through shared memory is one.
     """
 
     rank: int
@@ -86,7 +89,7 @@ class Facts:
     busy: bool = False
     stack: tuple[Frame, ...] = ()
     calls: tuple[Collective, ...] = ()
-    worker: tuple[int, Frame] | None = None
+    worker: int = 0
 
     @property
     def unfinished(self) -> Collective | None:
@@ -109,9 +112,8 @@ class Facts:
         """Whether it waits for other ranks. gloo sleeps there, so a rank that computes does not; a host that waits for
         a GPU spins. What forms a process group waits without a collective."""
         is_nccl = any(call.group.startswith("1/") for call in self.calls if not call.finished)
-        if self.mute or (self.busy and not is_nccl):
-            return False
-        return self.unfinished is not None or (bool(self.stack) and "/torch/distributed/" in self.stack[0].file)
+        in_torch = any("/torch/distributed/" in frame.file for frame in self.stack[:1])
+        return not self.mute and (is_nccl or not self.busy) and (in_torch or self.unfinished is not None)
 
     @property
     def compiles(self) -> bool:
@@ -140,20 +142,19 @@ def find_verdict(facts: Sequence[Facts], world_size: int) -> Verdict:
     """The first of six rules that fits. facts: of all ranks that are known. world_size: the ranks of all machines."""
     free = [rank for rank in facts if not rank.waits]
     may_take_hours = any(rank.phase in ("prepare", "mode") for rank in facts)
-    in_users_code = [rank for rank in free if rank.users is not None or rank.worker is not None]
+    in_users_code = [rank for rank in free if rank.users is not None]
     # 1. A rank does not answer.
     for rank in sorted(facts, key=lambda rank: rank.mute != GONE):
-        who = f"rank {rank.rank} (pid {rank.pid})"
+        who, one = f"rank {rank.rank} (pid {rank.pid})", (rank.rank,)
         if rank.mute == GONE:
             meaning = f"{who} has ended, and its sockets are still open in another process"
-            return Verdict("a rank has died", (rank.rank,), meaning, f"see logs/rank{rank.rank}.log for how it ended")
+            return Verdict("a rank has died", one, meaning, f"see logs/rank{rank.rank}.log for how it ended")
         if rank.mute == STOPPED:
             advice = f"type kill -CONT {rank.pid}, with watch.on_hang=report or before watch.timeout"
-            return Verdict("a rank is stopped", (rank.rank,), f"{who} is stopped by SIGSTOP", advice)
+            return Verdict("a rank is stopped", one, f"{who} is stopped by SIGSTOP", advice)
         if rank.mute == NO_ANSWER and not rank.busy:
-            kind = USER_CODE if rank.users else "a rank does not answer"
-            meaning = f"rank {rank.rank} holds Python's lock or waits in the kernel, {at(rank.place)}"
-            return Verdict(kind, (rank.rank,), meaning, YOUR_CODE)
+            meaning = f"{who} holds Python's lock or waits in the kernel, {at(rank.place)}"
+            return Verdict(USER_CODE if rank.users else "a rank does not answer", one, meaning, YOUR_CODE)
     # 4, before what it would be taken for. A rank that does not wait computes, or another process does for it.
     for rank in free:
         if rank.busy or rank.compiles:
@@ -165,19 +166,16 @@ def find_verdict(facts: Sequence[Facts], world_size: int) -> Verdict:
         return _unlike(facts, *difference)
     # 3 and 5. A rank is in user code, or has not come to where others wait.
     for rank in in_users_code:
-        meaning = f"rank {rank.rank} is in user code{_activity(rank)}, {at(rank.users)}"
-        if rank.worker is not None:
-            who = f"a data loader worker of rank {rank.rank} (pid {rank.worker[0]})"
-            meaning = f"{who} is in user code, {at(rank.worker[1])}"
+        who = f"loader worker {rank.worker} of rank {rank.rank}" if rank.worker else f"rank {rank.rank}"
+        meaning = f"{who} is in user code, {at(rank.users)}"
         return Verdict(USER_CODE, (rank.rank,), meaning, YOUR_CODE, ends=not may_take_hours)
     if free:
         ranks, advice = tuple(rank.rank for rank in free), CHECK_DISK if free[0].phase == "disk" else SAME_CALLS
         where = f"in the phase {free[0].phase}, {at(free[0].place)}"
-        if len(free) == len(facts):
-            return Verdict(
-                UNKNOWN, ranks, f"{are(ranks)} {where}, and neither compute nor wait", CHECK_DISK, ends=False
-            )
-        other = next(rank for rank in facts if rank.waits)
+        other = next((rank for rank in facts if rank.waits), None)
+        if other is None:
+            meaning = f"{are(ranks)} {where}, and neither compute nor wait"
+            return Verdict(UNKNOWN, ranks, meaning, CHECK_DISK, ends=False)
         meaning = f"{name_ranks(ranks)} did not come to {other.where()}, where rank {other.rank} waits: it is {where}"
         return Verdict(MISSING_CALL, ranks, meaning, advice, ends=not may_take_hours)
     # 6. All wait alike: the network, or a machine that cannot be asked.
@@ -186,12 +184,9 @@ def find_verdict(facts: Sequence[Facts], world_size: int) -> Verdict:
     return Verdict(UNKNOWN, (), f"all ranks wait in {facts[0].where()}{lost}", CHECK_NETWORK, ends=False)
 
 
-Difference = tuple[dict[int, Collective | None], tuple[int, ...], bool]
-"""(the entry of each rank, None for one that has not come there; the odd ranks; whether these left out a call)"""
-
-
-def first_difference(facts: Sequence[Facts]) -> Difference | None:
-    """The first collective that not all ranks of its group do alike, None if there is none.
+def first_difference(facts: Sequence[Facts]) -> tuple[Entries, tuple[int, ...], bool] | None:
+    """The first collective that not all ranks of its group do alike: (what each does, the odd ranks, whether these left
+    out a call). None if there is none.
 
     A rank that has not made the call counts only if others wait for it there. It does not count while it is in a call
     that all ranks have made alike: it waits for the network, and has left out no call.
@@ -199,7 +194,7 @@ def first_difference(facts: Sequence[Facts]) -> Difference | None:
     for group in dict.fromkeys(call.group for rank in facts for call in rank.calls):
         members = {rank.rank: {call.number: call for call in rank.calls if call.group == group} for rank in facts}
         members = {rank: known for rank, known in members.items() if known}
-        history: list[tuple[str, str] | None] = []  # of all members alike
+        history: list[Call | None] = []  # of all members alike
         in_common_call: set[int] = set()
         for number in range(max(map(min, members.values())), max(map(max, members.values())) + 1):
             entries = {rank: known.get(number) for rank, known in members.items()}
@@ -215,29 +210,26 @@ def first_difference(facts: Sequence[Facts]) -> Difference | None:
     return None
 
 
-def _odd(entries: Mapping[int, Collective | None], history: Sequence[tuple[str, str] | None]) -> tuple[Any, bool]:
-    """(the ranks whose call is not the usual one, whether they left it out). Usual is what most ranks do; of two such
-    calls the one that came after the last common one before. If neither is, all ranks are odd."""
-    by_call: dict[tuple[str, str] | None, list[int]] = {}
+def _odd(entries: Entries, history: list[Call | None]) -> tuple[tuple[int, ...], bool]:
+    """(the ranks in the minority, whether they left out the others' call). A tie is decided by the call that came after
+    the last common one before; all ranks are odd if that does not tell."""
+    by_call: dict[Call | None, list[int]] = {}
     for rank, entry in entries.items():
         by_call.setdefault(entry.call if entry else None, []).append(rank)
-    followers = {call: [after for before, after in pairwise([None, *history]) if before == call] for call in by_call}
-    last = history[-1] if history else None
-    nexts = [after for before, after in pairwise([None, *history]) if before == last]
+    nexts = [after for before, after in pairwise([None, *history]) if before == (history or [None])[-1]]
 
-    def usualness(call: tuple[str, str] | None) -> tuple[int, bool, bool, bool]:
-        return len(by_call[call]), call in nexts, call in history, call is None and bool(history)
+    def usualness(call: Call | None) -> tuple[int, bool, bool]:
+        return len(by_call[call]), call in nexts, call is None and bool(history)
 
     usual, second, *_ = sorted(by_call, key=usualness, reverse=True)
     if usualness(usual) == usualness(second):
         return tuple(entries), False
     odd = tuple(rank for call, ranks in by_call.items() if call != usual for rank in ranks)
-    return odd, usual is not None and {*by_call} - {usual} <= {None, *followers[usual]}
+    return odd, usual is not None and {*by_call} <= {usual, None, *history}
 
 
-def _unlike(facts: Sequence[Facts], entries: dict[int, Collective | None], odd: Any, left_out: bool) -> Verdict:
+def _unlike(facts: Sequence[Facts], entries: Entries, odd: tuple[int, ...], left_out: bool) -> Verdict:
     """All ranks are in a collective, but not in the same one."""
-    calls = [entry for entry in entries.values() if entry is not None]
     together: dict[str, list[int]] = {}  # place -> ranks
     for rank in facts:
         if rank.rank in entries:
@@ -246,15 +238,9 @@ def _unlike(facts: Sequence[Facts], entries: dict[int, Collective | None], odd: 
     if left_out:
         usual = next(entry for rank, entry in entries.items() if rank not in odd and entry is not None)
         return Verdict(MISSING_CALL, odd, f"{name_ranks(odd)} did not call {usual}: {places}", SAME_CALLS)
-    is_same_operation = len(calls) == len(entries) and len({entry.operation for entry in calls}) == 1
+    is_same_operation = len({entry and entry.operation for entry in entries.values()}) == 1
     kind = OTHER_SHAPE if is_same_operation else OTHER_OPERATION
     return Verdict(kind, odd, f"{name_ranks(odd)}: {kind} than the other ranks: {places}", SAME_CALLS)
-
-
-def _activity(rank: Facts) -> str:
-    if any(part in frame.file for frame in rank.stack for part in LOADERS):
-        return " (the data loader of an evaluation)" if rank.phase == "evaluation" else " (the data loader)"
-    return {"prepare": " (dataset.prepare)", "evaluation": " (an evaluation)"}.get(rank.phase, "")
 
 
 def table(facts: Sequence[Facts], verdict: Verdict) -> list[str]:
@@ -268,8 +254,8 @@ def table(facts: Sequence[Facts], verdict: Verdict) -> list[str]:
 def _row(rank: Facts) -> tuple[str, ...]:
     call = str(rank.unfinished or "no collective")
     call = f"{call[: WIDEST_CALL - 3]}..." if len(call) > WIDEST_CALL else call
-    who, frame = ("", rank.place) if rank.worker is None else (f"loader worker {rank.worker[0]}: ", rank.worker[1])
-    where = "not known" if frame is None else f"{who}{frame.short} in {frame.function}"
+    where = "not known" if rank.place is None else f"{rank.place.short} in {rank.place.function}"
+    where += f" (loader worker {rank.worker})" * bool(rank.worker)
     state = rank.mute or ("computes" if rank.busy else "waits" if rank.waits else "sleeps")
     return str(rank.rank), str(rank.pid), state, rank.phase, str(rank.step), call, where
 
@@ -279,9 +265,8 @@ def at(frame: Frame | None) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
 def are(ranks: Sequence[int]) -> str:

@@ -17,15 +17,15 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.compat import flight_records
 from lockstep.errors import EXIT_HANG
-from lockstep.failures.processes import children, cpu_seconds, process_state
+from lockstep.failures.processes import ENDED, children, cpu_seconds, process_state
 from lockstep.failures.record import STACK_SIGNAL, Heartbeat, Place, last_lines, read_place
-from lockstep.failures.report import VERDICT
+from lockstep.failures.report import PRINTED, VERDICT, claim
 from lockstep.failures.verdict import (
     GONE,
     LOADERS,
@@ -61,7 +61,7 @@ LONGEST_LOOK = 1.1  # seconds that the time between two looks counts: the rest, 
 COMPUTING_SECONDS, MAIN_SECONDS, ALL_SHARE = 0.4, 0.004, 0.2
 ANSWER_SECONDS, WORKERS_SECONDS, STACK_SECONDS, MACHINES_SECONDS, END_SECONDS = 10.0, 5.0, 1.0, 12.0, 2.0
 FRESH_SECONDS = 60.0  # facts of another machine that are older tell of an earlier hang; so does a question
-ASK, TOLD = "ask", "told"  # files: of a rank that examines its machine, while it does; the last verdict
+ASK = "ask"  # a file of a rank that examines its machine, while it does
 LARGEST_STACKS = 2**24  # bytes
 
 
@@ -117,22 +117,21 @@ class Watchdog:
             asked_at = (folder / ASK).stat().st_mtime_ns
             if asked_at != self.answered:
                 self.answered = asked_at
+                self.next_examination = self.silence + self.limit(first_step=1.0)
                 write_whole(folder / f"rank{self.rank}.facts", json.dumps(asdict(self._own_facts())), sync=False)
 
     def _place(self, rank: int) -> Place:
-        if rank == self.rank or self.heartbeat.folder is None:
-            return self.heartbeat.place
-        try:
-            return read_place(self.heartbeat.folder, rank)
-        except OSError:
-            return Place(0, 0, 0, 0, 0)
+        with suppress(OSError):
+            if rank != self.rank and self.heartbeat.folder is not None:
+                return read_place(self.heartbeat.folder, rank)
+        return self.heartbeat.place
 
     def limit(self, waits: bool = True, first_step: float = FIRST_STEP_PATIENCE) -> float:
         """Seconds of silence that are no hang. waits: whether a rank waits for another one, which backend.timeout ends.
         first_step: how many times longer it may take; 1 for when a line says where it is, and the run goes on."""
+        phases = [place.name for place in self.places.values() if place.name != "end"]
         if self.places[self.rank].name == "end":
             return NEVER
-        phases = [place.name for place in self.places.values() if place.name != "end"]
         patience = max(PATIENCE.get(phase, OTHER_PATIENCE) for phase in phases)
         if not any(place.step for place in self.places.values()):
             patience = max(patience, first_step)
@@ -142,22 +141,15 @@ class Watchdog:
 
     def examine(self) -> None:
         """Explain the silence of the ranks of this machine, if no other one of them does that now."""
-        folder, silence = self.heartbeat.folder, self.silence
+        folder = self.heartbeat.folder
         if folder is None:
-            self._judge([self._own_facts()], silence)
+            self._judge([self._own_facts()], self.silence)
             return
-        ask = folder / ASK
-        try:
-            os.close(os.open(ask, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            with suppress(OSError):
-                if time.time() - ask.stat().st_mtime > FRESH_SECONDS:  # that rank has ended
-                    ask.unlink()
-            return
-        try:
-            self._judge(self._facts_everywhere(self._facts_here(folder, ask.stat().st_mtime_ns)), silence)
-        finally:
-            with suppress(OSError):
+        ask, is_ours = folder / ASK, claim(folder / ASK)
+        with suppress(OSError):
+            if is_ours:
+                self._judge(self._facts_everywhere(self._facts_here(folder, ask.stat().st_mtime_ns)), self.silence)
+            if is_ours or time.time() - ask.stat().st_mtime > FRESH_SECONDS:  # the rank that has asked has ended
                 ask.unlink()
 
     def _judge(self, facts: list[Facts], silence: float) -> None:
@@ -166,31 +158,22 @@ class Watchdog:
         if {rank: self._place(rank) for rank in self.ranks} != self.places:  # they were only slow
             return
         verdict, limit = find_verdict(facts, self.world_size), self.limit(any(rank.waits for rank in facts))
-        rows = table(facts, verdict)
+        rows, is_hang = table(facts, verdict), verdict.kind != SLOW and silence > limit
         if verdict.kind == SLOW:  # silence counts from the end of a compilation, or of a debugger
             self.silence = self.next_examination = 0.0
-        if self.on_hang == "stop" and verdict.ends and silence > limit:
+        if self.on_hang == "stop" and verdict.ends and is_hang:
             self._end(verdict, facts, {"silent_seconds": round(silence, 1), "table": rows})
-        if not self._is_new(f"{verdict.kind} {verdict.ranks} {self.places}"):
-            return
         first = f"lockstep: no rank has made progress for {silence:.0f} s, and the run"
         lines = [f"{first} goes on: {verdict.meaning}"]
-        if verdict.kind != SLOW and silence > limit:
+        if is_hang:
             lines = [f"{first} is not ended", *rows, f"verdict: {verdict.kind}"]
             lines += [f"what it means: {verdict.meaning}", f"what to do: {verdict.advice}"]
-        if self.rank:  # the log of rank 0 is on the screen
+        if self.told != (told := f"{verdict.kind} {verdict.ranks} {self.places}"):
+            self.told = told
+            log.warning("%s", "\n".join(lines))
             with suppress(OSError, ValueError):
-                print("\n".join(lines), file=sys.stderr, flush=True)
-        log.warning("%s", "\n".join(lines))
-
-    def _is_new(self, verdict: str) -> bool:
-        """Whether no rank of this machine has told this already."""
-        if self.heartbeat.folder is not None:
-            with suppress(OSError):  # nobody has told any
-                self.told = (self.heartbeat.folder / TOLD).read_text()
-            write_whole(self.heartbeat.folder / TOLD, verdict, sync=False)
-        is_new, self.told = verdict != self.told, verdict
-        return is_new
+                if self.rank:  # the log of rank 0 is on the screen
+                    print("\n".join(lines), file=sys.stderr, flush=True)
 
     # The facts of ranks.
 
@@ -209,7 +192,9 @@ class Watchdog:
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         frames = [] if main is None else [(frame, line) for frame, line in traceback.walk_stack(main)]
         stack = tuple(Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames)
-        place, in_loader = self.places[self.rank], any(part in frame.file for frame in stack for part in LOADERS)
+        place, worker = self.places[self.rank], 0
+        if self.heartbeat.stacks and any(part in frame.file for frame in stack for part in LOADERS):
+            worker, stack = self._busy_worker(workers) or (0, stack)
         return Facts(
             rank=self.rank,
             host=self.heartbeat.who["host"],
@@ -219,16 +204,16 @@ class Watchdog:
             busy=is_running or of_all > ALL_SHARE * seconds or max(others) > MAIN_SECONDS,
             stack=stack,
             calls=parse_calls([text.decode() for text in flight_records()], place.values),
-            worker=self._busy_worker(workers) if in_loader and self.heartbeat.stacks else None,
+            worker=worker,
         )
 
-    def _busy_worker(self, workers: list[int]) -> tuple[int, Frame] | None:
-        """The first loader worker that is in the user's code, and where. They are asked one after the other."""
+    def _busy_worker(self, workers: list[int]) -> tuple[int, tuple[Frame, ...]] | None:
+        """The first loader worker that is in the user's code, and its stack. They are asked one after the other."""
         deadline = time.monotonic() + WORKERS_SECONDS
         for pid in workers:
             stack = self._stack_of(self.heartbeat.stacks.fileno(), pid, "") if time.monotonic() < deadline else ()
-            if users := [frame for frame in stack if is_users(frame.file)]:
-                return pid, users[0]
+            if any(is_users(frame.file) for frame in stack):
+                return pid, stack
         return None
 
     def _stack_of(self, stacks: int, pid: int, main_thread: str) -> tuple[Frame, ...]:
@@ -250,14 +235,13 @@ class Watchdog:
         self.answered = asked_at
         found, deadline = {self.rank: self._own_facts()}, time.monotonic() + ANSWER_SECONDS
         asked = {rank for rank, place in self.places.items() if place.name != "end"}
-        while missing := asked - found.keys():
+        while (missing := asked - found.keys()) and time.monotonic() < deadline:
             for rank in missing:
                 path = folder / f"rank{rank}.facts"
                 with suppress(OSError, ValueError):
                     if path.stat().st_mtime_ns >= asked_at:
                         found[rank] = _facts(json.loads(path.read_text()))
-            states = {process_state(self.ranks[rank]) for rank in asked - found.keys()}
-            if time.monotonic() > deadline or states <= {"T", "t", "Z", "X", ""}:
+            if all(process_state(self.ranks[rank]) in (*ENDED, "T", "t") for rank in asked - found.keys()):
                 break
             time.sleep(0.05)
         found |= {rank: self._mute(folder, rank) for rank in asked - found.keys()}
@@ -266,17 +250,17 @@ class Watchdog:
     def _mute(self, folder: Path, rank: int) -> Facts:
         """What is known of a rank of this machine that does not answer."""
         pid, place, stack = self.ranks[rank], self._place(rank), tuple[Frame, ...]()
-        mute = {"": GONE, "Z": GONE, "X": GONE, "T": STOPPED}.get(process_state(pid), NO_ANSWER)
-        if mute == NO_ANSWER and process_state(pid) != "t":
-            with suppress(OSError, ValueError):
+        state = process_state(pid)
+        mute = GONE if state in ENDED else STOPPED if state == "T" else NO_ANSWER
+        if mute == NO_ANSWER and state != "t":
+            with suppress(OSError, ValueError), (folder / f"rank{rank}.stacks").open("rb") as stacks:
                 who = json.loads((folder / f"rank{rank}.who").read_text())
-                with (folder / f"rank{rank}.stacks").open("rb") as stacks:
-                    stack = self._stack_of(stacks.fileno(), pid, who["main_thread"])
+                stack = self._stack_of(stacks.fileno(), pid, who["main_thread"])
         before = cpu_seconds(pid)  # after the stack, which costs some
         time.sleep(COMPUTING_SECONDS * (mute == NO_ANSWER))
         computes = process_state(pid) in ("R", "t") or cpu_seconds(pid) - before > MAIN_SECONDS  # or is in a debugger
-        host = self.heartbeat.who["host"]
-        return Facts(rank, host, pid, place.name, place.step, mute, computes and mute == NO_ANSWER, stack)
+        host, is_busy = self.heartbeat.who["host"], computes and mute == NO_ANSWER
+        return Facts(rank, host, pid, place.name, place.step, mute, is_busy, stack)
 
     def _facts_everywhere(self, here: list[Facts]) -> list[Facts]:
         """With those of the other machines, as far as these tell theirs soon."""
@@ -303,47 +287,43 @@ class Watchdog:
         """End the ranks of this machine: one that hangs leaves no other trace of its cause."""
         cause = next((rank for rank in facts if rank.rank in verdict.ranks), facts[0])
         run_log = re.sub(r"rank\d+\.log$", f"rank{cause.rank}.log", self.heartbeat.who["log"] or "")
-        place = self._place(cause.rank) if cause.rank in self.ranks else self.places[self.rank]
-        stacks = {str(rank.rank): list(map(str, rank.stack)) for rank in facts}
-        failure = self.heartbeat.who | {"rank": cause.rank, "host": cause.host, "pid": cause.pid, "log": run_log}
-        failure |= {"kind": "hang", "time": time.time(), "is_echo": False, "log_lines": last_lines(run_log)}
-        failure |= {"phase": cause.phase, "step": cause.step, "epoch": place.epoch, "verdict": verdict.kind}
-        failure |= {"ranks": list(verdict.ranks), "meaning": verdict.meaning, "advice": verdict.advice}
-        failure |= {"stacks": stacks, **known}
-        if self.show is not None:
-            self.show(failure)
+        known |= {"rank": cause.rank, "host": cause.host, "pid": cause.pid, "phase": cause.phase, "step": cause.step}
+        known |= {"kind": "hang", "time": time.time(), "is_echo": False, "epoch": self.places[self.rank].epoch}
+        known |= {"log": run_log, "log_lines": last_lines(run_log), "verdict": verdict.kind, "ranks": [*verdict.ranks]}
+        known |= {"meaning": verdict.meaning, "advice": verdict.advice}
+        known |= {"stacks": {str(rank.rank): [*map(str, rank.stack)] for rank in facts}}
+        failure = self.heartbeat.who | known
         folder = self.heartbeat.folder
+        if self.show is not None:
+            if folder is not None:
+                claim(folder / PRINTED)
+            self.show(failure)
         if folder is not None:
             write_whole(folder / VERDICT, json.dumps(failure), sync=False)
         others = [pid for rank, pid in self.ranks.items() if rank != self.rank]
         if self.show is not None:  # a launcher ends them itself
             _await_end(others)
-        for pid in (*others, os.getpid()):
-            for started in children(pid):  # a program that it waits for would go on without it
-                with suppress(OSError):
-                    os.kill(started, signal.SIGKILL)
-        if self.show is not None:
-            for pid in others:
-                with suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+        started = [child for pid in (*others, os.getpid()) for child in children(pid)]  # they would go on without it
+        for pid in [*started, *others * (self.show is not None)]:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if self.show is not None and folder is not None:
             _await_end(others)  # what is killed may still write into the folder
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(EXIT_HANG)
 
 
 def _await_end(pids: list[int]) -> None:
     deadline = time.monotonic() + END_SECONDS
-    while any(process_state(pid) not in ("", "Z", "X") for pid in pids) and time.monotonic() < deadline:
+    while any(process_state(pid) not in ENDED for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def _facts(told: dict[str, Any]) -> Facts:
     """The reverse of `asdict`."""
-    worker = told["worker"] and (told["worker"][0], Frame(**told["worker"][1]))
-    stack, calls = (Frame(**one) for one in told["stack"]), told["calls"]
-    found = Facts(**told | {"worker": worker, "stack": tuple(stack), "calls": ()})
-    return replace(found, calls=tuple(Collective(**one | {"call": tuple(one["call"])}) for one in calls))
+    stack = tuple(Frame(**one) for one in told["stack"])
+    calls = tuple(Collective(**one | {"call": tuple(one["call"])}) for one in told["calls"])
+    return Facts(**told | {"stack": stack, "calls": calls})
 
 
 def _cpu_of_main() -> float:

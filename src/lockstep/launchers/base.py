@@ -16,15 +16,12 @@ Worker = Callable[..., Any]
 
 
 class Launcher:
-    """What `train.py` and `preflight` call, in this order: `prepare`, `validate`, `num_ranks`, `launch`."""
+    """What `preflight` and `train.py` call, in this order: `validate`, `num_ranks`, `launch`."""
 
     starts_processes: bool = False
     """Whether `launch` starts the ranks as processes of this machine."""
     runs_elsewhere: bool = False
     """Whether the ranks run later, perhaps on machines that are unlike this one."""
-
-    def prepare(self) -> None:
-        """Begin what takes time, such as imports. Called first."""
 
     def validate(self) -> None:
         """Raise ConfigError for whatever would make `launch` fail."""
@@ -39,22 +36,6 @@ class Launcher:
         Raises RankFailed for a rank that fails, StoppedEarly if a signal stopped the ranks, and a rank's ConfigError.
         """
         raise NotImplementedError
-
-
-class CalledHere(Launcher):
-    """Calls the worker once, in this process, which starts ranks itself. launcher: of the job that it is about."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        self.launcher = launcher
-
-    def validate(self) -> None:
-        self.launcher.validate()
-
-    def num_ranks(self) -> tuple[int, int]:
-        return self.launcher.num_ranks()
-
-    def launch(self, worker: Worker, *args: Any) -> Any:
-        return worker(*args)
 
 
 def refuse_nesting() -> None:

@@ -19,8 +19,8 @@ import shutil
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -28,7 +28,7 @@ from annotated_types import Ge, Le
 
 from lockstep.config.schema import Count, Ranks, StartMethod, Whole
 from lockstep.distributed import signals
-from lockstep.distributed.environment import LOOPBACK, STARTED_BY, STORE_FILE, node_rank_info
+from lockstep.distributed.environment import DEFAULT_PORT, LOOPBACK, STARTED_BY, STORE_FILE, node_rank_info
 from lockstep.distributed.host import cpu_count, end_with_parent
 from lockstep.distributed.rendezvous import shared_store
 from lockstep.distributed.signals import STOP_SIGNALS, Relay
@@ -45,16 +45,15 @@ from lockstep.errors import (
     RankMissing,
     StoppedEarly,
 )
-from lockstep.failures.processes import open_pid_file
 from lockstep.failures.record import FOLDER, heartbeat, phase_of
 from lockstep.failures.report import End, failures_in, make_report, publish, screen, typed_command
 from lockstep.launchers.base import Launcher, Worker, flush_output, print_line, refuse_nesting
 
-POLL_SECONDS = 0.5
-SECONDS_AFTER_SECOND_SIGNAL = 1.5  # until ranks that have not ended are killed
-SECONDS_AFTER_FIRST_RANK = 5.0  # from the end of the first rank in a stop until ranks that have not ended are killed
-LONGER_AFTER = {EXIT_FINISHED: math.inf, EXIT_RESUMABLE: 30.0}  # all is well: rank 0 still closes its loggers
-GRACE, GRACE_WHILE_SAVING = 5.0, 30.0  # seconds from the first failure until ranks that still live are killed
+POLL_SECONDS = 0.2  # where a process that a rank has forked hides the rank's end
+AFTER_SECOND_SIGNAL = 1.5  # seconds until ranks that have not ended are killed
+# The same after the end of a rank, by its exit code; and longer while a rank saves.
+GRACE, LONGER_WHILE_SAVING = 5.0, 25.0
+GRACES = {EXIT_FINISHED: math.inf, EXIT_RESUMABLE: 30.0, EXIT_HANG: 0.0}  # of the first two, rank 0 closes its loggers
 STOP_EXITS = (EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT)
 
 
@@ -71,9 +70,7 @@ def resolve_nproc(nproc_per_node: int | str) -> int:
 
     gpus = torch.cuda.device_count()
     if nproc_per_node == "gpu" and not gpus:
-        raise ConfigError(
-            "launch.nproc_per_node=gpu needs a GPU and this machine shows none; type launch.nproc_per_node=cpu"
-        )
+        raise ConfigError("launch.nproc_per_node=gpu finds no GPU here; type launch.nproc_per_node=cpu")
     return gpus or cpu_count()
 
 
@@ -86,7 +83,7 @@ class LocalLauncher(Launcher):
     nnodes: machines; run the same command on each with its own node_rank.
     node_rank: number of this machine.
     master_addr: address of the machine with node_rank 0.
-    master_port: port there; for several machines.
+    master_port: port there.
     """
 
     starts_processes = True
@@ -99,32 +96,19 @@ class LocalLauncher(Launcher):
         nnodes: Count = 1,
         node_rank: Whole = 0,
         master_addr: str = LOOPBACK,
-        master_port: Annotated[int, Ge(0), Le(65535)] = 0,
+        master_port: Annotated[int, Ge(1), Le(65535)] = DEFAULT_PORT,
     ) -> None:
         self.start_method, self.nproc_per_node, self.max_restarts = start_method, nproc_per_node, max_restarts
-        self.nnodes, self.node = nnodes, (nnodes, node_rank, master_addr, master_port)
-        self.node_rank = node_rank
-
-    def prepare(self) -> None:
-        if self.start_method == "fork":
-            importlib.import_module("lockstep.launchers.rank_imports")
-        else:  # else the start of the first process starts it, and that unblocks the signals of `signals.blocked`
-            multiprocessing.resource_tracker.ensure_running()
+        self.nnodes, self.node_rank, self.node = nnodes, node_rank, (nnodes, node_rank, master_addr, master_port)
 
     def validate(self) -> None:
         resolve_nproc(self.nproc_per_node)
         refuse_nesting()
         if self.nnodes > 1:
             node_rank_info(*self.node)
-            if self.start_method == "fork":
+            if self.start_method == "fork" or self.max_restarts:  # their store has threads, and no forks beside them
                 raise ConfigError(
-                    "launch.start_method=fork is for one machine: the parents of several machines share a store, which "
-                    "has threads, and a process with threads cannot fork safely; type launch=spawn"
-                )
-            if self.max_restarts:
-                raise ConfigError(
-                    "launch.max_restarts is for one machine; type launch.max_restarts=0, or start the ranks with "
-                    "torchrun --max-restarts"
+                    "several nodes need launch=spawn, and launch.max_restarts=0: torchrun --max-restarts can do that"
                 )
 
     def num_ranks(self) -> tuple[int, int]:
@@ -132,15 +116,16 @@ class LocalLauncher(Launcher):
         return self.nnodes * ranks, ranks
 
     def launch(self, worker: Worker, *args: Any) -> Any:
-        """Run `worker(*args)` in every rank, again after a failure if restarts are left. Returns rank 0's value.
-
-        Raises what `Launcher.launch` raises.
-        """
+        """Run `worker(*args)` in every rank, again after a failure if restarts are left."""
+        if self.start_method == "fork":
+            importlib.import_module("lockstep.launchers.rank_imports")
+        else:  # else the start of the first process starts it, and that unblocks the signals of `signals.blocked`
+            multiprocessing.resource_tracker.ensure_running()
         world_size, ranks_here = self.num_ranks()
+        numbers = range(self.node_rank * ranks_here, (self.node_rank + 1) * ranks_here)
         env = {
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(ranks_here),
-            "GROUP_RANK": str(self.node_rank),
             STARTED_BY: self.start_method,
         }
         if self.nnodes > 1:  # the parent of the first node hosts the store
@@ -156,9 +141,8 @@ class LocalLauncher(Launcher):
                 folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=temporary))
                 here = {FOLDER: str(folder), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
                 here |= {STORE_FILE: str(folder / "store")} if self.nnodes == 1 else {}
-                ranks = RankProcesses(self.start_method, ranks_here, self.node_rank * ranks_here, folder, relay)
                 try:
-                    return ranks.run(env | here, worker, args)
+                    return RankProcesses(self.start_method, numbers, folder, relay).run(env | here, worker, args)
                 except RankFailed as failed:
                     is_alike = failed.report.get("first", {}).get("kind") in RAISED_BY_ALL
                     if attempt == self.max_restarts or relay.first is not None or is_alike:
@@ -172,74 +156,66 @@ class LocalLauncher(Launcher):
                     shutil.rmtree(folder, ignore_errors=True)
 
 
+@dataclass
 class RankProcesses:
     """The ranks of one start. folder: that they share. relay: gives them the signals of this process."""
 
-    def __init__(self, start_method: str, ranks: int, first_rank: int, folder: Path, relay: Relay) -> None:
-        from torch import multiprocessing as torch_multiprocessing  # it shares tensors that are sent between processes
-
-        self.context: Any = torch_multiprocessing.get_context(start_method)
-        self.ranks, self.first_rank, self.folder, self.relay = ranks, first_rank, folder, relay
-        self.processes: list[BaseProcess] = []
-        self.ends: dict[int, End] = {}
+    start_method: str
+    numbers: range
+    folder: Path
+    relay: Relay
+    ends: dict[int, End] = field(default_factory=dict)
 
     def run(self, env: dict[str, str], worker: Worker, args: tuple[Any, ...]) -> Any:
         """Start all ranks and wait for them. Returns rank 0's value."""
+        from torch import multiprocessing as torch_multiprocessing  # it shares tensors that are sent between processes
+
+        context: Any = torch_multiprocessing.get_context(self.start_method)
         reader, writer = multiprocessing.Pipe(duplex=False)
-        self.processes = [
-            self.context.Process(target=run_rank, args=(local, self.first_rank + local, env, writer, worker, args))
-            for local in range(self.ranks)
-        ]
+        processes = {
+            rank: context.Process(target=run_rank, args=(local, rank, env, writer, worker, args))
+            for local, rank in enumerate(self.numbers)
+        }
         try:
             with signals.blocked():
-                for process in self.processes:
+                for process in processes.values():
                     process.start()
-                self.relay.start([process.pid or 0 for process in self.processes])
-            value = self._wait(reader)
+                self.relay.start([process.pid for process in processes.values()])
+            value = self._wait(processes, reader)
             failure = self._failure()
             if failure is not None:
                 raise failure
             return value
         finally:
-            for process in self.processes:
+            for process in processes.values():
                 if process.is_alive():
                     process.kill()
             reader.close()
             writer.close()
 
-    def _wait(self, results: "Connection[Any, Any]") -> Any:
+    def _wait(self, processes: dict[int, Any], results: "Connection[Any, Any]") -> Any:
         """Wait until all ranks have ended. Returns rank 0's value, which may be larger than a pipe holds.
 
         Kills those that do not end, after a failure or while the others have stopped.
         """
-        value, relay, folder = None, self.relay, self.folder
-        files = {process: open_pid_file(process.pid or 0) for process in self.processes}
-        waiting, killed, first_end, first_failure = [*self.processes], set[Any](), math.inf, math.inf
+        value, relay, waiting, killed, deadline = None, self.relay, dict(processes), set[int](), math.inf
         while waiting:
-            ends: list[Any] = [files[process] or process.sentinel for process in waiting]
-            multiprocessing.connection.wait([*ends, results], POLL_SECONDS)
+            sentinels = [process.sentinel for process in waiting.values()]
+            multiprocessing.connection.wait([*sentinels, results], POLL_SECONDS)
             value = results.recv() if results.poll() else value
             now = time.monotonic()
-            for process in [process for process in waiting if not process.is_alive()]:
-                waiting.remove(process)
-                rank, code = self.first_rank + self.processes.index(process), process.exitcode
-                self.ends[rank] = End(code, time.time(), process in killed)
-                is_well = code in (*STOP_EXITS, EXIT_FINISHED) and phase_of(folder, rank) == "end"
-                first_failure = first_failure if is_well else min(first_failure, now)
-                first_end = min(first_end, now) if relay.first is not None else first_end
-                if (file := files[process]) is not None:
-                    os.close(file)
-            codes = [end.code for end in self.ends.values()]
-            told_twice = relay.second is not None and now - relay.second_at > SECONDS_AFTER_SECOND_SIGNAL
-            others_may_take = min(
-                (LONGER_AFTER.get(code or 0, SECONDS_AFTER_FIRST_RANK) for code in codes), default=0.0
-            )
-            for process in waiting:
-                phase = phase_of(folder, self.first_rank + self.processes.index(process))
-                grace = GRACE_WHILE_SAVING if phase in ("snapshot", "disk") else GRACE
-                grace = 0.0 if EXIT_HANG in codes else grace
-                if told_twice or now - first_end > others_may_take or now - first_failure > grace:
-                    killed.add(process)
+            for rank in [rank for rank, process in waiting.items() if not process.is_alive()]:
+                code = waiting.pop(rank).exitcode
+                self.ends[rank] = End(code, time.time(), rank in killed)
+                counts = code == EXIT_HANG or phase_of(self.folder, rank) == "end"  # else it has left without a word
+                deadline = min(deadline, now + (GRACES.get(code, GRACE) if counts else GRACE))
+            if relay.second is not None:
+                deadline = min(deadline, relay.second_at + AFTER_SECOND_SIGNAL)
+            for rank, process in waiting.items():
+                may_save = relay.second is None and EXIT_HANG not in [end.code for end in self.ends.values()]
+                saves = may_save and phase_of(self.folder, rank) in ("snapshot", "disk")
+                if now > deadline + LONGER_WHILE_SAVING * saves:
+                    killed.add(rank)
                     process.kill()
         return results.recv() if results.poll() else value
 
@@ -260,14 +236,12 @@ class RankProcesses:
         if stopped is not None:
             print_line(f"lockstep: {stopped}", sys.stderr)
             return stopped
-        failures = failures_in(self.folder, self.ends)
-        report = make_report(failures, typed_command())
+        failures, command = failures_in(self.folder, self.ends), typed_command()
+        report = make_report(failures, command)
         if report is None:
-            if not any(codes):
-                return None
-            code = next(code for code in codes if code)
-            return RankFailed(f"lockstep: a rank ended with {code}; look at logs/ in the run folder for its error", {})
-        report, _ = publish(report, typed_command(), is_part=len(failures) < report["world_size"])
+            what = "lockstep: a rank ended before it could say why; its own words are above"
+            return RankFailed(what, {}) if any(codes) else None
+        report, _ = publish(report, command, is_part=len(failures) < report["world_size"])
         first = report["first"]
         if first["kind"] != "config":
             return RankFailed(screen(report), report)

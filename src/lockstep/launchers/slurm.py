@@ -48,7 +48,6 @@ exit $code
 
 
 POLL_SECONDS = 1.0
-TIME_LIMIT = r"UNLIMITED|INFINITE|\d+(:\d+){1,2}|\d+-\d+(:\d+){0,2}"
 
 
 class SlurmLauncher(Launcher):
@@ -83,28 +82,24 @@ class SlurmLauncher(Launcher):
         dry_run: bool,
         run_dir: str,
     ) -> None:
-        self.nodes, self.ntasks_per_node, self.cpus_per_task = nodes, ntasks_per_node, cpus_per_task
-        self.partition, self.account, self.time, self.warning = partition, account, time, warning
-        self.options, self.setup, self.dry_run = options, setup, dry_run
-        self.folder = Path(run_dir).resolve()
+        self.ranks, self.folder = (nodes * ntasks_per_node, ntasks_per_node), Path(run_dir).resolve()
+        self.options, self.setup, self.warning, self.dry_run = options, setup, warning, dry_run
+        self.values: dict[str, object] = {"nodes": nodes, "ntasks-per-node": ntasks_per_node}
+        self.values |= {
+            "cpus-per-task": cpus_per_task,
+            "partition": partition,
+            "account": account,
+            "time": time,
+            "signal": f"B:USR1@{warning}",
+        }
 
     def validate(self) -> None:
         refuse_nesting()
-        if "SLURM_JOB_ID" in os.environ:
-            raise ConfigError(
-                f"launch=slurm inside Slurm job {os.environ['SLURM_JOB_ID']} would submit another one; "
-                f"type srun python src/train.py ..."
-            )
-        if isinstance(self.time, str) and not re.fullmatch(TIME_LIMIT, self.time):
-            raise ConfigError(f"launch.time={self.time} should be minutes, or a time; type launch.time=08:00:00")
         if not self.dry_run and not shutil.which("sbatch"):
-            raise ConfigError(
-                "launch=slurm needs Slurm's sbatch and this machine has none; "
-                "type launch.dry_run=true to see the script, or launch=torchrun"
-            )
+            raise ConfigError("launch=slurm finds no sbatch here; type launch.dry_run=true to see the script")
 
     def num_ranks(self) -> tuple[int, int]:
-        return self.nodes * self.ntasks_per_node, self.ntasks_per_node
+        return self.ranks
 
     def launch(self, worker: Worker, *args: Any) -> None:
         """Submit the job, which starts `src/train.py` anew: `worker` and `args` are not used.
@@ -122,19 +117,12 @@ class SlurmLauncher(Launcher):
         command = ["sbatch", "--parsable", *["--wait"] * is_swept, str(path)]
         with Relay() as relay:
             sbatch = Popen(command, stdout=PIPE, stderr=PIPE, text=True)
-            assert sbatch.stdout is not None
-            assert sbatch.stderr is not None
-            job = sbatch.stdout.readline().split(";")[0].strip()
+            job = next(sbatch.stdout or iter(()), "").split(";")[0].strip()
             if not job:
-                raise ConfigError(
-                    f"sbatch refused the job ({' '.join(sbatch.stderr.read().split())}); "
-                    f"type launch.partition=, launch.time= ... to suit, or sbatch {path}"
-                )
-            print_line(
-                f"submitted Slurm job {job}: squeue -j {job} shows its state, "
-                f"tail -F {self.folder}/slurm-{job}.out its output\nrun folder: {self.folder}",
-                sys.stdout,
-            )
+                said = " ".join((sbatch.stderr.read() if sbatch.stderr else "").split())
+                raise ConfigError(f"sbatch refused the job ({said}); change launch.*, or {path}")
+            told = f"submitted Slurm job {job}; its output: {self.folder}/slurm-{job}.out\nrun folder: {self.folder}"
+            print_line(told, sys.stdout)
             is_cancelled = False
             while is_swept and sbatch.poll() is None:
                 if relay.first is not None and not is_cancelled:
@@ -149,36 +137,24 @@ class SlurmLauncher(Launcher):
 
     def script(self) -> str:
         """The text of the sbatch script."""
-        values = {
-            "nodes": self.nodes,
-            "ntasks-per-node": self.ntasks_per_node,
-            "cpus-per-task": self.cpus_per_task,
-            "partition": self.partition,
-            "account": self.account,
-            "time": self.time,
-            "signal": f"B:USR1@{self.warning}",
-            "chdir": Path.cwd(),
-            "output": self.folder / "slurm-%j.out",
-            "open-mode": "append",
-            "job-name": "lockstep",
-        }
+        values = self.values | {"chdir": Path.cwd(), "output": self.folder / "slurm-%j.out", "open-mode": "append"}
         options = [f"--{name}={shlex.quote(str(value))}" for name, value in values.items() if value is not None]
         # Each task runs this command, with launch=env in place of launch=slurm, and with a fixed run folder. Overrides
         # of Hydra's own config, such as hydra.searchpath=[...], hold there, too, but not those that started this job.
         command = [sys.executable, str(Path(sys.argv[0]).resolve()), *config_flags(sys.argv[1:])]
-        for word in sys.argv[1:]:
-            if re.match(r"[+~]*hydra[./](?!(run\.dir|searchpath|sweep|sweeper|mode)\b)", word):
-                command.append(word)
+        of_hydra = re.compile(r"[+~]*hydra[./](?!(run\.dir|searchpath|sweep|sweeper|mode)\b)")
+        command += [word for word in sys.argv[1:] if of_hydra.match(word)]
         # Unresolved: the script gets ${oc.env:KEY} as it was typed, and no secret.
         overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
         command += [word for word in overrides if not re.match(r"[+~]*launch\b", word)]
         command += ["launch=env", f"hydra.run.dir={path_value(self.folder)}"]
+        cores = self.values["cpus-per-task"]
         return SCRIPT.format(
             options="\n".join(f"#SBATCH {option}" for option in [*options, "--requeue", *self.options]),
             setup="\n".join([*self.setup, ""]),
             warning=self.warning,
             resumable=EXIT_RESUMABLE,
             unsaved=EXIT_STOPPED_WITHOUT_SNAPSHOT,
-            cpus=f"--cpus-per-task={self.cpus_per_task} " if self.cpus_per_task else "",  # srun ignores sbatch's
+            cpus=f"--cpus-per-task={cores} " if cores else "",  # srun ignores sbatch's
             command=shlex.join(command),
         )

@@ -119,10 +119,8 @@ class Check(Mode):
         from lockstep.modes.train import Train
         from lockstep.preflight import build_parts
 
-        launcher = LocalLauncher("fork", ranks)
-        launcher.prepare()
         try:
-            return build_parts(config.changed(self.changed), launcher, Train())
+            return build_parts(config.changed(self.changed), LocalLauncher("fork", ranks), Train())
         except ConfigError as error:
             raise ConfigError(f"mode=check runs on 1 and on {self.ranks} ranks: {error}") from None
 
