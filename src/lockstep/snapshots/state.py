@@ -219,7 +219,10 @@ def as_held(section: str, named: Mapping[str, Any], like: Mapping[str, Any], pat
         is_cut = hasattr(other, "to_local") and other.shape == value.shape
         if not is_cut and not value.is_meta:
             return value
-        result: Any = torch.empty_like(other, dtype=value.dtype) if is_cut else torch.empty_like(value, device="cpu")
+        if is_cut:
+            result: Any = torch.empty_like(other, dtype=value.dtype)
+        else:
+            result = torch.empty(value.shape, dtype=value.dtype, device="cpu")
         if value.is_meta:
             wanted[place] = result
         else:

@@ -19,6 +19,7 @@ from lockstep.data.loader import LoadedPart
 from lockstep.data.partition import Part, cut
 from lockstep.data.source import count_samples
 from lockstep.distributed.shared_memory import SharedMemorySum, tree_sum
+from lockstep.distributed.sync_batch_norm import BatchNorm
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, Loss, Outputs, Strategy
 from lockstep.strategies.messages import broadcast
@@ -75,8 +76,9 @@ class VirtualRanks(Strategy):
         self.views = [views_like(tensors, row) for row in self.rows]
         self.of_moved = slice(-1 - sum(map(torch.numel, moved)), -1)
         self.computed = 0  # virtual ranks of this step, on this rank
+        self.shares_are_subtrees = per_rank.bit_count() == 1
         self.shared_memory: SharedMemorySum | None = None
-        if world.size > 1 and per_rank.bit_count() == 1:  # each rank's sum is a subtree of the whole one
+        if self.shares_are_subtrees and world.size > 1:
             with suppress(ConfigError):  # on all ranks alike: for GPUs and for several machines
                 self.shared_memory = SharedMemorySum(world, self.rows.shape[1], self.rows.dtype)
 
@@ -97,6 +99,7 @@ class VirtualRanks(Strategy):
         if self.computed == 0:
             self.buffers_before = [getattr(*place).clone() for place in (*self.floats, *self.others)]
             self.gradients_before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+            self.uses_all = True
         for parameter in self.parameters:
             parameter.grad = None
         before = versions(self.weights)
@@ -114,7 +117,9 @@ class VirtualRanks(Strategy):
         """With this virtual rank's results. The next one begins with the buffers that this one began with."""
         row, (*views, counted) = self.rows[self.computed], self.views[self.computed]
         used, *moved = views[len(self.parameters) :]
-        used.copy_(torch.tensor([parameter.grad is not None for parameter in self.parameters]))
+        has = [parameter.grad is not None for parameter in self.parameters]
+        self.uses_all &= all(has)
+        used.fill_(1) if all(has) else used.copy_(torch.tensor(has))  # which would wait for a GPU
         for view, parameter in zip(views, self.parameters, strict=False):
             view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
         for view, place, before in zip(moved, self.floats, self.buffers_before, strict=False):
@@ -134,24 +139,30 @@ class VirtualRanks(Strategy):
         *views, samples = self.views[0]
         used, *moved = views[len(self.parameters) :]
         # With zeros for a gradient, weight decay would move what no rank has used.
-        every = zip(self.parameters, views, used.tolist(), self.gradients_before, strict=False)
+        are_used = [1.0] * len(self.parameters) if self.uses_all else used.tolist()
+        every = zip(self.parameters, views, are_used, self.gradients_before, strict=False)
         for parameter, view, is_used, before in every:
             parameter.grad = before if not is_used else view if before is None else before.add_(view)
         for place, before, view in zip(self.floats, self.buffers_before, moved, strict=False):
             getattr(*place).copy_(before + (view / samples).to(before.dtype))
-        if self.others and self.world.size > 1:
-            broadcast([getattr(*place) for place in self.others], self.world.size - 1)
+        if self.others and self.world.size > 1:  # the ranks' batch norms have counted the same steps
+            counters = [getattr(*place) for place in self.others if not isinstance(place[0], BatchNorm)]
+            broadcast(counters, self.world.size - 1)
 
     def _sum_rows(self) -> None:
         """The first row becomes the sum of the rows of all ranks, which the others may overwrite."""
-        if self.world.size > 1 and self.shared_memory is None:
-            gathered = self.rows.new_empty(self.world.size, *self.rows.shape)
-            dist.all_gather(list(gathered), self.rows)
-            self.rows[0] = tree_sum(list(gathered.flatten(0, 1)))
+        if self.world.size == 1:
+            tree_sum(list(self.rows))  # into the first row
             return
-        tree_sum(list(self.rows))  # into the first row
+        rows = self.rows
+        if self.shares_are_subtrees:
+            rows = tree_sum(list(rows)).unsqueeze(0)
         if self.shared_memory is not None:
-            self.shared_memory(self.rows[0])
+            self.shared_memory(rows[0])
+            return
+        gathered = rows.new_empty(self.world.size, *rows.shape)
+        dist.all_gather(list(gathered), rows)
+        self.rows[0] = tree_sum(list(gathered.flatten(0, 1)))
 
 
 def views_like(tensors: Sequence[Tensor], vector: Tensor) -> list[Tensor]:
