@@ -180,7 +180,7 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "adds up gradients of one real type": ({"Complex", "OddParameters"}, set(VIRTUAL)),
     "its weights are in model.pt": (set(), {"export"}),
-    "mark a variable ready only once": ({"Reentrant"}, {"two, unused"}),
+    "use_reentrant=False": ({"Reentrant"}, {"two, unused"}),
     "finds shapes without values": ({"Experts", "LateExperts"}, {"pipeline"}),
     "make no batch of inputs and targets": ({"numpy_flipped"}, set()),
     "add up dense gradients": ({"EmbeddedSparse"}, {way for way in WAYS if WAYS[way].ranks > 1} | {"resume"}),
@@ -190,7 +190,7 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "the forward pass changes the weights": ({"Teacher", "EmbeddedMaxNorm"}, {*FSDP, *VIRTUAL}),
     "keeps beside its tensors": ({"ExtraState"}, set(VIRTUAL)),
     "batch norm has one value": ({name for name in CHANGED if "norm" in name} | {"Residual"}, {"pipeline"}),
-    "modified by an inplace operation": ({"Teacher"}, {"pipeline"}),
+    "changes a value in place": ({"Teacher"}, {"pipeline"}),
     "would change it twice": ({"Teacher"}, {"checkpointed"}),
     "cannot compute body again": ({"scripted"}, {"checkpointed"}),
     "cannot cut the model": (

@@ -61,6 +61,21 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "type strategy.find_unused_parameters=true",
     ),
     (
+        r"modified by an inplace operation",
+        "the model changes a value in place that its backward pass still needs",
+        "write x = x + y in place of x += y, and inplace=False; torch.autograd.set_detect_anomaly(True) shows where",
+    ),
+    (
+        r"does not require grad and does not have a grad_fn",
+        "the loss depends on no weight that is trained",
+        "take detach(), torch.no_grad() and item() out of what the loss is made of, or freeze fewer weights",
+    ),
+    (
+        r"Expected to mark a variable ready only once",
+        "a weight got its gradient twice in one backward pass, as from torch.utils.checkpoint with use_reentrant=True",
+        "type strategy.find_unused_parameters=false, or pass use_reentrant=False to checkpoint",
+    ),
+    (
         r"DataLoader worker.* (killed|exited)",
         "a process that loads data has ended",
         "type loader.num_workers=0 to see its error here",
