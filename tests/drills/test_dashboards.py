@@ -123,16 +123,11 @@ def widths(browser: Browser) -> list[int]:
 
 
 def test_the_tabs_are_those_of_the_data(browser: Browser, address: str) -> None:
-    browser.open(f"{address}/#text")
-    browser.wait_for("lr: 0.1")
+    browser.open(f"{address}/#timeseries")
+    browser.wait_for("best", *RUNS)
     tabs = "plugin-selector .mat-mdc-tab:not(.mat-mdc-tab-disabled)"
     shown = browser.evaluate(f"deep('{tabs}').map(tab => tab.innerText.trim().toLowerCase())")
-    assert set(shown) == {"time series", "scalars", "custom scalars", "images", "text", "hparams"}
-
-
-def test_the_text_is_the_config(browser: Browser, address: str) -> None:
-    browser.open(f"{address}/#text")
-    browser.wait_for("config", "lr: 0.1", "lr: 0.005", "batch_size: 64", *RUNS)
+    assert set(shown) == {"time series", "scalars", "custom scalars", "images", "hparams"}
 
 
 def test_a_resumed_run_is_one_line_of_each_curve(browser: Browser, address: str) -> None:

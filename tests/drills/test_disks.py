@@ -41,7 +41,9 @@ def test_a_full_or_read_only_disk_is_refused_before_any_rank_starts(train, mount
     (locked / "run").mkdir()
     subprocess.run(["mount", "-o", "remount,ro", str(locked)], check=True)
     full = train("model=mlp", f"launch={launch}", f"hydra.run.dir={small}/run", code=2)
-    assert f"the run folder {small}/run cannot be written (No space left on device); type hydra.run.dir=" in full.sentence
+    assert (
+        f"the run folder {small}/run cannot be written (No space left on device); type hydra.run.dir=" in full.sentence
+    )
     read_only = train("model=mlp", f"launch={launch}", f"hydra.run.dir={locked}/run", code=2)
     assert f"{locked}/run cannot be written (Read-only file system); type hydra.run.dir=" in read_only.sentence
     assert "free some space" not in read_only.sentence

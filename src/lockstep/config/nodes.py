@@ -68,7 +68,7 @@ def locate(key: str, path: object) -> Callable[..., Any]:
 def signature_of(target: Callable[..., Any]) -> inspect.Signature:
     """One that takes anything where Python cannot tell."""
     try:
-        return inspect.signature(target)
+        return inspect.signature(target, follow_wrapped=not isinstance(target, type))  # constructors may take more
     except (TypeError, ValueError):
         return inspect.signature(lambda *_, **__: None)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.config.schema import Count, Whole
 from lockstep.data.partition import fold_in, random_states_kept, seed_all
+from lockstep.errors import ConfigError
 
 FLIPS = 7  # folded into the seed of what alternating flips mirror first
 
@@ -51,6 +52,9 @@ class ShiftFlip:
 
     def __call__(self, images: Tensor, where: Places) -> Tensor:
         """uint8 or float images on the device -> the same, moved."""
+        if images.dim() != 4:
+            what = f"loader.augment moves images, and a sample has the shape {list(images.shape[1:])}"
+            raise ConfigError(f"{what}; type loader.augment=null")
         most = 2 * self.pad + 1
         dy, dx, mirrored = drawn_at(where.places, [most, most, 2], fold_in(where.seed, where.epoch)).unbind(1)
         if self.flip == "alternating":

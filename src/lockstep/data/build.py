@@ -29,7 +29,7 @@ from lockstep.data.source import (
 from lockstep.data.split import hold_out
 from lockstep.errors import ConfigError
 from lockstep.failures.record import exception_record
-from lockstep.text import first_line
+from lockstep.text import first_line, show
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +118,7 @@ def completed(config: RunConfig, data: Data) -> RunConfig:
     if classes is None:
         classes = class_count(data.train, targets[0] if isinstance(targets, Tensor) else None)
     found = {"shape": config.dataset.get("shape") or own, "classes": classes, "num_classes": classes}
+    is_fixed = hasattr(unwrapped(data.train)[0], "gather") and not config.loader.transforms
 
     def told(value: Any, key: str) -> Any:
         if isinstance(value, list):
@@ -131,6 +132,9 @@ def completed(config: RunConfig, data: Data) -> RunConfig:
             if values[name] is None and name != "shape" and key != "dataset":
                 what = f"{key}.{name} is not known: the training data has neither `classes` nor `targets`"
                 raise ConfigError(f"{what}; type dataset.classes=<how many>")
+        if is_fixed and values.get("shape", own) != own:
+            what = f"{key}.shape={show(values['shape'])}, and the samples have the shape {show(own)}"
+            raise ConfigError(f"{what}; type {key}.shape={show(own)}")
         return values
 
     loader = replace(config.loader, batch_transforms=told(config.loader.batch_transforms, "loader.batch_transforms"))

@@ -132,6 +132,7 @@ def bring_back(
     path = Path(name)
     with disk_access(run.world):
         saved = load_state(path)
+    with disk_access(run.world):  # tensors are read from their files now
         restore(run, saved, path)
     return saved, path
 
