@@ -77,7 +77,7 @@ class Search(Sweep):
             yield from self.job_of(self.study.ask(self.space), 0)
 
     def job_of(self, trial: Trial, reported: int) -> Iterator[Job]:
-        """None if no job serves it: it is refused, or has the values of one that runs or has ended."""
+        """Its job; nothing if none serves it: it is refused, or has the values of one that runs or has ended."""
         try:
             job, _ = self.check([*self.fixed, *words_of({key: trial.params[key] for key in self.space})])
         except ConfigError as refusal:

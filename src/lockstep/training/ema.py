@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lockstep.config.schema import Fraction
 from lockstep.errors import ConfigError
@@ -27,7 +28,7 @@ class Average:
     """
 
     def __init__(self, model: nn.Module, decay: Fraction) -> None:
-        self.model, self.decay = model, decay
+        self.model, self.average_into = model, get_ema_multi_avg_fn(decay)
         named: dict[str, Tensor] = dict(model.named_parameters())
         saved = model.state_dict().keys()
         for name, buffer in model.named_buffers():
@@ -35,15 +36,27 @@ class Average:
                 named[name] = buffer
         self.weights = {name: w.detach() for name, w in named.items() if w.is_floating_point() or w.is_complex()}
         self.averages: dict[str, Tensor] = {}  # empty before the first update
+        self.groups: list[tuple[list[Tensor], list[Tensor]]] = []  # torch cannot mix types, or DTensors with others
 
     @torch.no_grad()
     def update(self) -> None:
         """After each step."""
         if not self.averages:
-            self.averages = {name: weight.to(_average_type(weight), copy=True) for name, weight in self.weights.items()}
+            self._keep({name: weight.to(_average_type(weight), copy=True) for name, weight in self.weights.items()})
             return
-        for name, average in self.averages.items():
-            average.lerp_(self.weights[name].to(average.dtype), 1 - self.decay)
+        for averages, weights in self.groups:
+            narrow = averages[0].dtype != weights[0].dtype
+            self.average_into(averages, [w.to(averages[0].dtype) for w in weights] if narrow else weights, None)
+
+    def _keep(self, averages: dict[str, Tensor]) -> None:
+        self.averages = averages
+        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for name, average in averages.items():
+            kind = type(average), getattr(average, "device_mesh", None), self.weights[name].dtype
+            ours, theirs = groups.setdefault(kind, ([], []))
+            ours.append(average)
+            theirs.append(self.weights[name])
+        self.groups = [*groups.values()]
 
     def check(self) -> None:
         """Raise ConfigError if the model has other tensors now than those that are averaged."""
@@ -77,7 +90,7 @@ class Average:
 
     def load_state_dict(self, averages: Mapping[str, Tensor]) -> None:
         known = {name: weight for name, weight in self.weights.items() if name in averages}
-        self.averages = {name: averages[name].to(_average_type(weight)) for name, weight in known.items()}
+        self._keep({name: averages[name].to(_average_type(weight)) for name, weight in known.items()})
 
 
 def _average_type(weight: Tensor) -> torch.dtype:

@@ -151,8 +151,9 @@ class Muon(Optimizer):
             weight.mul_(torch.where(norm > 0, len(weight) ** 0.5 / norm, 1.0))
         weight.mul_(1 - lr * weight_decay)
         rows, columns = direction.shape
+        scale = 1.0 if self.normalised else max(1.0, rows / columns) ** 0.5
         update = orthogonalised(direction, self.steps).view(weight.shape)
-        weight.sub_(update, alpha=lr * max(1.0, rows / columns) ** 0.5)
+        weight.sub_(update, alpha=lr * scale)
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
