@@ -116,6 +116,13 @@ def test_muon_with_sgd_turns_filters_and_leaves_the_rest_to_sgd() -> None:
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
+    tall = torch.nn.Parameter(torch.eye(6, 2, dtype=torch.float64) * 3**0.5)  # its norm is the root of its rows
+    tall.grad = tall.detach().clone()
+    muon([tall], 0.1).step()  # a published step: not longer for having more rows than columns
+    expected = torch.eye(6, 2, dtype=torch.float64) * 3**0.5
+    expected -= 0.1 * orthogonalised(expected.clone(), 3)
+    torch.testing.assert_close(tall.detach(), expected, rtol=1e-6, atol=1e-7)
+
     ours = layers()
     ours(noise(7, 1, 8, 8)).square().mean().backward()
     weight = ours[0].weight
