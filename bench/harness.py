@@ -128,7 +128,7 @@ def training_flops(*overrides: str) -> float:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from lockstep.config.nodes import instantiate
+    from lockstep.config.check import instantiate
     from support.configs import composed
 
     config = composed(*overrides)

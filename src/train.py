@@ -19,8 +19,7 @@ from omegaconf import DictConfig
 
 from lockstep import cli
 from lockstep.compat import hydra_version_base
-from lockstep.config.check import check
-from lockstep.config.nodes import with_own_arguments
+from lockstep.config.check import check, with_own_arguments
 from lockstep.config.record import record_config, typed_overrides
 from lockstep.distributed.run_folder import require_same_run
 from lockstep.errors import exits_are_failures

@@ -17,7 +17,7 @@ from measured import RECORD, Steps
 from record import Record
 from torch.nn.functional import cross_entropy
 
-from lockstep.config.nodes import instantiate_as
+from lockstep.config.check import instantiate_as
 from lockstep.loggers.base import EpochSummary
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.ddp import DDP

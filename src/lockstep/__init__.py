@@ -16,8 +16,7 @@ __all__ = ["Result", "check", "compose", "load", "runs", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "runs":
-        return import_module("lockstep.runs")
-    if name in __all__:
-        return getattr(import_module("lockstep.modes.trained_net" if name == "load" else "lockstep.notebook"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = import_module(f"lockstep.{ {'runs': 'runs', 'load': 'modes.trained_net'}.get(name, 'notebook') }")
+    return home if name == "runs" else getattr(home, name)

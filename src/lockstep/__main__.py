@@ -7,8 +7,7 @@ from lockstep.source_code import ROOT
 
 
 def main() -> None:
-    is_of_runs = sys.argv[1:2] and sys.argv[1] in ("table", "compare", "diff", "samples")
-    script = "runs.py" if is_of_runs else "train.py"
+    script = "runs.py" if {*sys.argv[1:2]} & {"table", "compare", "diff", "samples"} else "train.py"
     os.execv(sys.executable, [sys.executable, str(ROOT / "src" / script), *sys.argv[1:]])
 
 

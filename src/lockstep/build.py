@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate, nodes_in
+from lockstep.config.check import check_nodes, instantiate, instantiate_as, locate, nodes_in
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
 from lockstep.data.build import Data, build_data, completed, loader_of, prepare_first, reader_of
@@ -38,15 +38,11 @@ from lockstep.snapshots.fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.strategies.base import model_dtype
 from lockstep.tasks.base import Task
+from lockstep.training import metrics, nonfinite, rng, schedules, setup
 from lockstep.training.callbacks import Callback
 from lockstep.training.evaluate import Evaluator
-from lockstep.training.metrics import Meter
-from lockstep.training.nonfinite import SkipNonFinite
 from lockstep.training.optimizers import can_fuse, give_momentum, parameter_groups, require_fit, rules_of
-from lockstep.training.rng import Draws
 from lockstep.training.run import Clock, Loaders, Progress, Run, time_limit
-from lockstep.training.schedules import as_schedule
-from lockstep.training.setup import checkpoint_activations, model_memory_format, prepare_model
 from lockstep.training.step import Step
 
 LONGEST = 2000  # names of classes, or numbers of validation samples, in run.json
@@ -59,24 +55,82 @@ def build_run(config: RunConfig, world: World, parts: Parts) -> Run:
     heartbeat.enter("build")
     for key, node in nodes_in(config):  # a module that seeds torch when it is imported does so here
         locate(key, node["_target_"])
-    data = build_data(config, parts.mode.reads_training_data)
-    split = check_same_data(data, world)
+    data, split = build_data(config, parts.mode.reads_training_data), None
+    require_same_data(world, "test data", len(data.test), data_fingerprint(data.test))
+    if data.val is not None:
+        held_out = "" if data.held_out is None else f", the samples {short_hash(data.held_out.tobytes())}"
+        split = f"{len(data.val)} samples of {data_fingerprint(data.val)}{held_out}"
+        require_same_data(world, "validation data", len(data.val), split)
     config = completed(config, data)
     check_nodes(config.model, "model")  # with the shape that the data tells
-    progress = Progress()
-    task = build_task(config, parts, world, progress)
+    with seeded(config.seed):
+        task = instantiate_as(Task, config.task, "task")
+    # Losses are of float32 at least.
+    dtype, progress = torch.float64 if config.trainer.precision == "fp64" else torch.float32, Progress()
+    has_all = parts.strategy.data_share_of(world.size) == world.size and parts.strategy.passes_whole_batches
+    task.start(world, progress, dtype, has_all and config.trainer.gradient_accumulation_steps == 1)
     readers = build_readers(config, parts, data, task)
     converter = build_model(config, world, parts, task, readers["train"])
     loaders = Loaders(split=split, held_out=data.held_out, **build_loaders(config, parts, readers, converter))
     return assemble(config, parts, task, loaders, progress)
 
 
+def build_readers(config: RunConfig, parts: Parts, data: Data, task: Task) -> dict[str, SampleReader]:
+    """What reads the samples of each split. Training data that a mode evaluates is transformed as the tests are."""
+    check = partial(task.check_targets, classes=config.dataset.get("classes")) if parts.mode.needs_labels else None
+    trains = not parts.mode.needs_run
+    train = data.train if trains else getattr(data.train, "evaluated", data.train)  # of a text: each token once
+    splits = [("train", train), ("test", data.test), *([] if data.val is None else [("val", data.val)])]
+    return {name: reader_of(config, split, name, trains and name == "train", check) for name, split in splits}
+
+
+def build_model(config: RunConfig, world: World, parts: Parts, task: Task, reader: SampleReader) -> InputConverter:
+    """Hand the model to the strategy. Returns what brings inputs to its type and layout. reader: of training data."""
+    trainer, strategy, data = config.trainer, parts.strategy, config.dataset
+    with seeded(config.seed):
+        torch.set_default_dtype(torch.float32)  # a file of the user's may have set another: `trainer.precision` decides
+        model = instantiate_as(nn.Module, config.model, "model")
+        torch.set_default_dtype(torch.float32)  # a constructor, too
+        layout = setup.model_memory_format(model, trainer.channels_last, world.device)
+        device = torch.device("cpu") if strategy.cut_on_cpu and world.size > 1 else world.device
+        model = setup.prepare_model(model, world, device, trainer.precision, layout, trainer.compile)
+        converter = InputConverter(model_dtype(trainer.precision), layout, data.get("mean"), data.get("std"))
+        # Samples of training, for the first weights, or for their shapes.
+        wanted = model.samples_wanted if isinstance(model, WeightsFromData) else int(has_lazy_layers(model))
+        if wanted:
+            raw, _ = reader.read(request_of(range(min(wanted, len(reader)))))
+            inputs = converter.to(device)(map_tensors(lambda tensor: tensor.to(device), raw))
+            getattr(model, "set_weights_from", partial(give_shapes, model))(inputs)
+            model.to(memory_format=layout)
+    load_initial_weights(model, config.parameters.init, config.parameters.new_layers)
+    freeze(model, config.parameters.freeze)
+    can_sync, mode = "sync_bn=on" not in strategy.refused, config.sync_bn.mode
+    if mode == "on" or (mode == "auto" and can_sync and strategy.data_share_of(world.size) > 1):
+        convert_sync_batch_norm(model, world)
+    elif world.size == 1 or can_sync:
+        convert_sync_batch_norm(model, world, nn.SyncBatchNorm)  # torch's refuses tensors of a CPU
+    setup.checkpoint_activations(model, trainer.checkpoint_activations)
+    strategy.setup(model, task.outputs, world, parts.gradient_sync, trainer.precision)
+    return converter.to(world.device)
+
+
+def build_loaders(
+    config: RunConfig, parts: Parts, readers: dict[str, SampleReader], converter: InputConverter
+) -> dict[str, Loader]:
+    """What reads this rank's shares of each split."""
+    strategy, trainer, trains = parts.strategy, config.trainer, not parts.mode.needs_run
+    world = strategy.world
+    batch_size = check_batch_size(config, strategy.data_share_of(world.size)) if trains else trainer.batch_size
+    plan = partial(strategy.parts, micro_batches=trainer.gradient_accumulation_steps)
+    of_rank = {"converter": converter, "device": world.device, "batch_size": batch_size, "parts": plan}
+    of_rank["share"] = strategy.data_share(world)
+    return {name: loader_of(config, reader, name == "train" and trains, **of_rank) for name, reader in readers.items()}
+
+
 def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, progress: Progress) -> Run:
     """The optimizer on the strategy's model, and what takes a step. A collective."""
-    strategy, trainer = parts.strategy, config.trainer
-    world = strategy.world
-    batch_size = loaders.train.batch_size
-    steps_per_epoch = -(-len(loaders.train) // batch_size)
+    strategy, trainer, world = parts.strategy, config.trainer, parts.strategy.world
+    steps_per_epoch = -(-len(loaders.train) // loaders.train.batch_size)
     total_steps = min(trainer.epochs * steps_per_epoch, trainer.max_steps or trainer.epochs * steps_per_epoch)
     objective = objective_of(config, task)
     direction = "min" if objective is None else direction_of(config, task, objective)
@@ -90,28 +144,25 @@ def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, prog
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     average = None if trainer.ema is None else instantiate_as(object, trainer.ema, "trainer.ema", strategy.model)
     options = {"steps_per_epoch": steps_per_epoch, "total_steps": total_steps, "direction": direction}
-    schedule = as_schedule(instantiate_as(object, config.scheduler, "scheduler", optimizer, **options), optimizer)
-    scaler, meter = torch.amp.GradScaler(world.device.type, enabled=trainer.precision == "fp16"), Meter(task, world)
+    made = instantiate_as(object, config.scheduler, "scheduler", optimizer, **options)
+    schedule, scales = schedules.as_schedule(made, optimizer), trainer.precision == "fp16"
     shared: dict[str, Any] = {"strategy": strategy, "task": task, "optimizer": optimizer, "schedule": schedule}
-    shared |= {"scaler": scaler, "meter": meter, "progress": progress, "average": average}
+    shared |= {
+        "scaler": torch.amp.GradScaler(world.device.type, enabled=scales),
+        "meter": metrics.Meter(task, world),
+        "progress": progress,
+        "average": average,
+    }
     # Ranks that compute the same samples draw for their own parts of the model.
     by_sample = not trainer.compile and strategy.data_share_of(world.size) == world.size
-    own = {"draws": Draws(config.seed, world.device, by_sample), "max_grad_norm": trainer.max_grad_norm}
-    skip = SkipNonFinite(strategy) if config.watch.nan == "skip" else None
+    own = {"draws": rng.Draws(config.seed, world.device, by_sample), "max_grad_norm": trainer.max_grad_norm}
+    skip = nonfinite.SkipNonFinite(strategy) if config.watch.nan == "skip" else None
     step = instantiate_as(Step, config.step, "step", **shared, **own, skip=skip, ignores=not loaders.train.is_whole)
     nodes = [*config.callbacks, *([] if trainer.profiler is None else [trainer.profiler])]
-    return Run(
-        **shared,
-        config=config,
-        step=step,
-        loaders=loaders,
-        batch_size=batch_size,
-        objective=objective,
-        direction=direction,
-        callbacks=[instantiate_as(Callback, node, f"callbacks[{place}]") for place, node in enumerate(nodes)],
-        hyperparameters=hyperparameters,
-        clock=Clock(time_limit(trainer.max_time)),
-    )
+    callbacks = [instantiate_as(Callback, node, f"callbacks[{place}]") for place, node in enumerate(nodes)]
+    shared |= {"objective": objective, "direction": direction, "clock": Clock(time_limit(trainer.max_time))}
+    shared |= {"batch_size": loaders.train.batch_size, "callbacks": callbacks, "hyperparameters": hyperparameters}
+    return Run(config=config, step=step, loaders=loaders, **shared)
 
 
 def objective_of(config: RunConfig, task: Task) -> str | None:
@@ -126,93 +177,10 @@ def direction_of(config: RunConfig, task: Task, objective: str) -> str:
     node = config.evaluation.metrics.get(objective.partition("/")[2])
     if node is None:
         return task.mode(objective)
-    is_higher = getattr(instantiate_as(object, node, "evaluation.metrics"), "higher_is_better", True)
-    return "max" if is_higher else "min"
+    return "max" if getattr(instantiate(node), "higher_is_better", True) else "min"
 
 
-def check_same_data(data: Data, world: World) -> str | None:
-    """Raise an error if ranks have other data. Returns what validates, in words with a hash. A collective."""
-    require_same_data(world, "test data", len(data.test), data_fingerprint(data.test))
-    if data.val is None:
-        return None
-    held_out = "" if data.held_out is None else f", the samples {short_hash(data.held_out.tobytes())}"
-    split = f"{len(data.val)} samples of {data_fingerprint(data.val)}{held_out}"
-    require_same_data(world, "validation data", len(data.val), split)
-    return split
-
-
-def build_task(config: RunConfig, parts: Parts, world: World, progress: Progress) -> Task:
-    """The task, with its tensors and modules on the rank's device."""
-    with seeded(config.seed):
-        task = instantiate_as(Task, config.task, "task")
-    # Losses are of float32 at least.
-    dtype = torch.float64 if config.trainer.precision == "fp64" else torch.float32
-    has_all = parts.strategy.data_share_of(world.size) == world.size and parts.strategy.passes_whole_batches
-    task.start(world, progress, dtype, has_all and config.trainer.gradient_accumulation_steps == 1)
-    return task
-
-
-def build_readers(config: RunConfig, parts: Parts, data: Data, task: Task) -> dict[str, SampleReader]:
-    """What reads the samples of each split. Training data that a mode evaluates is transformed as the tests are."""
-    check = partial(task.check_targets, classes=config.dataset.get("classes")) if parts.mode.needs_labels else None
-    trains = not parts.mode.needs_run
-    train = data.train if trains else getattr(data.train, "evaluated", data.train)  # of a text: each token once
-    splits = [("train", train), ("test", data.test), *([] if data.val is None else [("val", data.val)])]
-    return {name: reader_of(config, split, name, trains and name == "train", check) for name, split in splits}
-
-
-def build_model(config: RunConfig, world: World, parts: Parts, task: Task, reader: SampleReader) -> InputConverter:
-    """Hand the model to the strategy. Returns what brings inputs to its type and layout. reader: of training data."""
-    trainer, strategy = config.trainer, parts.strategy
-    with seeded(config.seed):
-        torch.set_default_dtype(torch.float32)  # a file of the user's may have set another: `trainer.precision` decides
-        model = instantiate_as(nn.Module, config.model, "model")
-        torch.set_default_dtype(torch.float32)  # a constructor, too
-        memory_format = model_memory_format(model, trainer.channels_last, world.device)
-        device = torch.device("cpu") if strategy.cut_on_cpu and world.size > 1 else world.device
-        model = prepare_model(model, world, device, trainer.precision, memory_format, trainer.compile)
-        converter = InputConverter(
-            model_dtype(trainer.precision), memory_format, config.dataset.get("mean"), config.dataset.get("std")
-        )
-        set_weights_from_data(model, reader, converter, device)
-    load_initial_weights(model, config.parameters.init, config.parameters.new_layers)
-    freeze(model, config.parameters.freeze)
-    can_sync = "sync_bn=on" not in strategy.refused
-    shares, mode = strategy.data_share_of(world.size), config.sync_bn.mode
-    if mode == "on" or (mode == "auto" and can_sync and shares > 1):
-        convert_sync_batch_norm(model, world)
-    elif world.size == 1 or can_sync:
-        convert_sync_batch_norm(model, world, nn.SyncBatchNorm)  # torch's refuses tensors of a CPU
-    checkpoint_activations(model, trainer.checkpoint_activations)
-    strategy.setup(model, task.outputs, world, parts.gradient_sync, trainer.precision)
-    return converter.to(world.device)
-
-
-def build_loaders(
-    config: RunConfig, parts: Parts, readers: dict[str, SampleReader], converter: InputConverter
-) -> dict[str, Loader]:
-    """What reads this rank's shares of each split."""
-    strategy, trainer, trains = parts.strategy, config.trainer, not parts.mode.needs_run
-    world = strategy.world
-    batch_size = check_batch_size(config, strategy.data_share_of(world.size)) if trains else trainer.batch_size
-    plan = partial(strategy.parts, micro_batches=trainer.gradient_accumulation_steps)
-    options = (converter, world.device, plan, strategy.data_share(world), batch_size)
-    return {name: loader_of(config, reader, name == "train" and trains, *options) for name, reader in readers.items()}
-
-
-def set_weights_from_data(
-    model: nn.Module, reader: SampleReader, converter: InputConverter, device: torch.device
-) -> None:
-    """Give a model whose first weights, or their shapes, depend on the training data the samples that it needs."""
-    is_lazy, count = has_lazy_layers(model), model.samples_wanted if isinstance(model, WeightsFromData) else 1
-    if is_lazy or isinstance(model, WeightsFromData):
-        raw, _ = reader.read(request_of(range(min(count, len(reader)))))
-        inputs = converter.to(device)(map_tensors(lambda tensor: tensor.to(device), raw))
-    if is_lazy:
-        give_shapes(model, inputs)
-        model.to(memory_format=converter.memory_format)
-    if isinstance(model, WeightsFromData):
-        model.set_weights_from(inputs)
+# What saves, evaluates and logs.
 
 
 def agreed_on(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,7 +188,9 @@ def agreed_on(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if not key.startswith("launch.")}
 
 
-# What saves, evaluates and logs.
+def model_config(record: ConfigRecord) -> dict[str, Any]:
+    """{key: value} of the model, without values from environment variables."""
+    return {key: value for key, value in record.shown.items() if key.startswith("model.")}
 
 
 def snapshots(record: ConfigRecord, run: Run) -> Checkpointer:
@@ -236,11 +206,6 @@ def snapshots(record: ConfigRecord, run: Run) -> Checkpointer:
     return Checkpointer(run, identity, agreed_on(record.shown), mirror)
 
 
-def model_config(record: ConfigRecord) -> dict[str, Any]:
-    """{key: value} of the model, without values from environment variables."""
-    return {key: value for key, value in record.shown.items() if key.startswith("model.")}
-
-
 def torchmetrics_of(run: Run) -> dict[str, Any]:
     """Those of `evaluation.metrics`, by their names, in float64."""
     nodes = run.config.evaluation.metrics
@@ -251,9 +216,9 @@ def evaluators(run: Run, loggers: Loggers) -> tuple[list[Evaluator], Evaluator |
     """(each time an evaluation is due, for the test). All ranks prepare what the keys of rank 0's loggers ask for."""
     config, loaders = run.config, run.loaders
     images = max((node.get("images") or 0 for node in config.logger.values()), default=0)
-    metrics, file = torchmetrics_of(run), Path(config.run_dir) / SAMPLES
-    test = Evaluator(run, loaders.test, loggers, images, "test", metrics, file)
-    each = [Evaluator(run, loaders.val, loggers, images, "val", metrics)] if loaders.val is not None else []
+    measured, file = torchmetrics_of(run), Path(config.run_dir) / SAMPLES
+    test = Evaluator(run, loaders.test, loggers, images, "test", measured, file)
+    each = [Evaluator(run, loaders.val, loggers, images, "val", measured)] if loaders.val is not None else []
     each += [test] * (config.evaluation.test == "every")
     return each, None if config.evaluation.test == "never" else test
 
@@ -270,36 +235,34 @@ def loggers(run: Run) -> Loggers:
 
 def run_info(record: ConfigRecord, snapshots: Checkpointer) -> RunInfo:
     """What loggers receive, with the keys of run.json; "start" has those of this start. A collective."""
-    run, world, config, identity = snapshots.run, snapshots.world, record.shown, snapshots.identity
-    train, val, test = run.loaders.train.reader.dataset, run.loaders.val, run.loaders.test.reader.dataset
-    data = {"training_samples": identity["training samples"], "training_data": identity["training data"]}
-    if val is not None:
-        data |= {"validation_samples": len(val.reader), "validation_data": run.loaders.split}
-    if run.loaders.held_out is not None and len(run.loaders.held_out) <= LONGEST:
-        data["validation_numbers"] = " ".join(map(str, run.loaders.held_out.tolist()))
-    names = class_names(train)
+    run, world, shown, loaders = snapshots.run, snapshots.world, record.shown, snapshots.run.loaders
+    test, names, held_out = loaders.test.reader.dataset, class_names(loaders.train.reader.dataset), loaders.held_out
+    data = {key.replace(" ", "_"): value for key, value in snapshots.identity.items() if key.startswith("training ")}
+    data |= {"test_samples": len(test), "test_data": data_fingerprint(test)}
+    if loaders.val is not None:
+        data |= {"validation_samples": len(loaders.val.reader), "validation_data": loaders.split}
+    if held_out is not None and len(held_out) <= LONGEST:
+        data["validation_numbers"] = " ".join(map(str, held_out.tolist()))
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     hosts = list(dict.fromkeys(world.all_gather_json(socket.gethostname())))
-    facts = {
-        **{key: getattr(record, key) for key in ("command", "overrides", "flags")},
-        **{key: config[key] for key in ("tags", "notes", "seed")},
-        "sweep": os.environ.get(SWEEP),
-        "options": {group: option for group, option in record.options.items() if not group.startswith("hydra/")},
-        "config": dict(config),
-        "environment": {"threads": torch.get_num_threads(), "device": device},
-        "data": data | {"test_samples": len(test), "test_data": data_fingerprint(test)},
-        "classes": names if len(names) <= LONGEST else [],
-        "start": {"world_size": world.size, "launcher": read_rank_info().started_by, "hosts": hosts},
-    }
+    facts = {key: getattr(record, key) for key in ("command", "overrides", "flags")}
+    facts |= {key: shown[key] for key in ("tags", "notes", "seed")}
+    facts |= {"sweep": os.environ.get(SWEEP), "config": dict(shown), "data": data}
+    facts["options"] = {group: option for group, option in record.options.items() if not group.startswith("hydra/")}
+    facts["environment"] = {"threads": torch.get_num_threads(), "device": device}
+    facts["classes"] = names if len(names) <= LONGEST else []
+    facts["start"] = {"world_size": world.size, "launcher": read_rank_info().started_by, "hosts": hosts}
     return RunInfo(run, facts)
 
 
 def earlier_test(info: RunInfo) -> Any:
     """The test of an earlier start of this run, as `RunInfo.test`. None if there is none, if the run goes on from a
     step before it, or if the test data is other data now. A collective."""
-    found, run = None, info.run
-    with suppress(ConfigError):  # nothing is recorded yet
-        before: dict[str, Any] = read_run(Path(run.config.run_dir)) if run.world.is_rank_zero else {"test": None}
-        if before["test"] and before["data"].get("test_data") == info.facts["data"]["test_data"]:
-            found = before["test"] if before["test"]["step"] <= run.progress.step else None
-    return run.world.broadcast_json(found)
+    run, found = info.run, None
+    if run.world.is_rank_zero:
+        with suppress(ConfigError):  # nothing is recorded yet
+            before = read_run(Path(run.config.run_dir))
+            if before["data"].get("test_data") == info.facts["data"]["test_data"]:
+                found = before["test"]
+    found = run.world.broadcast_json(found)
+    return found if found and found["step"] <= run.progress.step else None

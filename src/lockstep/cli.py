@@ -5,34 +5,29 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml  # type: ignore[import-untyped]
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep import errors
 from lockstep.compat import register_resolver
-from lockstep.config.check import OPTIONS, explain, flatten, key_of
-from lockstep.config.record import RECORD, config_flags, sets, typed_overrides
+from lockstep.config.check import OPTIONS, explain, flatten, key_of, raised_by
+from lockstep.config.record import RECORD, sets, typed_overrides
 from lockstep.config.schema import CONF, NO_NUMBER, SHARED_BY
-from lockstep.distributed import signals
-from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
-from lockstep.distributed.host import ENDS_WITH_PARENT, end_with_parent, remove_temporary_folder
-from lockstep.distributed.rendezvous import STORE_TIMEOUT, run_started_at
+from lockstep.distributed import environment, host, rendezvous, signals
 from lockstep.distributed.run_folder import folder_of_run, unwritable
-from lockstep.errors import ConfigError, RankFailed
+from lockstep.errors import ConfigError
 from lockstep.launchers.base import flush_output, print_line
 
-TEXT_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
+LONG_FLAGS = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path", "-p": "--package", "-c": "--cfg"}
+TEXT_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "--info", "-i", "--shell-completion", "-sc"}
 MULTIRUN_FLAGS = {"--multirun", "-m"}
-VALUED_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--package", "-p", "--cfg", "-c"}
-STARTERS = ("torchrun", "srun", "mpirun")  # programs that live as long as the ranks that they start
 OWN_CONFIG = (None, "train", "find_lr", "check")  # the modes whose config is that of the command alone
 NOT_TAKEN = tuple({*NO_NUMBER, *SHARED_BY, "trainer.compile"} - {"data_dir"})  # of a run that a mode uses
 VALUES_OF_RUN = ("dataset", "loader", "model", "task", "trainer")  # the parts of a config that say what a net computes
@@ -43,112 +38,32 @@ def run(main: Callable[[], Any]) -> NoReturn:
     """Call a hydra.main function and end the process, with one of `lockstep.errors.EXIT_CODES`."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     gc.disable()  # imports and configs create half a million objects that all stay; preflight turns it on
-    code: Any = errors.EXIT_FAILED
+    info, code = environment.read_rank_info(), errors.EXIT_FINISHED
+    # Programs that live as long as their ranks; a shell may end under nohup.
+    if info.started_by in ("torchrun", "srun", "mpirun") or os.environ.pop(host.ENDS_WITH_PARENT, ""):
+        host.end_with_parent()  # imports and the config take seconds, in which it may be killed
+    words = words_of(word for word in sys.argv[1:] if not word.startswith(("--local-rank=", "--local_rank=")))
     try:
         with exit_codes():
-            _run(main)
-            code = errors.EXIT_FINISHED
+            if {"--help", "-h"} & {*words} and info.is_rank_zero:
+                print(help_text(), end="")
+            elif info.is_rank_zero or not asks_for_text(words):
+                register_resolvers()
+                # argparse takes no flag between two overrides.
+                sys.argv[1:] = sorted(with_overrides_of_run(words), key=lambda word: not word.startswith("-"))
+                if info.world_size > 1:
+                    signals.listen()  # this rank may have to wait for others before its config is composed
+                    if MULTIRUN_FLAGS & {*words} and not asks_for_text(words):
+                        what = f"a sweep starts the ranks of each job itself; leave {info.started_by} out"
+                        raise ConfigError(f"{what}, and type launch=torchrun")
+                main()
+                signals.stop_listening()  # the run has finished
     except SystemExit as error:  # of argparse, and of the block
-        code = error.code or 0
+        code = error.code or 0  # type: ignore[assignment]
     flush_output()
-    remove_temporary_folder()
+    host.remove_temporary_folder()
     # gloo's threads sometimes abort the interpreter while it exits, and torchrun would call a finished run failed.
     os._exit(code if code in errors.EXIT_CODES else errors.EXIT_FAILED)
-
-
-def _run(main: Callable[[], Any]) -> None:
-    info = read_rank_info()
-    # Started by hand, its parent is a shell, which may end under nohup.
-    if info.started_by in STARTERS or os.environ.pop(ENDS_WITH_PARENT, ""):
-        end_with_parent()  # imports and the config take seconds, in which it may be killed
-    words = [word for word in sys.argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
-    if asks_for_text(words) and not info.is_rank_zero:
-        return
-    if {"--help", "-h"} & set(words):
-        print(help_text(), end="")
-        return
-    register_resolvers()
-    sys.path += [str(folder.resolve().parent) for folder in config_dirs(words)]  # of the user's classes, for ranks, too
-    sys.argv[1:] = flags_first(with_overrides_of_run(words))
-    if info.world_size > 1:
-        signals.listen()  # this rank may have to wait for others before its config is composed
-    if info.world_size > 1 and MULTIRUN_FLAGS & set(words) and not asks_for_text(words):
-        what = f"a sweep starts the ranks of each job itself; leave {info.started_by} out"
-        raise ConfigError(f"{what}, and type launch=torchrun")
-    main()
-    signals.stop_listening()  # the run has finished
-
-
-@contextmanager
-def exit_codes() -> Iterator[None]:
-    """In the block an error is told and becomes SystemExit with its exit code, which passes Hydra: it would print all
-    overrides before another one."""
-    try:
-        yield
-    except Exception as error:
-        raise SystemExit(tell(error)) from error
-    except (errors.StoppedEarly, KeyboardInterrupt) as stopped:
-        raise SystemExit(errors.exit_code_of(stopped)) from stopped
-
-
-def tell(error: Exception) -> int:
-    """Print an error that ends a command. Returns the exit code."""
-    known = as_config_error(error)
-    shown = known or error
-    is_report = isinstance(shown, RankFailed)
-    text = str(shown) if is_report else f"lockstep: {shown}"  # a report is empty if another rank prints it
-    if known is not None:
-        remove_empty_run_folder()
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(1)  # rank 0 of this machine usually prints the same sentence, and the launcher ends this rank
-    if not is_report and errors.kind_of(shown) not in errors.RAISED_BY_ALL:
-        text = "".join(traceback.format_exception(shown)).rstrip("\n")
-    if text:
-        print_line(text, sys.stderr)
-    return errors.exit_code_of(shown)
-
-
-def as_config_error(error: BaseException, words: Sequence[str] | None = None) -> ConfigError | None:
-    """The ConfigError for an error of the user's input, None for any other. words: of another command than this one."""
-    if isinstance(error, ConfigError):
-        return error
-    raised_in = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
-    callers = [name for name in raised_in if name != "pathlib"]
-    if isinstance(error, OSError) and callers[-1:] == ["hydra"] and raised_in[-1] == "pathlib":  # it makes the folder
-        return errors.CannotStartNow(unwritable(error.filename, error))
-    sentence = explain(error, sys.argv[1:] if words is None else words)
-    return None if sentence is None else ConfigError(sentence)
-
-
-def remove_empty_run_folder() -> None:
-    """Hydra makes the run's folder before anything is checked: a refused command leaves none."""
-    with suppress(Exception):  # it is not empty, or there is none
-        folder = Path(HydraConfig.get().runtime.output_dir)
-        folder.rmdir()
-        if not any(word.startswith("hydra.run.dir=") for word in HydraConfig.get().overrides.hydra):
-            folder.parent.rmdir()  # outputs/<day>
-
-
-def register_resolvers() -> None:
-    """`${started:format}` in a config is the moment at which the run started, the same on all ranks; %f is in ms."""
-
-    def started(pattern: str, _root_: DictConfig) -> str:
-        seconds = OmegaConf.select(_root_, "backend.timeout")  # of a config that is not checked yet
-        timeout = timedelta(seconds=seconds) if isinstance(seconds, int | float) and seconds > 0 else STORE_TIMEOUT
-        moment = run_started_at(_composing_rank(_root_), not asks_for_text(sys.argv), timeout)
-        return moment.strftime(pattern.replace("%f", f"{moment.microsecond // 1000:03}"))
-
-    register_resolver("started", started)
-
-
-def _composing_rank(root: DictConfig) -> RankInfo:
-    """This process among those that compose the config of this run: the ranks that another program has started, or with
-    launch=spawn on several nodes one process on each."""
-    launch: Any = root.get("launch")
-    nnodes = launch.get("nnodes") if isinstance(launch, DictConfig) else None
-    if isinstance(nnodes, int) and nnodes > 1:
-        return node_rank_info(nnodes, launch.node_rank, launch.master_addr, launch.master_port)
-    return read_rank_info()
 
 
 def help_text() -> str:
@@ -158,19 +73,92 @@ def help_text() -> str:
     return f"{(CONF / 'help.txt').read_text()}\nOptions (group=option):\n\n{options}\n\nValues (key=value):\n\n{values}"
 
 
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """In the block an error is told and becomes SystemExit with its exit code, which passes Hydra: it would print all
+    overrides before another one."""
+    try:
+        yield
+    except (errors.StoppedEarly, KeyboardInterrupt) as stopped:  # which somebody has told
+        raise SystemExit(errors.exit_code_of(stopped)) from stopped
+    except Exception as error:
+        shown = as_config_error(error) or error
+        if isinstance(shown, ConfigError):
+            with suppress(Exception):  # it is not empty, or there is none
+                folder = Path(HydraConfig.get().runtime.output_dir)  # which Hydra makes before anything is checked
+                folder.rmdir()
+                if not any(word.startswith("hydra.run.dir=") for word in HydraConfig.get().overrides.hydra):
+                    folder.parent.rmdir()  # outputs/<day>
+            if os.environ.get("LOCAL_RANK", "0") != "0":
+                time.sleep(1)  # rank 0 of this machine usually prints the same, and the launcher ends this rank
+        if isinstance(shown, errors.RankFailed):
+            text = str(shown)  # a report; empty if another rank prints it
+        elif errors.kind_of(shown) in errors.RAISED_BY_ALL:
+            text = f"lockstep: {shown}"
+        else:
+            text = "".join(traceback.format_exception(shown)).rstrip("\n")
+        if text:
+            print_line(text, sys.stderr)
+        raise SystemExit(errors.exit_code_of(shown)) from error
+
+
+def as_config_error(error: BaseException, words: Sequence[str] | None = None) -> ConfigError | None:
+    """The ConfigError for an error of the user's input, None for any other. words: of another command than this one."""
+    if isinstance(error, ConfigError):
+        return error
+    if isinstance(error, OSError) and raised_by(error) == "hydra":  # which makes the run folder
+        return ConfigError(unwritable(error.filename, error))
+    sentence = explain(error, sys.argv[1:] if words is None else words)
+    return None if sentence is None else ConfigError(sentence)
+
+
+def register_resolvers() -> None:
+    """`${started:format}` in a config is the moment at which the run started, the same on all ranks; %f is in ms."""
+
+    def started(pattern: str, _root_: DictConfig) -> str:
+        launch, seconds = _root_.get("launch"), OmegaConf.select(_root_, "backend.timeout")  # they are not checked yet
+        nnodes = launch.get("nnodes") if isinstance(launch, DictConfig) else None
+        if isinstance(nnodes, int) and nnodes > 1:  # one process on each node composes, and not each rank
+            info = environment.node_rank_info(nnodes, launch.node_rank, launch.master_addr, launch.master_port)
+        else:
+            info = environment.read_rank_info()
+        timeout = (
+            timedelta(seconds=seconds) if isinstance(seconds, int | float) and seconds > 0 else rendezvous.STORE_TIMEOUT
+        )
+        moment = rendezvous.run_started_at(info, not asks_for_text(sys.argv), timeout)
+        return moment.strftime(pattern.replace("%f", f"{moment.microsecond // 1000:03}"))
+
+    register_resolver("started", started)
+
+
+def words_of(typed: Iterable[str]) -> list[str]:
+    """The words of a command with each flag and its value in one: -cd a is --config-dir=a.
+
+    The parents of these folders go on the path, where classes of the user's are.
+    """
+    words = list[str]()
+    for word in typed:
+        flag, equals, value = word.partition("=")
+        if words and words[-1] in LONG_FLAGS.values():
+            words[-1] += f"={word}"
+        else:
+            words.append(f"{LONG_FLAGS.get(flag, flag)}{equals}{value}")
+    parents = [str(folder.resolve().parent) for folder in config_dirs(words)]
+    sys.path += [parent for parent in parents if parent not in sys.path]
+    return words
+
+
 def asks_for_text(words: Sequence[str]) -> bool:
     """Whether the command only prints something, such as --help."""
     return any(word.partition("=")[0] in TEXT_FLAGS for word in words)
 
 
-def flags_first(words: Sequence[str]) -> list[str]:
-    """argparse takes no flag between two overrides, and a message adds overrides to the end of a command."""
-    pairs = zip(["", *words], words, strict=False)
-    flags = [word.startswith("-") or before in VALUED_FLAGS for before, word in pairs]
-    return [word for first in (True, False) for word, is_flag in zip(words, flags, strict=True) if is_flag is first]
+def config_dirs(words: Sequence[str]) -> list[Path]:
+    """The folders of configs that are typed."""
+    return [Path(word.partition("=")[2]) for word in words if word.startswith("--config-dir=")]
 
 
-# ---- The words and the config of a trained run
+# ---- The words and the config of a trained run. words: as `words_of` gives them.
 
 
 def with_overrides_of_run(words: list[str]) -> list[str]:
@@ -179,16 +167,16 @@ def with_overrides_of_run(words: list[str]) -> list[str]:
     Its log goes to a folder inside the run folder; that of mode=check to one that is removed. Raises ConfigError.
     """
     mode, resume = chosen("mode", words), chosen("resume", words)
-    if mode in (None, "train", "find_lr") or asks_for_text(words) or MULTIRUN_FLAGS & set(words):
+    if asks_for_text(words) or MULTIRUN_FLAGS & {*words}:
         return words
     if mode == "check":
         from multiprocessing.util import get_temp_dir
 
         return [*words, f"hydra.run.dir={errors.path_value(Path(get_temp_dir(), mode))}"]
-    if resume is None:
+    if mode in OWN_CONFIG or resume is None:
         return words
     folder = folder_of_run(resume)
-    recorded = [str(word) for word in _read(folder / RECORD / "overrides.yaml")]
+    recorded = [str(word) for word in read_yaml(folder / RECORD / "overrides.yaml")]
     kept = [word for word in recorded if not sets(word, (*NOT_TAKEN, *map(key_of, words)))]
     if not any(word.startswith("hydra.run.dir=") for word in words):
         kept.append(f"hydra.run.dir={errors.path_value(folder / str(mode))}")
@@ -202,7 +190,7 @@ def with_values_of_run(cfg: DictConfig) -> DictConfig:
     from lockstep.runs.record import read_run
 
     record = folder_of_run(str(cfg.resume)) / RECORD
-    config, recorded = _read(record / "config.yaml"), _read(record / "overrides.yaml")
+    config, recorded = read_yaml(record / "config.yaml"), read_yaml(record / "overrides.yaml")
     typed = [key_of(word) for word in typed_overrides(HydraConfig.get()) if word not in recorded]
     typed += [key.removesuffix("._target_") for key in typed]  # the arguments of a typed class are its own
     for key, value in flatten({name: config.get(name) or {} for name in VALUES_OF_RUN}).items():
@@ -224,8 +212,8 @@ def chosen(key: str, words: Sequence[str]) -> str | None:
         value = OverridesParser.create().parse_override(typed[key]).value()
         return None if value is None else str(value)
     names = [f"experiment/{typed.get('experiment', '').partition('=')[2]}", "local/default"]
-    for path in [folder / f"{name}.yaml" for name in names for folder in (*config_dirs(words), CONF)]:
-        found = _read(path) if path.is_file() else {}
+    paths = [folder / f"{name}.yaml" for name in names for folder in (*config_dirs(words), CONF)]
+    for found in [read_yaml(path) for path in paths if path.is_file()]:
         options = [item for item in found.get("defaults", []) if isinstance(item, dict)]
         said = {str(group).split("/")[-1]: option for item in options for group, option in item.items()} | found
         if isinstance(said.get(key), str):
@@ -233,11 +221,5 @@ def chosen(key: str, words: Sequence[str]) -> str | None:
     return None
 
 
-def config_dirs(words: Sequence[str]) -> list[Path]:
-    """The folders of configs that are typed."""
-    return [Path(flag.partition("=")[2]) for flag in config_flags(words) if flag.startswith("--config-dir=")]
-
-
-def _read(path: Path) -> Any:
-    with path.open() as file:  # whose name is in an error of YAML
-        return yaml.safe_load(file) or {}
+def read_yaml(path: Path) -> Any:
+    return OmegaConf.to_container(OmegaConf.load(path))

@@ -11,8 +11,7 @@ EXIT_FINISHED = 0
 EXIT_FAILED = 1  # an exception
 EXIT_CONFIG = 2  # what the user can mend: the command, the config, the data or the run folder; see ConfigError
 EXIT_HANG = 4  # no progress, or ranks that make different collective calls
-# EX_TEMPFAIL: stopped early with a good snapshot. Slurm requeues a job only if it does not exit with 0.
-EXIT_RESUMABLE = 75
+EXIT_RESUMABLE = 75  # stopped early with a good snapshot. Slurm requeues a job only if it does not exit with 0
 EXIT_STOPPED_WITHOUT_SNAPSHOT = 76  # stopped early, and the last step is in no snapshot; an older snapshot may exist
 EXIT_INTERRUPTED = 130  # 128 + SIGINT: Ctrl-C before training, or a second one
 EXIT_CODES: tuple[int, ...] = (0, 1, 2, 4, 75, 76, 130)  # of a command
@@ -21,7 +20,7 @@ EXIT_CODES: tuple[int, ...] = (0, 1, 2, 4, 75, 76, 130)  # of a command
 class ConfigError(Exception):
     """The user's input cannot work. The message is one sentence that ends in what to type; no traceback is shown.
 
-    It has printable characters alone, although the words typed may contain any others; lines below the first one are a
+    What was typed may have any characters; those that do not print are escaped. Lines below the first one are a
     library's own text.
     """
 
@@ -29,11 +28,10 @@ class ConfigError(Exception):
         super().__init__(printable(sentence, "\n"))
 
 
-class CannotStartNow(ConfigError):
-    """The config may be right. Another run holds the run folder, or it cannot be written to, such as on a full disk."""
+CannotStartNow = ConfigError  # another run holds the run folder, or it cannot be written to, such as on a full disk
 
 
-class RankMissing(CannotStartNow, TimeoutError):
+class RankMissing(ConfigError, TimeoutError):
     """A rank did not come to the rendezvous within backend.timeout."""
 
 
@@ -49,47 +47,15 @@ class RanksDiffer(Exception):
     """Ranks that must hold the same weights do not. The message says which rank and which weights."""
 
 
-class LeftEarly(Exception):
-    """User code called sys.exit before the end of the command. The cause is its SystemExit."""
+class RankFailed(Exception):
+    """A rank has failed: one that this process started, or the process itself where something else started it.
 
+    The message is the failure report, empty if another rank prints it. report: of failure.json, as far as it is known.
+    """
 
-@contextmanager
-def exits_are_failures(what: str) -> Iterator[None]:
-    """Inside the block SystemExit becomes LeftEarly, whatever its code. what: the first words of the message."""
-    try:
-        yield
-    except SystemExit as error:
-        how = error.code if isinstance(error.code, str) else f"exit code {error.code or 0}"
-        raise LeftEarly(f"{what}: {how}") from error
-
-
-def first_of(names: Sequence[object], most: int = 4) -> str:
-    """The names in a message, at most so many of them: "a, b and 3 more"."""
-    more = len(names) - most
-    return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")
-
-
-def printable(text: str, kept: str = "") -> str:
-    """`text` with escapes in place of characters that a terminal does not print, except those of `kept`."""
-    return "".join(
-        character if character.isprintable() or character in kept else character.encode("unicode_escape").decode()
-        for character in text
-    )
-
-
-def path_value(path: str | Path) -> str:
-    """A path as the value of a word to type, such as resume=: in quotes if Hydra might read it as something else."""
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    text = str(path)
-    is_name = re.fullmatch(r"([A-Za-z/]|\.\.?/)[\w./@%+-]*", text, re.ASCII)  # 1_5 would be the number 15
-    is_word = text.lower() in ("null", "true", "false", "nan", "inf")
-    return text if is_name and not is_word else QuotedString(text, Quote.double).with_quotes()
-
-
-def path_word(key: str, path: str | Path) -> str:
-    """`key=path` for a sentence that says what to type in a shell."""
-    return shlex.quote(f"{key}={path_value(path)}")
+    def __init__(self, screen: str, report: dict[str, Any]) -> None:
+        super().__init__(screen)
+        self.report = report
 
 
 class StoppedEarly(BaseException):
@@ -103,15 +69,14 @@ class StoppedEarly(BaseException):
         self.code = code
 
 
-class RankFailed(Exception):
-    """A rank has failed: one that this process started, or the process itself where something else started it.
-
-    The message is the failure report, empty if another rank prints it. report: of failure.json, as far as it is known.
-    """
-
-    def __init__(self, screen: str, report: dict[str, Any]) -> None:
-        super().__init__(screen)
-        self.report = report
+@contextmanager
+def exits_are_failures(what: str) -> Iterator[None]:
+    """In the block a sys.exit of the user's code is an error, whatever its code. what: the first words of it."""
+    try:
+        yield
+    except SystemExit as error:
+        how = error.code if isinstance(error.code, str) else f"exit code {error.code or 0}"
+        raise RuntimeError(f"{what}: {how}") from error
 
 
 # The kinds of failures, as failure.json has them, and their exit codes.
@@ -129,8 +94,35 @@ def exit_code_of(error: BaseException) -> int:
     """The exit code of a run, or of a command, that `error` has ended."""
     if isinstance(error, StoppedEarly):
         return error.code
-    if isinstance(error, KeyboardInterrupt):
-        return EXIT_INTERRUPTED
     if isinstance(error, RankFailed):
         return int(error.report.get("exit_code", EXIT_FAILED))
-    return KIND_CODES.get(kind_of(error), EXIT_FAILED)
+    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else KIND_CODES.get(kind_of(error), EXIT_FAILED)
+
+
+# What is in a message.
+
+
+def first_of(names: Sequence[object], most: int = 4) -> str:
+    """The names, at most so many of them: "a, b and 3 more"."""
+    more = len(names) - most
+    return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")
+
+
+def printable(text: str, kept: str = "") -> str:
+    """`text` with escapes in place of characters that a terminal does not print, except those of `kept`."""
+    return "".join(one if one.isprintable() or one in kept else one.encode("unicode_escape").decode() for one in text)
+
+
+def path_value(path: str | Path) -> str:
+    """A path as the value of a word to type, such as resume=: in quotes if Hydra might read it as something else."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    text = str(path)
+    is_name = re.fullmatch(r"([A-Za-z/]|\.\.?/)[\w./@%+-]*", text, re.ASCII)  # 1_5 would be the number 15
+    is_word = text.lower() in ("null", "true", "false", "nan", "inf")
+    return text if is_name and not is_word else QuotedString(text, Quote.double).with_quotes()
+
+
+def path_word(key: str, path: str | Path) -> str:
+    """`key=path` for a sentence that says what to type in a shell."""
+    return shlex.quote(f"{key}={path_value(path)}")

@@ -28,11 +28,10 @@ def short_hash(*values: Any) -> str:
 def write_whole(path: Path, contents: Contents, sync: bool = True, shared: bool = False) -> None:
     """Replace the file `path` at once: a kill at any moment leaves the old one or the new one.
 
-    sync: only when the new one is on the disk, and its name too: a power cut may lose either.
-    shared: another process may write the same file now. Otherwise the temporary file beside it has a fixed name, so
-    that what a killed process left is overwritten by the next one.
-    Raises OSError, for example on a full disk; the old file is untouched then.
+    sync: only when the new one is on the disk, and its name too: a power cut may lose either. shared: another process
+    may write the same file now. Raises OSError, for example on a full disk; the old file is untouched then.
     """
+    # The name is fixed if it can be: the next process writes over what a killed one has left.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -45,8 +44,7 @@ def write_whole(path: Path, contents: Contents, sync: bool = True, shared: bool 
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
-        if temporary.is_file():
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
         if isinstance(error.__context__, OSError):  # on a full disk torch.save raises an error that does not say so
             raise error.__context__ from None
         raise
@@ -57,10 +55,8 @@ def write_whole(path: Path, contents: Contents, sync: bool = True, shared: bool 
 def sync_folder(folder: Path) -> None:
     """Without it a power cut may lose the names of new files."""
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 @contextmanager

@@ -16,12 +16,11 @@ from hydra.core.hydra_config import HydraConfig
 from lockstep import cli
 from lockstep.compat import hydra_composed
 from lockstep.config import check as checks
-from lockstep.config.nodes import with_own_arguments
+from lockstep.config.check import with_own_arguments
 from lockstep.config.record import typed_overrides
 from lockstep.config.schema import RunConfig
-from lockstep.distributed.environment import read_rank_info
-from lockstep.distributed.host import ENDS_WITH_PARENT
-from lockstep.errors import EXIT_CONFIG, ConfigError, RankFailed, path_value
+from lockstep.distributed import environment, host
+from lockstep.errors import EXIT_CONFIG, ConfigError, RankFailed
 from lockstep.failures.report import read_report
 from lockstep.runs.record import read_run
 from lockstep.source_code import ROOT
@@ -38,7 +37,7 @@ def train(overrides: str | Sequence[str] = (), ranks: int | None = None) -> "Res
     words += [] if ranks is None else ["launch=torchrun", f"launch.nproc_per_node={ranks}"]
     place = cli.chosen("hydra.run.dir", words) or cli.chosen("run_dir", words)
     folder = Path(place or time.strftime("outputs/%Y-%m-%d/%H-%M-%S"))
-    _run(words if place else [*words, f"hydra.run.dir={path_value(folder)}"], folder)
+    _run(words if place else [*words, f"hydra.run.dir={folder}"], folder)
     run = read_run(folder)
     last = {tag: value for row in run["history"] for tag, value in row.items() if tag not in ("epoch", "step")}
     tested = {f"test/{name}": value for name, value in (run["test"] or {}).get("metrics", {}).items()}
@@ -66,35 +65,30 @@ def compose(overrides: str | Sequence[str] = ()) -> RunConfig:
 
 
 def _words(overrides: str | Sequence[str]) -> list[str]:
-    words = shlex.split(overrides) if isinstance(overrides, str) else [str(word) for word in overrides]
-    folders = [str(folder.resolve().parent) for folder in cli.config_dirs(words)]
-    sys.path += [folder for folder in folders if folder not in sys.path]  # as the command does
-    return words
+    return cli.words_of(shlex.split(overrides) if isinstance(overrides, str) else map(str, overrides))
 
 
 def _run(words: Sequence[str], folder: Path = Path()) -> str:
     """Print the output of a command as it comes. Returns the table of mode=check. folder: where a run has failed."""
-    if not read_rank_info().may_start_ranks:
+    if not environment.read_rank_info().may_start_ranks:
         raise ConfigError("lockstep inside a rank would start every rank again; run it in one process")
     line = [sys.executable, str(ROOT / "src" / "train.py"), *words]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), ENDS_WITH_PARENT: "1"}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), host.ENDS_WITH_PARENT: "1"}
     run, printed = Popen(line, env=env, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, errors="replace"), ""
     try:
         for text in run.stdout or ():
             print(text, end="", flush=True)
             printed += text
-        run.wait()
+        code = run.wait()
     except KeyboardInterrupt:  # the training gets it, too, as one of this process's group
         print(*(run.stdout or ()), sep="", flush=True)  # until it has saved
         raise KeyboardInterrupt(f"stopped; to go on, type lockstep.train({list(words)!r})") from None
     said = re.findall("(?m)^(?:lockstep|train.py: error): (.*)", printed) or [printed]
-    if run.returncode == EXIT_CONFIG:
-        raise ConfigError(said[-1])
     table = printed[printed.find(TABLE) :]
-    if run.returncode and TABLE in table:
-        raise AssertionError(table)
-    if run.returncode:
-        raise RankFailed(said[0], read_report(folder) or {})
+    if code == EXIT_CONFIG:
+        raise ConfigError(said[-1])
+    if code:
+        raise AssertionError(table) if TABLE in table else RankFailed(said[0], read_report(folder) or {})
     return table
 
 

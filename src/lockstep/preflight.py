@@ -1,24 +1,26 @@
-"""Checks before any process starts, and the parts of a job that they build for all ranks. No torch at the top."""
+"""Checks before any process starts, and the parts of a job that they build for all ranks."""
 
 import gc
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate
-from lockstep.config.schema import Node, RunConfig
-from lockstep.distributed.environment import RankInfo, read_rank_info
-from lockstep.distributed.run_folder import check_run_folder
-from lockstep.distributed.signals import set_run_folder
+import torch
+
+from lockstep.config.check import check_nodes, instantiate, instantiate_as, locate
+from lockstep.config.schema import RunConfig
+from lockstep.data.build import prepare_first
+from lockstep.distributed import backend, environment, run_folder, signals
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode
+from lockstep.snapshots.checkpointer import interval
+from lockstep.snapshots.find import find_snapshots, snapshots_to_try
+from lockstep.strategies.base import JobSpec, Strategy
+from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.text import first_line
-
-if TYPE_CHECKING:
-    from lockstep.strategies.base import JobSpec, Strategy
-    from lockstep.strategies.gradient_sync import GradientSync
+from lockstep.training.run import time_limit
+from lockstep.training.step import Step
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class Parts:
 
     launcher: Launcher
     mode: Mode
-    strategy: "Strategy"
-    gradient_sync: "GradientSync"
+    strategy: Strategy
+    gradient_sync: GradientSync
 
 
 def preflight(config: RunConfig, starts: bool = True) -> Parts:
@@ -43,11 +45,9 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
         raise ConfigError(f"mode={mode.name} is no training, and a sweep trains; type the command without -m")
     parts = build_parts(config, launcher, mode)
     if starts and not (mode.starts_ranks or launcher.runs_elsewhere):
-        check_run_folder(config.run_dir)
-        set_run_folder(config.run_dir)
+        run_folder.check_run_folder(config.run_dir)
+        signals.set_run_folder(config.run_dir)
         if launcher.starts_processes:
-            from lockstep.data.build import prepare_first
-
             prepare_first(config)
     gc.freeze()  # what has been imported stays
     gc.enable()
@@ -56,15 +56,8 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
 
 def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
     """The parts, checked against each other, this machine and what the config names. Nothing is started or written."""
-    from lockstep.snapshots.checkpointer import interval
-    from lockstep.snapshots.find import find_snapshots, snapshots_to_try
-    from lockstep.strategies.base import Strategy
-    from lockstep.strategies.gradient_sync import GradientSync
-    from lockstep.training.run import time_limit
-
     check_nodes(config)
-    check_loggers(config)
-    check_optimizer(config.optimizer["_target_"], config.optimizer)
+    check_own_rules(config)
     strategy = instantiate_as(Strategy, config.strategy, "strategy")
     gradient_sync = instantiate_as(GradientSync, config.gradient_sync, "gradient_sync")
     launcher.validate()
@@ -87,39 +80,30 @@ def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
     return Parts(launcher, mode, strategy, gradient_sync)
 
 
-def check_loggers(config: RunConfig) -> None:
-    """Raise ConfigError for a tracker whose package is not installed."""
+def check_own_rules(config: RunConfig) -> None:
+    """Raise ConfigError for a tracker whose package is not installed, and for hyperparameters that an optimizer of
+    torch refuses: it is asked with one small weight."""
     for name, node in config.logger.items():
         package = getattr(locate(f"logger.{name}", node["_target_"]), "package", "")
         if package and importlib.util.find_spec(package) is None:
             raise ConfigError(f"logger={name} needs {package}; type pip install {package}")
-
-
-def check_optimizer(path: str, node: Node) -> None:
-    """Raise ConfigError for hyperparameters that an optimizer of torch refuses: it is asked with one small weight."""
-    from torch import nn, zeros
-
+    path = config.optimizer["_target_"]
     if path.startswith("torch.optim."):
         try:
-            instantiate(node, [nn.Parameter(zeros(2, 2))])
+            instantiate(config.optimizer, [torch.nn.Parameter(torch.zeros(2, 2))])
         except Exception as error:
-            raise ConfigError(
-                f"{path} refuses its arguments ({first_line(error)}); type optimizer=sgd for values of conf/"
-            ) from None
+            what = f"{path} refuses its arguments ({first_line(error)})"
+            raise ConfigError(f"{what}; type optimizer=sgd for values of conf/") from None
 
 
-def job_spec(config: RunConfig, launcher: Launcher) -> "JobSpec":
+def job_spec(config: RunConfig, launcher: Launcher) -> JobSpec:
     """What the config asks for. Raises ConfigError if this machine lacks the backend."""
-    from lockstep.distributed.backend import choose_backend, uses_mps
-    from lockstep.strategies.base import JobSpec
-    from lockstep.training.step import Step
-
     world_size, ranks_here = launcher.num_ranks()
-    started_by = "fork" if launcher.starts_processes else read_rank_info().started_by
-    info, name = RankInfo(0, world_size, 0, ranks_here, started_by), config.backend.name
+    started_by = "fork" if launcher.starts_processes else environment.read_rank_info().started_by
+    info, name = environment.RankInfo(0, world_size, 0, ranks_here, started_by), config.backend.name
     # Another machine may have the GPUs that this one lacks.
-    backend = name if launcher.runs_elsewhere else choose_backend(name, info)
-    device_type = "cuda" if backend == "nccl" else "mps" if uses_mps(name, world_size) else "cpu"
+    chosen = name if launcher.runs_elsewhere else backend.choose_backend(name, info)
+    device_type = "cuda" if chosen == "nccl" else "mps" if backend.uses_mps(name, world_size) else "cpu"
     has_own_step = locate("step", config.step["_target_"]) is not Step
     gradient_sync = locate("gradient_sync", config.gradient_sync["_target_"])
     return JobSpec(config, world_size, device_type, has_own_step, gradient_sync)

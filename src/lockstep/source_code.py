@@ -7,7 +7,8 @@ from pathlib import Path
 from lockstep.files import short_hash
 
 PROJECT = Path(__file__).parent  # the folder src/lockstep
-_OWN = (f"{PROJECT}/", f"{PROJECT.parent}/hydra_plugins/", f"{PROJECT.parent}/train.py")
+ROOT = PROJECT.parents[1]  # the folder of src/ and conf/
+_OWN = (f"{PROJECT}/", f"{ROOT}/src/hydra_plugins/", f"{ROOT}/src/train.py")
 _PYTHON = tuple(f"{sysconfig.get_path(scheme)}/" for scheme in ("stdlib", "platstdlib"))
 _PACKAGES = ("/site-packages/", "/dist-packages/")  # also of a virtual environment that this process is not in
 
@@ -27,27 +28,21 @@ def is_users(file: str) -> bool:
     return not is_library(file) and not is_project(file)
 
 
-ROOT = Path(__file__).parents[2]  # the folder of src/ and conf/
-PARTS = ("src", "conf")
-
-
 def hash_of_source(root: Path = ROOT) -> str:
     """One hash over the names and contents of the Python and YAML files in src/ and conf/."""
-    paths = [path for part in PARTS for path in (root / part).rglob("*") if path.suffix in (".py", ".yaml")]
+    paths = sorted(path for part in ("src", "conf") for path in (root / part).rglob("*.*"))
+    paths = [path for path in paths if path.suffix in (".py", ".yaml")]
     local = root / "conf" / "local"  # of this machine; the config shows what it sets
-    found = [(path.relative_to(root), path) for path in sorted(paths) if not path.is_relative_to(local)]
-    return short_hash([f"{name} {_hash_of_file(path)}" for name, path in found])
+    return short_hash(*(hashed(path, path.relative_to(root)) for path in paths if not path.is_relative_to(local)))
 
 
-def module_hashes() -> dict[str, str | None]:
+def module_hashes() -> dict[str, str]:
     """{module: hash of its file} of every loaded module outside of this project, of Python's own and of packages."""
-    files = {name: Path(getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items())}
-    users = {name: file for name, file in files.items() if file.suffix == ".py" and is_users(str(file))}
-    return {name: _hash_of_file(file) for name, file in users.items() if not file.is_relative_to(ROOT / "src")}
+    files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
+    users = {name: file for name, file in files.items() if file.endswith(".py") and is_users(file)}
+    return {name: hashed(Path(file)) for name, file in users.items() if not file.startswith(f"{ROOT}/src/")}
 
 
-def _hash_of_file(path: Path) -> str | None:
-    try:
-        return short_hash(path.read_bytes())
-    except OSError:  # an editor is just replacing it
-        return None
+def hashed(path: Path, name: object = "") -> str:
+    """Of a file and its name. An editor may just be replacing it."""
+    return short_hash(name, path.read_bytes() if path.exists() else b"")

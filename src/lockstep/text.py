@@ -26,16 +26,8 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any], missing: Any = None) -
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """The lines of a table with two blanks between its columns. The last column is not padded.
-
-    rows: each with the same number of cells, a header first if there is one. right: the columns whose cells are
-    aligned at their right end, as numbers are.
-    """
+    """The lines of a table with two blanks between its columns. right: the columns of numbers, by their places."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ).rstrip()
-        for cells in rows
-    ]
+    sides = [">" if place in right else "<" for place in range(len(widths))]
+    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    return [form.format(*cells).rstrip() for cells in rows]

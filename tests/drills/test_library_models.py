@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from lockstep.config.nodes import instantiate
+from lockstep.config.check import instantiate
 from support.commands import ROOT
 from support.configs import composed
 from support.reference import train_reference

@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 from torchvision.transforms import v2
 
-from lockstep.config.nodes import instantiate
+from lockstep.config.check import instantiate
 from lockstep.data.augment import BatchWide, Places, ShiftFlip, drawn_at
 from lockstep.data.build import build_data, completed
 from lockstep.data.loader import MIX, Loader

@@ -9,8 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from lockstep.config.check import OPTIONS, check, flatten
-from lockstep.config.nodes import check_nodes, nodes_in
+from lockstep.config.check import OPTIONS, check, check_nodes, flatten, nodes_in
 from lockstep.config.schema import CONF, RunConfig
 from lockstep.errors import ConfigError
 from lockstep.text import show

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.config.nodes import instantiate
+from lockstep.config.check import instantiate
 from lockstep.errors import ConfigError
 from lockstep.models.airbench import Airbench, Whitening
 from lockstep.training.optimizers import Muon, orthogonalised

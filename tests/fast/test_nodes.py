@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.config.nodes import instantiate, instantiate_as
+from lockstep.config.check import instantiate, instantiate_as
 from lockstep.errors import ConfigError
 from lockstep.models.base import has_lazy_layers
 from lockstep.tasks.base import Task

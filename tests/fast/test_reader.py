@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Subset
 from torchvision import tv_tensors
 
-from lockstep.config.nodes import instantiate
+from lockstep.config.check import instantiate
 from lockstep.data.build import build_data, reader_of
 from lockstep.data.reader import EVALUATION, SampleReader, batches, request_of
 from lockstep.errors import ConfigError

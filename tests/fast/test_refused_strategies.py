@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.config.nodes import instantiate
+from lockstep.config.check import instantiate
 from lockstep.errors import ConfigError
 from lockstep.launchers.env import EnvLauncher
 from lockstep.preflight import job_spec, preflight

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep.config.check import OPTIONS
-from lockstep.config.nodes import check_nodes
+from lockstep.config.check import OPTIONS, check_nodes
 from lockstep.config.schema import CONF
 from support.configs import NEEDS, composed
 from support.pages import PAGES, PLACEHOLDER, code_spans, command_lines

@@ -97,7 +97,7 @@ def test_each_replica_holds_the_model_once() -> None:
 def bytes_after_setup(cfg: Any) -> tuple[int, int]:
     """(bytes of all tensors that this rank still holds, bytes of the whole model) once train.py has set it up."""
     from lockstep import build
-    from lockstep.config.nodes import instantiate
+    from lockstep.config.check import instantiate
     from lockstep.distributed.world import join_world
 
     with join_world("gloo", 60) as world:

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from lockstep.config.check import explain
-from lockstep.config.nodes import instantiate
+from lockstep.config.check import explain, instantiate
 from lockstep.errors import ConfigError
 from support.commands import PYTHON_TRAIN, Command
 from support.configs import composed, with_values

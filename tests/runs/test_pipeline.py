@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config.nodes import instantiate
+from lockstep.config.check import instantiate
 from lockstep.data.loader import LoadedPart
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.config.nodes import instantiate
+from lockstep.config.check import instantiate
 from lockstep.errors import ConfigError
 from lockstep.snapshots import files
 from lockstep.snapshots.files import list_snapshots

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lockstep.config.nodes import instantiate
+from lockstep.config.check import instantiate
 from lockstep.config.schema import RunConfig
 from lockstep.launchers.local import LocalLauncher
 from lockstep.modes.check import PROMISES, Ended, ended

@@ -16,8 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep import cli
 from lockstep.compat import hydra_version_base
-from lockstep.config.check import check
-from lockstep.config.nodes import instantiate, with_own_arguments
+from lockstep.config.check import check, instantiate, with_own_arguments
 from lockstep.config.record import ConfigRecord, record_config
 from lockstep.config.schema import RunConfig
 from lockstep.launchers.env import EnvLauncher

@@ -8,8 +8,7 @@ import yaml
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from lockstep.config.check import flatten
-from lockstep.config.nodes import CHECKED_BY_TYPE, locate
+from lockstep.config.check import CHECKED_BY_TYPE, flatten, locate
 from lockstep.config.schema import CONF, RunConfig
 from support.configs import composed_with_hydra
 from support.fuzzed_values import inside, targets, typed, wild

@@ -3,8 +3,7 @@
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lockstep import cli
-from lockstep.config.check import explain
-from lockstep.config.nodes import check_nodes, instantiate_as
+from lockstep.config.check import check_nodes, explain, instantiate_as
 from lockstep.config.schema import RunConfig
 from lockstep.data.build import prepare_first
 from lockstep.distributed.run_folder import check_run_folder

@@ -16,12 +16,11 @@ RECORD = ".hydra"
 
 @dataclass(frozen=True)
 class ConfigRecord:
-    """Plain values, which ranks get beside their config.
+    """Plain values, which ranks get beside their config. Files and messages have `shown` in place of `flat`: a value
+    that an environment variable decides is its text, such as ${oc.env:KEY}.
 
-    flat: {key: value}, resolved. shown: the same for files and messages: a value that an environment variable decides
-        is its text, such as ${oc.env:KEY}. options: {config group: the option, or the class if another one was typed}.
-    overrides: those typed. command: of the same run, in a shell; flags: its words that name config folders.
-    files: {name: text} of the folder .hydra, written by rank 0 alone, when it holds the run folder's lock.
+    options: {config group: the option, or the class if another one was typed}. command: of the same run, in a shell;
+    flags: its words that name config folders. files: {name: text} of .hydra, for rank 0 when it holds the run folder.
     """
 
     flat: Mapping[str, Any]
@@ -35,25 +34,31 @@ class ConfigRecord:
     def completed(self, config: RunConfig) -> "ConfigRecord":
         """With the values of `config` for what was null or balanced, which the data have given since."""
         now = flatten({key: getattr(config, key) for key in ("dataset", "model", "task")})
-
-        def complete(values: Mapping[str, Any]) -> dict[str, Any]:
-            return {key: now.get(key, value) if value in (None, "balanced") else value for key, value in values.items()}
-
-        return replace(self, flat=complete(self.flat), shown=complete(self.shown))
+        told = {key: now[key] for key, value in self.flat.items() if value in (None, "balanced") and key in now}
+        return replace(self, flat={**self.flat, **told}, shown={**self.shown, **told})
 
 
 def record_config(cfg: DictConfig, config: RunConfig, hydra_cfg: HydraConf, argv: Sequence[str]) -> ConfigRecord:
     """The record of `cfg`, which has its interpolations, and of `config`, which was made of it. argv: the command."""
     flat = flatten(OmegaConf.to_container(cfg, resolve=True)) | {"run_dir": config.run_dir}
-    written = flatten(OmegaConf.to_container(cfg, resolve=False))
+    shown = without_secrets(flat, flatten(OmegaConf.to_container(cfg, resolve=False)))
     overrides = typed_overrides(hydra_cfg)
     options = {str(group): name for group, name in hydra_cfg.runtime.choices.items()}
     for key, equals, target in (one.lstrip("+").partition("._target_=") for one in overrides):
         if equals and key in options:
             options[key] = target
-    flags, command = config_flags(argv[1:]), shlex.join(["python", *argv])
     files = {"config.yaml": OmegaConf.to_yaml(cfg), "overrides.yaml": OmegaConf.to_yaml(overrides)}
-    return ConfigRecord(flat, as_shown(flat, written), options, overrides, command, flags, files)
+    return ConfigRecord(flat, shown, options, overrides, shlex.join(["python", *argv]), config_flags(argv[1:]), files)
+
+
+def without_secrets(flat: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """`flat` with the text of a value that an environment variable decides. written: all texts."""
+    secret = set[str]()
+    for _ in range(9):  # a key may name a key that names one
+        links = ["oc.env", *(f"${{{key}}}" for key in secret)]
+        secret = {key for key, text in written.items() if any(link in str(text) for link in links)}
+    texts = {key: [written[one] for one in secret if f"{key}.".startswith(f"{one}.")] for key in flat}
+    return {key: [*texts[key], value][0] for key, value in flat.items()}
 
 
 def typed_overrides(hydra_cfg: HydraConf) -> list[str]:
@@ -61,26 +66,9 @@ def typed_overrides(hydra_cfg: HydraConf) -> list[str]:
     return [str(one) for one in cast(list[str], OmegaConf.to_container(hydra_cfg.overrides.task, resolve=False))]
 
 
-def as_shown(flat: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """`flat` without the values that an environment variable decides, directly or by another key. written: its text."""
-
-    secret = set[str]()
-    for _ in range(9):  # a key may name a key that names one
-        links = ["oc.env", *(f"${{{key}}}" for key in secret)]
-        secret = {key for key, text in written.items() if any(link in str(text) for link in links)}
-    return {
-        key: next((written[one] for one in secret if f"{key}.".startswith(f"{one}.")), value)
-        for key, value in flat.items()
-    }
-
-
 def config_flags(words: Sequence[str]) -> list[str]:
-    """Those of the words that say which folders of configs a config is composed from: they are no overrides."""
-    names = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path"}
-    pairs = zip((one.partition("=") for one in words), [*words, ""][1:], strict=True)
-    named = [(names.get(name, name), value if equals else after) for (name, equals, value), after in pairs]
-    found = [f"{name}={value}" for name, value in named if name in names.values()]
-    return found + [one for one in words if one.startswith("hydra.searchpath=")]
+    """Those of the words of `cli.words_of` that say which folders a config is composed from: they are no overrides."""
+    return [one for one in words if one.startswith(("--config-", "hydra.searchpath="))]
 
 
 def sets(word: str, names: Sequence[str]) -> bool:

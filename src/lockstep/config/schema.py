@@ -44,18 +44,9 @@ NO_NUMBER: tuple[str, ...] = ("run_dir", "data_dir", "resume", "mode", "launch",
 NO_NUMBER += ("snapshot", "hydra", "tags", "notes")
 SHARED_BY = ("strategy", "gradient_sync", "sync_bn", "watch")  # how ranks share the work: another start may change it
 
-# What the program passes beside the arguments of a node: how many by position, and which names.
-STEP = frozenset({"strategy", "task", "optimizer", "schedule", "scaler", "meter", "draws", "progress", "average"})
-LATER: dict[str, tuple[int, frozenset[str]]] = {
-    "optimizer": (1, frozenset()),
-    "scheduler": (1, frozenset({"steps_per_epoch", "total_steps", "direction"})),
-    "scheduler.schedule": (1, frozenset()),
-    "optimizer.others": (1, frozenset()),
-    "loader.collate_fn": (1, frozenset()),
-    "loader.augment": (0, frozenset({"epochs"})),
-    "trainer.ema": (1, frozenset()),
-    "step": (0, STEP | {"max_grad_norm", "skip", "ignores"}),
-}
+# Nodes to whose arguments the program adds others.
+GET_MORE = frozenset({"optimizer", "optimizer.others", "scheduler", "scheduler.schedule", "loader.collate_fn"})
+GET_MORE |= {"loader.augment", "trainer.ema", "step"}
 FROM_DATA = frozenset({"shape", "classes", "num_classes"})  # null in a node: the training data tells
 
 
@@ -207,34 +198,32 @@ class RunConfig:
 
     def refuse_contradictions(self) -> None:
         """Raise ConfigError for values that would together do something else than what they say."""
-        share, fold, folds = self.loader.validation, self.loader.fold, self.loader.folds
-        monitor, final, chooses = self.monitor or "", self.trainer.final, self.chooses
-        metric = monitor.partition("/")[2]
-        plateau = self.scheduler.get("_target_") == "lockstep.training.schedules.plateau"
+        trainer, loader, monitor = self.trainer, self.loader, self.monitor or ""
+        fold, folds, metric = loader.fold, loader.folds, monitor.partition("/")[2]
+        no_fold = folds is not None and (fold is None or fold >= folds)
         all_folds = f"loader.fold=0, or -m 'loader.fold=range(0,{folds})'"
-        both = "watch.nan=skip and the loss scaling of fp16 would both leave out updates"
-        overwrites = self.trainer.compile == "reduce-overhead" and self.trainer.gradient_accumulation_steps > 1
-        overwritten = "trainer.compile=reduce-overhead overwrites gradients that are accumulated"
-        unmatched = "parameters.groups: one has no match, the names of parameters"
-        hold_out = "trainer.final=null" if final else "loader.validation=0.1"
-        compares = "compares evaluations, and here nothing is chosen"
-        right = f"monitor=val/{metric}" if metric else "monitor=auto"
+        cannot_choose, right = monitor not in ("", "auto", f"val/{metric}"), f"monitor=val/{metric or 'loss'}"
+        no_refit = trainer.final is not None and not (loader.validation or folds)
+        no_validation = metric and not self.holds_out
+        hold_out = "trainer.final=null" if trainer.final else "loader.validation=0.1"
+        plateau = self.scheduler.get("_target_") == "lockstep.training.schedules.plateau"
+        compares = "compares evaluations, and here nothing is chosen; type"
+        both = trainer.precision == "fp16" and self.watch.nan == "skip"
+        ungrouped = any("match" not in one for one in self.parameters.groups)
+        # pytorch issue 169545
+        overwrites = trainer.compile == "reduce-overhead" and trainer.gradient_accumulation_steps > 1
         rules = [
-            (folds and (fold is None or fold >= folds), f"loader.folds={folds} needs a fold below it", all_folds),
-            (fold is not None and not folds, f"loader.fold={fold} and there are no folds", "loader.folds=5"),
-            (final and not share and not folds, f"trainer.final={final}: nothing is held out", "trainer.final=null"),
-            (monitor not in ("", "auto", f"val/{metric}"), f"monitor={monitor}: val/... alone can choose", right),
-            (metric and not self.holds_out, f"monitor={monitor} needs a validation set", hold_out),
-            (self.evaluation.patience and not chooses, f"evaluation.patience {compares}", "evaluation.patience=null"),
-            (plateau and not chooses, f"scheduler=plateau {compares}", "scheduler=cosine"),
-            (self.trainer.precision == "fp16" and self.watch.nan == "skip", both, "watch.nan=stop"),
-            (
-                any("match" not in one for one in self.parameters.groups),
-                unmatched,
-                "parameters.groups=[{match:fc,lr:0.1}]",
-            ),
-            (overwrites, f"{overwritten} (pytorch issue 169545)", "trainer.compile=true"),
+            (no_fold, f"loader.folds={folds} needs a fold below it; type {all_folds}"),
+            (fold is not None and not folds, f"loader.fold={fold} and there are no folds; type loader.folds=5"),
+            (no_refit, f"trainer.final={trainer.final}: nothing is held out; type trainer.final=null"),
+            (cannot_choose, f"monitor={monitor}: val/... alone can choose; type {right}, or monitor=auto"),
+            (no_validation, f"monitor={monitor} needs a validation set; type {hold_out}"),
+            (self.evaluation.patience and not self.chooses, f"evaluation.patience {compares} evaluation.patience=null"),
+            (plateau and not self.chooses, f"scheduler=plateau {compares} scheduler=cosine"),
+            (both, "watch.nan=skip and the loss scaling of fp16 would both leave out updates; type watch.nan=stop"),
+            (ungrouped, "parameters.groups: one has no match; type parameters.groups=[{match:fc,lr:0.1}]"),
+            (overwrites, "trainer.compile=reduce-overhead overwrites accumulated gradients; type trainer.compile=true"),
         ]
-        for wrong, what, advice in rules:
+        for wrong, sentence in rules:
             if wrong:
-                raise ConfigError(f"{what}; type {advice}")
+                raise ConfigError(sentence)

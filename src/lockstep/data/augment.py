@@ -77,9 +77,8 @@ class ShiftFlip:
 class BatchWide:
     """A transform of a whole batch, such as torchvision's v2.MixUp and v2.CutMix, alike on all ranks.
 
-    These take one draw for a batch, and mix each sample with the one before it. So all ranks are seeded alike, each
-    loads the sample before its part, too, and its row is dropped after the transform. Of several transforms the second
-    one mixes in what the first has mixed, and so on.
+    These take one draw for a batch, and mix each sample with the one before it. So all ranks are seeded alike, and each
+    loads the sample before its part, too, whose row is dropped after the transform; for each of several transforms one.
 
     before: samples that have to be loaded before a part.
     """

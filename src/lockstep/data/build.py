@@ -1,7 +1,7 @@
 """The data of a run, from its config: the splits, what the data tells the config, and what reads them. In each rank."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lockstep.config.nodes import instantiate, instantiate_as
+from lockstep.config.check import instantiate, instantiate_as
 from lockstep.config.schema import RunConfig
 from lockstep.data.augment import BatchWide, ShiftFlip
-from lockstep.data.loader import InputConverter, Loader
-from lockstep.data.partition import Order, Part, fold_in, seeded
+from lockstep.data.loader import Loader
+from lockstep.data.partition import Order, fold_in, seeded
 from lockstep.data.reader import Check, SampleReader, request_of
 from lockstep.data.source import (
     DataSource,
@@ -74,10 +74,9 @@ def prepare_first(config: RunConfig) -> None:
 
 
 def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
-    """The data, the same on every rank. Where training data is not needed, the tests' may take its place, and no part
-    has to be held out.
-
-    Raises ConfigError for a split without samples, for other classes in one of them, and for what cannot be held out.
+    """The data, the same on every rank. Where training data is not needed, the tests' may take its place, and nothing
+    has to be held out. Raises ConfigError for a split without samples or with other classes, and for a hold-out that
+    cannot be.
     """
     loader = config.loader
     with source_of(config) as source:
@@ -109,9 +108,8 @@ def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
 
 
 def completed(config: RunConfig, data: Data) -> RunConfig:
-    """A copy of `config` in which each `shape`, `classes` and `num_classes` that is null has the value of the training
-    data; `dataset.classes` may stay null. Raises ConfigError where the data does not tell.
-    """
+    """`config` with the training data's values for each `shape`, `classes` and `num_classes` that is null;
+    `dataset.classes` may stay null. Raises ConfigError where the data does not tell."""
     inputs, targets = reader_of(config, data.train, "train", True).read(request_of([0]))
     own = list(inputs.shape[1:]) if isinstance(inputs, Tensor) else None
     classes = config.dataset.get("classes")
@@ -145,9 +143,7 @@ def reader_of(
     config: RunConfig, dataset: Any, split: str, is_trained: bool, check: Check | None = None
 ) -> SampleReader:
     """What reads the samples of a split: "train", "val" or "test". is_trained: whether with the transforms of training.
-
-    check: of targets. Those in memory are looked at here.
-    """
+    check: of targets. Those in memory are looked at here."""
     loader = config.loader
     with seeded(fold_in(config.seed, TRANSFORMS)):
         transforms = instantiate(loader.transforms if is_trained else loader.test_transforms)
@@ -172,17 +168,8 @@ def with_mask(sample: Any) -> Any:
     return inputs, target if isinstance(target, TVTensor) else Mask(target)
 
 
-def loader_of(
-    config: RunConfig,
-    reader: SampleReader,
-    is_trained: bool,
-    converter: InputConverter,
-    device: torch.device,
-    parts: Callable[[int, int], Sequence[Part]],
-    share: tuple[int, int],
-    batch_size: int,
-) -> Loader:
-    """What reads a split for a rank. parts, share: as of `Loader`."""
+def loader_of(config: RunConfig, reader: SampleReader, is_trained: bool, **of_rank: Any) -> Loader:
+    """What reads a split for a rank. of_rank: what `Loader` takes beside the config's."""
     section, transforms, augment, draws, weights, shards = config.loader, list[BatchWide](), None, None, None, None
     if is_trained:
         if section.sampling is not None:
@@ -193,8 +180,9 @@ def loader_of(
         if section.augment is not None:
             augment = instantiate_as(ShiftFlip, section.augment, "loader.augment", epochs=config.trainer.epochs)
         transforms = [BatchWide(one) for one in instantiate(section.batch_transforms)]
-    order, workers = Order(len(reader), config.seed, draws, weights, shards), section.num_workers
-    return Loader(reader, order, converter, device, config.seed, batch_size, parts, share, augment, transforms, workers)
+    order = Order(len(reader), config.seed, draws, weights, shards)
+    of_rank |= {"seed": config.seed, "augment": augment, "transforms": transforms, "workers": section.num_workers}
+    return Loader(reader, order, **of_rank)
 
 
 def sampling_weights(dataset: Any, sampling: str) -> Tensor:

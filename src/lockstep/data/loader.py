@@ -31,9 +31,7 @@ class Position(Protocol):
 
 class LoadedPart(NamedTuple):
     """The samples of one forward pass: inputs and targets (n, ...), or tuples or dicts of such, on the device.
-
-    number, start: as of `Part`. numbers: (n,) of the samples in the data set that is read.
-    """
+    number, start: as of `Part`. numbers: (n,) of the samples in the data set that is read."""
 
     number: int
     start: int
@@ -44,10 +42,8 @@ class LoadedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """One optimizer step's work for one rank.
-
-    number: of the batch in its epoch. count: its samples, over all ranks. parts: [] is no work.
-    """
+    """One optimizer step's work for one rank. number: of the batch in its epoch. count: its samples, over all ranks.
+    parts: [] is no work."""
 
     number: int
     count: int
@@ -55,10 +51,8 @@ class Batch:
 
 
 class InputConverter(nn.Module):
-    """Brings inputs to the type and memory layout that a model computes in. Integers but uint8 stay as they are.
-
-    uint8 is scaled to 0..1. mean, std: a number for each channel (the second dimension), or one for all.
-    """
+    """Brings inputs to the type and memory layout of a model. uint8 is scaled to 0..1; other integers stay as they are.
+    mean, std: a number for each channel (the second dimension), or one for all."""
 
     scale: Tensor
     shift: Tensor
@@ -104,37 +98,33 @@ class InputConverter(nn.Module):
         return target.to(self.scale.dtype) if is_number else target.long()
 
 
+@dataclass(eq=False)
 class Loader:
     """Reads a data set for one rank: `batches` to train on, `evaluation` of each sample once.
 
     A data set with `gather` is read here, where it is, any other by `reader`.
-    parts: (number of a batch in its epoch, its samples) -> this rank's parts of it.
-    share: (rank, ranks) of an evaluation. device: what inputs and targets go to.
-    workers: processes that read. They start with `batches` and with `evaluation`, and end with their iterators.
+    parts: (number of a batch in its epoch, its samples) -> this rank's parts of it. share: (rank, ranks) of an
+    evaluation. device: what inputs and targets go to. workers: processes that read: those of one iterator.
     """
 
-    def __init__(
-        self,
-        reader: SampleReader,
-        order: Order,
-        converter: InputConverter,
-        device: torch.device,
-        seed: int,
-        batch_size: int,
-        parts: Callable[[int, int], Sequence[Part]],
-        share: tuple[int, int] = (0, 1),
-        augment: ShiftFlip | None = None,
-        transforms: Sequence[BatchWide] = (),
-        workers: int = 0,
-    ) -> None:
-        self.reader, self.order, self.converter, self.device = reader, order, converter, device
-        self.seed, self.batch_size, self.parts, self.share = seed, batch_size, parts, share
-        self.augment, self.transforms, self.workers = augment, transforms, workers
-        self.before = sum(transform.before for transform in transforms)  # samples that a part is loaded with
-        whole, self.indices = unwrapped(reader.dataset)
+    reader: SampleReader
+    order: Order
+    converter: InputConverter
+    device: torch.device
+    seed: int
+    batch_size: int
+    parts: Callable[[int, int], Sequence[Part]]
+    share: tuple[int, int] = (0, 1)
+    augment: ShiftFlip | None = None
+    transforms: Sequence[BatchWide] = ()
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        self.before = sum(transform.before for transform in self.transforms)  # samples that a part is loaded with
+        whole, self.indices = unwrapped(self.reader.dataset)
         self.memory: Any = None
-        if hasattr(whole, "gather") and not reader.transforms:
-            self.memory = whole.to(device)
+        if hasattr(whole, "gather") and not self.reader.transforms:
+            self.memory = whole.to(self.device)
             values = self.memory.gather(torch.zeros(1, dtype=torch.int64))[0].numel()
             self.samples_at_once = VALUES_AT_ONCE // max(1, values)
         self.is_whole = bool(getattr(whole, "is_whole", False))  # whether all targets count, also those of tokens

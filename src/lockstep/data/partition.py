@@ -7,6 +7,7 @@ a run that stopped after any number of samples goes on from there at any world s
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -48,29 +49,24 @@ def cut(count: int, pieces: int, number: int) -> tuple[int, int]:
     return start, start + size + (number < more)
 
 
+@dataclass(eq=False)
 class Order:
     """The indices of each epoch's samples, the same on every rank.
 
-    samples: of the data set.
-    draws: samples that an epoch draws, each at random from all of them; None: it has each one once.
-    weights: (N,) float64: an epoch draws its samples by them, with replacement.
-    shards: (N,) of the file that a sample is in, ascending. Files are shuffled, and then samples within windows of at
-        least `window` samples: a rank reads from few files at a time.
+    samples: of the data set. draws: how many an epoch draws at random; None: it has each one once. weights: (N,)
+    float64: it draws by them, with replacement. shards: (N,) of the file that a sample is in, ascending. Files are
+    shuffled, and samples within windows of at least `window` of them: a rank reads from few files at a time.
     """
 
-    def __init__(
-        self,
-        samples: int,
-        seed: int,
-        draws: int | None = None,
-        weights: Tensor | None = None,
-        shards: Tensor | None = None,
-        window: int = 2**20,
-    ) -> None:
-        self.samples, self.seed, self.draws, self.weights, self.window = samples, seed, draws, weights, window
-        self.sizes: list[int] | None = None  # of the files
-        if shards is not None:
-            self.sizes = shards.unique_consecutive(return_counts=True)[1].tolist()
+    samples: int
+    seed: int
+    draws: int | None = None
+    weights: Tensor | None = None
+    shards: Tensor | None = None
+    window: int = 2**20
+
+    def __post_init__(self) -> None:
+        self.sizes = None if self.shards is None else self.shards.unique_consecutive(return_counts=True)[1].tolist()
 
     def __len__(self) -> int:
         """Samples of an epoch."""

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
 from typing import Any, NamedTuple
@@ -34,9 +35,8 @@ Check = Callable[[Any, Any], None]  # of the targets of a batch with the numbers
 class Request(NamedTuple):
     """What one forward pass of a rank reads: one small message to a worker.
 
-    epoch: EVALUATION for one. start: samples of the epoch before the global batch.
-    places, numbers: (n,) where the samples stand in the epoch, and their numbers in the data set. With batch-wide
-    transforms these begin with samples before those of `part`.
+    epoch: EVALUATION for one. start: samples of the epoch before the global batch. places, numbers: (n,) where the
+    samples stand in the epoch, and their numbers in the data set; the first ones may be before those of `part`.
     """
 
     epoch: int
@@ -52,6 +52,7 @@ def request_of(numbers: Sequence[int], epoch: int = EVALUATION) -> Request:
     return Request(epoch, 0, Part(0, 0, len(chosen)), chosen, chosen)
 
 
+@dataclass(eq=False)
 class SampleReader(Dataset[Any]):
     """A map-style data set as torch's DataLoader reads it.
 
@@ -62,18 +63,15 @@ class SampleReader(Dataset[Any]):
     collate_fn: list of samples -> (inputs, targets).
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        name: str,
-        seed: int,
-        transforms: Sequence[Callable[[Any], Any]] = (),
-        collate_fn: Callable[[list[Any]], Any] = default_collate,
-        check: Check | None = None,
-    ) -> None:
-        self.dataset, self.name, self.seed, self.transforms = dataset, name, seed, transforms
-        self.collate_fn, self.check = collate_fn, check
-        self.indices = unwrapped(dataset)[1]
+    dataset: Any
+    name: str
+    seed: int
+    transforms: Sequence[Callable[[Any], Any]] = ()
+    collate_fn: Callable[[list[Any]], Any] = default_collate
+    check: Check | None = None
+
+    def __post_init__(self) -> None:
+        self.indices = unwrapped(self.dataset)[1]
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -31,8 +31,8 @@ class Splits(NamedTuple):
 class DataSource:
     """The contract of a data set. Its fields are the keys of its node, and their types are checked.
 
-    shape: of a sample's inputs; null: that of the first one. classes: how many; null: the data tells.
-    mean, std: of each channel, of pixels from 0 to 1: inputs are normalised by them.
+    shape: of a sample's inputs. classes: how many. null: the data tells. mean, std: of each channel, of pixels from 0
+    to 1: inputs are normalised by them.
     """
 
     shape: Shape | None = None
@@ -114,8 +114,7 @@ def unwrapped(dataset: Any) -> tuple[Any, np.ndarray[Any, Any] | None]:
 
 
 def of_each_sample(dataset: Any, name: str) -> Any:
-    """The attribute `name` of a data set, as an array (N, ...); None without it. Raises ConfigError if it has not a
-    value for each sample."""
+    """The attribute `name` of a data set, as an array (N, ...); None without it. Raises ConfigError for a wrong N."""
     whole, indices = unwrapped(dataset)
     is_target = name == "targets" and isinstance(whole, TensorDataset)
     values = whole.tensors[-1] if is_target else getattr(whole, name, None)
@@ -141,8 +140,7 @@ def class_numbers(dataset: Any) -> np.ndarray[Any, Any] | None:
 
 
 def class_count(dataset: Any, first_target: Any) -> int | None:
-    """How many classes there are: the names, else one more than the largest target, else the numbers of a target. None
-    where nothing tells."""
+    """The number of names, else one more than the largest target, else the numbers of a target; None if none tells."""
     if names := class_names(dataset):
         return len(names)
     if (numbers := class_numbers(dataset)) is not None:
@@ -172,7 +170,6 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor in `value`."""
     found = list[Tensor]()
     map_tensors(found.append, value)
     return found

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import default_collate
 
-from lockstep.config.nodes import Kind, check_nodes, instantiate_as
+from lockstep.config.check import Kind, check_nodes, instantiate_as
 from lockstep.data.loader import InputConverter
 from lockstep.data.source import map_tensors
 from lockstep.modes.base import recorded

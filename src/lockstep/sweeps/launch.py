@@ -21,8 +21,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.cli import as_config_error
-from lockstep.config.check import check
-from lockstep.config.nodes import check_nodes, with_own_arguments
+from lockstep.config.check import check, check_nodes, with_own_arguments
 from lockstep.config.record import config_flags, record_config, typed_overrides
 from lockstep.config.schema import RunConfig
 from lockstep.distributed import signals
