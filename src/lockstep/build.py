@@ -1,7 +1,5 @@
 """Builds the parts of a run in each rank: data, then model, then what trains. Each part once.
-
-Each function with random numbers has a seed block of its own, so that none of them depends on what was built before.
-"""
+What draws random numbers has a seed block of its own, so that it does not depend on what was built before."""
 
 import os
 import socket
@@ -122,9 +120,9 @@ def build_loaders(
     world = strategy.world
     batch_size = check_batch_size(config, strategy.data_share_of(world.size)) if trains else trainer.batch_size
     plan = partial(strategy.parts, micro_batches=trainer.gradient_accumulation_steps)
-    of_rank = {"converter": converter, "device": world.device, "batch_size": batch_size, "parts": plan}
-    of_rank["share"] = strategy.data_share(world)
-    return {name: loader_of(config, reader, name == "train" and trains, **of_rank) for name, reader in readers.items()}
+    own = {"converter": converter, "device": world.device, "parts": plan, "share": strategy.data_share(world)}
+    own["batch_size"] = batch_size
+    return {name: loader_of(config, reader, name == "train" and trains, **own) for name, reader in readers.items()}
 
 
 def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, progress: Progress) -> Run:
@@ -145,14 +143,10 @@ def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, prog
     average = None if trainer.ema is None else instantiate_as(object, trainer.ema, "trainer.ema", strategy.model)
     options = {"steps_per_epoch": steps_per_epoch, "total_steps": total_steps, "direction": direction}
     made = instantiate_as(object, config.scheduler, "scheduler", optimizer, **options)
-    schedule, scales = schedules.as_schedule(made, optimizer), trainer.precision == "fp16"
+    schedule, meter = schedules.as_schedule(made, optimizer), metrics.Meter(task, world)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=trainer.precision == "fp16")
     shared: dict[str, Any] = {"strategy": strategy, "task": task, "optimizer": optimizer, "schedule": schedule}
-    shared |= {
-        "scaler": torch.amp.GradScaler(world.device.type, enabled=scales),
-        "meter": metrics.Meter(task, world),
-        "progress": progress,
-        "average": average,
-    }
+    shared |= {"scaler": scaler, "meter": meter, "progress": progress, "average": average}
     # Ranks that compute the same samples draw for their own parts of the model.
     by_sample = not trainer.compile and strategy.data_share_of(world.size) == world.size
     own = {"draws": rng.Draws(config.seed, world.device, by_sample), "max_grad_norm": trainer.max_grad_norm}

@@ -22,7 +22,6 @@ from lockstep.config.record import RECORD, sets, typed_overrides
 from lockstep.config.schema import CONF, NO_NUMBER, SHARED_BY
 from lockstep.distributed import environment, host, rendezvous, signals
 from lockstep.distributed.run_folder import folder_of_run, unwritable
-from lockstep.errors import ConfigError
 from lockstep.launchers.base import flush_output, print_line
 
 LONG_FLAGS = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path", "-p": "--package", "-c": "--cfg"}
@@ -31,7 +30,6 @@ MULTIRUN_FLAGS = {"--multirun", "-m"}
 OWN_CONFIG = (None, "train", "find_lr", "check")  # the modes whose config is that of the command alone
 NOT_TAKEN = tuple({*NO_NUMBER, *SHARED_BY, "trainer.compile"} - {"data_dir"})  # of a run that a mode uses
 VALUES_OF_RUN = ("dataset", "loader", "model", "task", "trainer")  # the parts of a config that say what a net computes
-INPUTS_OF_NET = ("dataset.mean", "dataset.std")  # of its own training, on other data, too
 
 
 def run(main: Callable[[], Any]) -> NoReturn:
@@ -55,7 +53,7 @@ def run(main: Callable[[], Any]) -> NoReturn:
                     signals.listen()  # this rank may have to wait for others before its config is composed
                     if MULTIRUN_FLAGS & {*words} and not asks_for_text(words):
                         what = f"a sweep starts the ranks of each job itself; leave {info.started_by} out"
-                        raise ConfigError(f"{what}, and type launch=torchrun")
+                        raise errors.ConfigError(f"{what}, and type launch=torchrun")
                 main()
                 signals.stop_listening()  # the run has finished
     except SystemExit as error:  # of argparse, and of the block
@@ -75,15 +73,14 @@ def help_text() -> str:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """In the block an error is told and becomes SystemExit with its exit code, which passes Hydra: it would print all
-    overrides before another one."""
+    """In the block an error is told and becomes SystemExit with its exit code, which Hydra lets pass as it is."""
     try:
         yield
     except (errors.StoppedEarly, KeyboardInterrupt) as stopped:  # which somebody has told
         raise SystemExit(errors.exit_code_of(stopped)) from stopped
     except Exception as error:
         shown = as_config_error(error) or error
-        if isinstance(shown, ConfigError):
+        if isinstance(shown, errors.ConfigError):
             with suppress(Exception):  # it is not empty, or there is none
                 folder = Path(HydraConfig.get().runtime.output_dir)  # which Hydra makes before anything is checked
                 folder.rmdir()
@@ -91,25 +88,24 @@ def exit_codes() -> Iterator[None]:
                     folder.parent.rmdir()  # outputs/<day>
             if os.environ.get("LOCAL_RANK", "0") != "0":
                 time.sleep(1)  # rank 0 of this machine usually prints the same, and the launcher ends this rank
+        text = f"lockstep: {shown}"
         if isinstance(shown, errors.RankFailed):
             text = str(shown)  # a report; empty if another rank prints it
-        elif errors.kind_of(shown) in errors.RAISED_BY_ALL:
-            text = f"lockstep: {shown}"
-        else:
+        elif errors.kind_of(shown) not in errors.RAISED_BY_ALL:
             text = "".join(traceback.format_exception(shown)).rstrip("\n")
         if text:
             print_line(text, sys.stderr)
         raise SystemExit(errors.exit_code_of(shown)) from error
 
 
-def as_config_error(error: BaseException, words: Sequence[str] | None = None) -> ConfigError | None:
+def as_config_error(error: BaseException, words: Sequence[str] | None = None) -> errors.ConfigError | None:
     """The ConfigError for an error of the user's input, None for any other. words: of another command than this one."""
-    if isinstance(error, ConfigError):
+    if isinstance(error, errors.ConfigError):
         return error
     if isinstance(error, OSError) and raised_by(error) == "hydra":  # which makes the run folder
-        return ConfigError(unwritable(error.filename, error))
+        return errors.ConfigError(unwritable(error.filename, error))
     sentence = explain(error, sys.argv[1:] if words is None else words)
-    return None if sentence is None else ConfigError(sentence)
+    return None if sentence is None else errors.ConfigError(sentence)
 
 
 def register_resolvers() -> None:
@@ -117,8 +113,7 @@ def register_resolvers() -> None:
 
     def started(pattern: str, _root_: DictConfig) -> str:
         launch, seconds = _root_.get("launch"), OmegaConf.select(_root_, "backend.timeout")  # they are not checked yet
-        nnodes = launch.get("nnodes") if isinstance(launch, DictConfig) else None
-        if isinstance(nnodes, int) and nnodes > 1:  # one process on each node composes, and not each rank
+        if isinstance(launch, DictConfig) and isinstance(nnodes := launch.get("nnodes"), int) and nnodes > 1:
             info = environment.node_rank_info(nnodes, launch.node_rank, launch.master_addr, launch.master_port)
         else:
             info = environment.read_rank_info()
@@ -132,10 +127,8 @@ def register_resolvers() -> None:
 
 
 def words_of(typed: Iterable[str]) -> list[str]:
-    """The words of a command with each flag and its value in one: -cd a is --config-dir=a.
-
-    The parents of these folders go on the path, where classes of the user's are.
-    """
+    """The words of a command with each flag and its value in one: -cd a is --config-dir=a. The parents of such folders
+    go on the path: classes of the user's are there."""
     words = list[str]()
     for word in typed:
         flag, equals, value = word.partition("=")
@@ -162,10 +155,8 @@ def config_dirs(words: Sequence[str]) -> list[Path]:
 
 
 def with_overrides_of_run(words: list[str]) -> list[str]:
-    """The words with the overrides of the run that `resume` names before them, where the mode uses a trained run.
-
-    Its log goes to a folder inside the run folder; that of mode=check to one that is removed. Raises ConfigError.
-    """
+    """The words with the overrides of the run that `resume` names before them, where the mode uses a trained run. Its
+    log goes to a folder inside the run folder; that of mode=check to one that is removed. Raises ConfigError."""
     mode, resume = chosen("mode", words), chosen("resume", words)
     if asks_for_text(words) or MULTIRUN_FLAGS & {*words}:
         return words
@@ -194,11 +185,11 @@ def with_values_of_run(cfg: DictConfig) -> DictConfig:
     typed = [key_of(word) for word in typed_overrides(HydraConfig.get()) if word not in recorded]
     typed += [key.removesuffix("._target_") for key in typed]  # the arguments of a typed class are its own
     for key, value in flatten({name: config.get(name) or {} for name in VALUES_OF_RUN}).items():
-        stays = key in INPUTS_OF_NET and key not in typed
+        stays = key in ("dataset.mean", "dataset.std") and key not in typed  # of the net's training, on other data, too
         if not sets(key, NOT_TAKEN) and (stays or not sets(key, typed)):
             OmegaConf.update(cfg, key, value, merge=False, force_add=True)
     if cfg.dataset.get("classes", 0) is None:  # images without labels do not tell
-        with suppress(ConfigError):
+        with suppress(errors.ConfigError):
             cfg.dataset.classes = read_run(record.parent)["config"].get("dataset.classes")
     cfg.parameters.init, cfg.parameters.new_layers = None, []  # the weights of the run are in its snapshots
     return cfg

@@ -18,11 +18,8 @@ EXIT_CODES: tuple[int, ...] = (0, 1, 2, 4, 75, 76, 130)  # of a command
 
 
 class ConfigError(Exception):
-    """The user's input cannot work. The message is one sentence that ends in what to type; no traceback is shown.
-
-    What was typed may have any characters; those that do not print are escaped. Lines below the first one are a
-    library's own text.
-    """
+    """The user's input cannot work. The message is one sentence that ends in what to type; no traceback is shown. Lines
+    below it are a library's own text."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(printable(sentence, "\n"))
@@ -48,10 +45,8 @@ class RanksDiffer(Exception):
 
 
 class RankFailed(Exception):
-    """A rank has failed: one that this process started, or the process itself where something else started it.
-
-    The message is the failure report, empty if another rank prints it. report: of failure.json, as far as it is known.
-    """
+    """A rank has failed: one that this process started, or the process itself where something else started it. screen:
+    the failure report, empty if another rank prints it. report: of failure.json, as far as it is known."""
 
     def __init__(self, screen: str, report: dict[str, Any]) -> None:
         super().__init__(screen)
@@ -59,10 +54,8 @@ class RankFailed(Exception):
 
 
 class StoppedEarly(BaseException):
-    """A signal asked the run to stop. The message says where it can go on.
-
-    Like KeyboardInterrupt it is no Exception: it must end a whole sweep, not one job of it.
-    """
+    """A signal asked the run to stop. The message says where it can go on. It is no Exception, as KeyboardInterrupt is
+    none: it must end a whole sweep, not one job of it."""
 
     def __init__(self, message: str, code: int = EXIT_RESUMABLE) -> None:
         super().__init__(message)

@@ -26,11 +26,8 @@ def short_hash(*values: Any) -> str:
 
 
 def write_whole(path: Path, contents: Contents, sync: bool = True, shared: bool = False) -> None:
-    """Replace the file `path` at once: a kill at any moment leaves the old one or the new one.
-
-    sync: only when the new one is on the disk, and its name too: a power cut may lose either. shared: another process
-    may write the same file now. Raises OSError, for example on a full disk; the old file is untouched then.
-    """
+    """Replace the file `path` at once: a kill at any moment leaves the old one or the new one. sync: a power cut, too.
+    shared: another process may write it now. Raises OSError, for example on a full disk; then the old one is left."""
     # The name is fixed if it can be: the next process writes over what a killed one has left.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
     try:

@@ -30,7 +30,6 @@ TABLE = "promise  "  # the beginning of what mode=check prints
 
 def train(overrides: str | Sequence[str] = (), ranks: int | None = None) -> "Result":
     """Train in processes of its own, on so many ranks, and print what they print. They have this process's `sys.path`.
-
     Raises ConfigError, RankFailed, and at an interrupt, after a snapshot, KeyboardInterrupt with what to call to go on.
     """
     words = _words(overrides)
@@ -45,10 +44,8 @@ def train(overrides: str | Sequence[str] = (), ranks: int | None = None) -> "Res
 
 
 def check(overrides: str | Sequence[str] = ()) -> str:
-    """The table of mode=check: `assert lockstep.check("model=mine")` is a test.
-
-    Raises AssertionError if a promise does not hold, else as `train`.
-    """
+    """The table of mode=check: `assert lockstep.check("model=mine")` is a test. Raises AssertionError if a promise does
+    not hold, else as `train`."""
     return _run([*_words(overrides), "mode=check"])
 
 

@@ -34,10 +34,8 @@ class Parts:
 
 
 def preflight(config: RunConfig, starts: bool = True) -> Parts:
-    """The parts of a job. Raises ConfigError for whatever can be known to fail.
-
-    starts: False for a job of a sweep that starts later. Nothing is begun or written, and no data is prepared.
-    """
+    """The parts of a job. Raises ConfigError for whatever can be known to fail. starts: False for a job of a sweep that
+    starts later. Nothing is begun or written, and no data is prepared."""
     check_nodes(config.launch, "launch")
     check_nodes(config.mode, "mode")
     launcher, mode = instantiate_as(Launcher, config.launch, "launch"), instantiate_as(Mode, config.mode, "mode")
@@ -98,9 +96,9 @@ def check_own_rules(config: RunConfig) -> None:
 
 def job_spec(config: RunConfig, launcher: Launcher) -> JobSpec:
     """What the config asks for. Raises ConfigError if this machine lacks the backend."""
-    world_size, ranks_here = launcher.num_ranks()
+    (world_size, ranks_here), name = launcher.num_ranks(), config.backend.name
     started_by = "fork" if launcher.starts_processes else environment.read_rank_info().started_by
-    info, name = environment.RankInfo(0, world_size, 0, ranks_here, started_by), config.backend.name
+    info = environment.RankInfo(0, world_size, 0, ranks_here, started_by)
     # Another machine may have the GPUs that this one lacks.
     chosen = name if launcher.runs_elsewhere else backend.choose_backend(name, info)
     device_type = "cuda" if chosen == "nccl" else "mps" if backend.uses_mps(name, world_size) else "cpu"

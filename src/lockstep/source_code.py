@@ -10,12 +10,11 @@ PROJECT = Path(__file__).parent  # the folder src/lockstep
 ROOT = PROJECT.parents[1]  # the folder of src/ and conf/
 _OWN = (f"{PROJECT}/", f"{ROOT}/src/hydra_plugins/", f"{ROOT}/src/train.py")
 _PYTHON = tuple(f"{sysconfig.get_path(scheme)}/" for scheme in ("stdlib", "platstdlib"))
-_PACKAGES = ("/site-packages/", "/dist-packages/")  # also of a virtual environment that this process is not in
 
 
 def is_library(file: str) -> bool:
     """Whether it is Python's own or an installed package. Code without a file, such as "<string>", counts too."""
-    return file.startswith(("<", *_PYTHON)) or any(folder in file for folder in _PACKAGES)
+    return file.startswith(("<", *_PYTHON)) or "/site-packages/" in file or "/dist-packages/" in file
 
 
 def is_project(file: str) -> bool:

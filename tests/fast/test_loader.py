@@ -3,13 +3,12 @@
 import random
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
 
@@ -18,8 +17,7 @@ from lockstep.data.augment import BatchWide, ShiftFlip
 from lockstep.data.loader import Batch, InputConverter, Loader
 from lockstep.data.partition import Order, Part, fold_in, generator, parts, seed_all, seeded
 from lockstep.data.reader import SampleReader
-from lockstep.data.source import Tensors, without_samples
-from lockstep.strategies.base import forward
+from lockstep.data.source import Tensors
 from support.loaders import BATCH, CPU, SEED, Position, loader
 
 SAMPLES = 103  # the last batch of an epoch has 3 samples: fewer than ranks times micro-batches
@@ -102,12 +100,6 @@ def test_same_bits_on_any_ranks_in_any_parts_and_after_a_stop(kind: str, options
     assert_same(one[2:], train(data, 2, (0, 2 * BATCH), 5, micro=2, **options, **order))
 
 
-@pytest.mark.parametrize(("kind", "options"), [("read", OPTIONS[2]), ("weights", {})])
-def test_workers_give_the_same_bits(kind: str, options: dict[str, Any]) -> None:
-    data, order = data_of(kind), ORDERS.get(kind, {})
-    assert_same(train(data, **options, **order), train(data, 2, workers=2, **options, **order))
-
-
 def test_an_epoch_has_each_sample_once_normalised() -> None:
     memory = images()
     batches = train(memory, 2, batches=5)
@@ -125,12 +117,6 @@ def test_steps_that_are_looked_up_together_give_the_same_batches(at_once: int, m
     assert all(batch[3].equal(other[3]) for batch, other in zip(train(images(), 2, batches=5), expected, strict=True))
 
 
-def test_epochs_and_seeds_differ_in_their_order() -> None:
-    orders = [Order(40, seed).epoch(epoch) for epoch, seed in ((0, 1), (1, 1), (0, 2))]
-    assert all(one.sort().values.equal(torch.arange(40)) for one in orders)
-    assert len({tuple(one.tolist()) for one in orders}) == 3
-
-
 def test_files_are_shuffled_and_samples_within_windows_of_files() -> None:
     shards = torch.arange(1000) // 50
     order = Order(1000, 1, shards=shards, window=120).epoch(0)
@@ -140,11 +126,6 @@ def test_files_are_shuffled_and_samples_within_windows_of_files() -> None:
     assert torch.cat(windows).sort().values.equal(torch.arange(20))
     assert not torch.cat(windows).equal(torch.arange(20))
     assert (shards[order].diff() != 0).sum() > 400
-
-
-def test_a_part_keeps_no_tensor_of_the_whole_batch_or_epoch() -> None:
-    batch = next(loader(images(), 1, 8, batch=64).batches(Position()))
-    assert batch.parts[0].numbers.untyped_storage().nbytes() == 8 * 4
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -205,13 +186,6 @@ def test_parts_are_those_of_tensor_split(samples: int, micro: int, size: int) ->
         assert [list(range(part.start, part.stop)) for part in of_rank] == [piece[rank].tolist() for piece in pieces]
 
 
-def test_a_seed_depends_on_every_number_and_on_their_order() -> None:
-    seeds = {fold_in(*numbers) for numbers in [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 1)]}
-    assert len(seeds) == 6
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert generator(3, 4).initial_seed() == fold_in(3, 4)
-
-
 def test_a_block_that_is_seeded_draws_the_same_whatever_ran_before_and_leaves_no_trace() -> None:
     def drawn() -> list[float]:
         return [float(torch.rand(())), float(np.random.rand()), random.random()]
@@ -226,29 +200,6 @@ def test_a_block_that_is_seeded_draws_the_same_whatever_ran_before_and_leaves_no
     seed_all(1)
     assert of_block() == first
     assert drawn() == expected
-
-
-class Records(Dataset[Any]):
-    """Record n of a file that was opened before the workers holds the number n, 1000 times."""
-
-    def __init__(self, path: Path) -> None:
-        np.arange(600).repeat(1000).tofile(path)
-        self.file = path.open("rb")
-
-    def __len__(self) -> int:
-        return 600
-
-    def __getitem__(self, number: int) -> Any:
-        self.file.seek(number * 8000)
-        return torch.frombuffer(bytearray(self.file.read(8000)), dtype=torch.int64), number
-
-
-def test_workers_do_not_share_the_position_in_a_file_that_was_opened_before_them(tmp_path: Path) -> None:
-    data = Records(tmp_path / "records")
-    data[0]
-    for part in loader(data, workers=2).evaluation(8):
-        assert part.inputs.equal(part.targets[:, None].expand(-1, 1000))
-    assert data[7][0].tolist() == [7] * 1000  # and this process reads on
 
 
 def test_inputs_are_brought_to_the_type_of_the_model() -> None:
@@ -268,18 +219,3 @@ def test_inputs_are_brought_to_the_type_of_the_model() -> None:
     both = InputConverter(torch.float64, mean=[0.5], std=[0.5])({"image": pixels, "place": torch.ones(5, 2)})
     torch.testing.assert_close(both["image"], pixels.double() / 255 * 2 - 1)
     assert both["place"].equal(torch.ones(5, 2).double())
-
-
-def test_a_number_for_the_whole_batch_stays_in_a_batch_of_no_samples() -> None:
-    batch = without_samples((torch.zeros(3, 2), torch.tensor(5.0)))
-    assert (batch[0].shape, batch[1].item()) == ((0, 2), 5)
-
-
-def test_a_model_takes_a_number_for_the_whole_batch_beside_its_samples() -> None:
-    class Scaled(nn.Module):
-        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-            return inputs["image"].flatten(1) * inputs["scale"]
-
-    for count in (3, 0):
-        inputs = {"image": torch.ones(count, 1, 2, 2), "scale": torch.tensor(2.0)}
-        assert torch.equal(forward(Scaled(), inputs), torch.full((count, 4), 2.0))

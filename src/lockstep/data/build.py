@@ -13,19 +13,12 @@ from torch.utils.data import default_collate
 
 from lockstep.config.check import instantiate, instantiate_as
 from lockstep.config.schema import RunConfig
+from lockstep.data import source as sources
 from lockstep.data.augment import BatchWide, ShiftFlip
 from lockstep.data.loader import Loader
 from lockstep.data.partition import Order, fold_in, seeded
 from lockstep.data.reader import Check, SampleReader, request_of
-from lockstep.data.source import (
-    DataSource,
-    class_count,
-    class_names,
-    class_numbers,
-    of_each_sample,
-    require_same_classes,
-    unwrapped,
-)
+from lockstep.data.source import DataSource, class_numbers, of_each_sample, unwrapped
 from lockstep.data.split import hold_out
 from lockstep.errors import ConfigError
 from lockstep.failures.record import exception_record
@@ -75,9 +68,7 @@ def prepare_first(config: RunConfig) -> None:
 
 def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
     """The data, the same on every rank. Where training data is not needed, the tests' may take its place, and nothing
-    has to be held out. Raises ConfigError for a split without samples or with other classes, and for a hold-out that
-    cannot be.
-    """
+    has to be held out. Raises ConfigError for a split that is empty or has other classes, or cannot be held out."""
     loader = config.loader
     with source_of(config) as source:
         train, test, val = source.splits()
@@ -92,7 +83,8 @@ def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
         if not len(data):
             raise ConfigError(f"the {NAMES[split]} has no samples; type dataset=<another one>, or correct its folder")
         advice = "give both the same attribute `classes`, or type dataset=image_folder, which compares names"
-        require_same_classes(class_names(train), class_names(data), "the training data", f"the {NAMES[split]}", advice)
+        names = sources.class_names(train), sources.class_names(data)
+        sources.require_same_classes(*names, "the training data", f"the {NAMES[split]}", advice)
     if val is not None or not config.holds_out or train is test:
         return Data(train, val, test)
     fold = None if loader.folds is None or loader.fold is None else (loader.fold, loader.folds)
@@ -114,7 +106,7 @@ def completed(config: RunConfig, data: Data) -> RunConfig:
     own = list(inputs.shape[1:]) if isinstance(inputs, Tensor) else None
     classes = config.dataset.get("classes")
     if classes is None:
-        classes = class_count(data.train, targets[0] if isinstance(targets, Tensor) else None)
+        classes = sources.class_count(data.train, targets[0] if isinstance(targets, Tensor) else None)
     found = {"shape": config.dataset.get("shape") or own, "classes": classes, "num_classes": classes}
     is_fixed = hasattr(unwrapped(data.train)[0], "gather") and not config.loader.transforms
 

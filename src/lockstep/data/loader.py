@@ -22,7 +22,7 @@ MIX = 5  # folded into the seed of what batch-wide transforms draw
 
 
 class Position(Protocol):
-    """Where a training stands: after `step` steps, in `epoch`, after `samples` of it."""
+    """Where a training stands: in `epoch`, after `samples` of it, and after `step` steps."""
 
     epoch: int
     samples: int

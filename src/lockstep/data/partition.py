@@ -17,10 +17,8 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """The samples of one forward pass of one rank: places in the global batch, from `start` to before `stop`.
-
-    number: counts all parts of the global batch, over all ranks.
-    """
+    """The samples of one forward pass of one rank: places in the global batch, from `start` to before `stop`. number:
+    counts all parts of the global batch, over all ranks."""
 
     number: int
     start: int

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,12 +77,12 @@ class SampleReader(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, request: Request) -> Any:
-        """The batch, collated: (inputs, targets), or the ConfigError, which needs no traceback of a worker."""
+    def __getitems__(self, request: Request) -> list[Any]:
+        """[(inputs, targets)] of the batch, or [the ConfigError], which needs no traceback of a worker."""
         try:
-            return self.read(request)
+            return [self.read(request)]
         except ConfigError as error:
-            return error
+            return [error]
 
     def read(self, request: Request) -> tuple[Any, Any]:
         """(inputs, targets). A part of no samples gets one for its shape, which the loader leaves out."""
@@ -143,7 +144,7 @@ def batches(reader: SampleReader, requests: Iterable[Request], workers: int, pin
     loader: DataLoader[Any] = DataLoader(
         reader,
         batch_sampler=requests,  # type: ignore[arg-type]  # a request takes the place of a list of numbers
-        collate_fn=_as_read,
+        collate_fn=itemgetter(0),
         num_workers=workers,
         pin_memory=pin_memory,
         worker_init_fn=_prepare_worker,
@@ -173,10 +174,6 @@ def _end(workers: Iterable[Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error
     for worker in workers:
         worker.kill()
-
-
-def _as_read(found: Any) -> Any:
-    return found
 
 
 def _prepare_worker(_: int) -> None:

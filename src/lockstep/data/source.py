@@ -128,7 +128,7 @@ def of_each_sample(dataset: Any, name: str) -> Any:
 
 
 def class_names(dataset: Any) -> list[str]:
-    """Of the classes, in the order of their numbers; empty without names. Numbers are none."""
+    """In the order of their numbers; empty without names."""
     names = getattr(unwrapped(dataset)[0], "classes", None)
     return list(names) if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names) else []
 
@@ -149,8 +149,8 @@ def class_count(dataset: Any, first_target: Any) -> int | None:
 
 
 def require_same_classes(names: Sequence[str], others: Sequence[str], what: str, other: str, advice: str) -> None:
-    """Raise ConfigError if a class number of the second data has another name in the first, or none: nothing else would
-    show it. names, others: of the classes in `what` and in `other`, empty if they have none. advice: what to type."""
+    """Raise ConfigError if a class number of `other` has another name in `what`, or none: nothing else would show it.
+    names, others: of their classes, empty if they have none. advice: what to type."""
     for number, name in enumerate(others if names else ()):
         if names[number : number + 1] != [name]:
             first = names[number] if number < len(names) else "no class"

@@ -89,8 +89,7 @@ class TarShards(DataSource):
                 # Not without need: another machine may have the file mapped, and NFS would end its ranks.
                 if place.exists() and torch.load(place, mmap=True, weights_only=True)["tars"] == tars:
                     continue
-                pool = ProcessPoolExecutor(cpu_count(), get_context("fork"), end_with_parent, (signal.SIGKILL,))
-                with pool:
+                with ProcessPoolExecutor(cpu_count(), get_context("fork"), end_with_parent, (signal.SIGKILL,)) as pool:
                     found = pool.map(scan, range(len(tars)), tars)
                     rows = np.concatenate([NO_ROWS, *tqdm(found, "indexing tars", len(tars), disable=None)])
                 columns = torch.from_numpy(np.ascontiguousarray(rows.T))  # without threads: ranks are forked

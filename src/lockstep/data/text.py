@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import fsspec
 import numpy as np
@@ -30,11 +30,11 @@ IGNORED = -100
 PIECE = 2**18  # characters of a file that are tokenised together, and the rest of a line
 
 
-class Tokenizer:
+class Tokenizer(NamedTuple):
     """kind: as `Text.tokenizer`. names: of the tokens."""
 
-    def __init__(self, kind: str, names: Sequence[str]) -> None:
-        self.kind, self.names = kind, names
+    kind: str
+    names: Sequence[str]
 
     def encode(self, text: str) -> Any:
         """Its tokens (n,). Raises ConfigError for one that is not known."""
@@ -56,11 +56,11 @@ class Tokenizer:
 
 @dataclass(eq=False)
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of `block` tokens, which begin every `stride` tokens, and as targets the tokens after each.
+    """Windows of `block` tokens, which begin every `stride` tokens, and as targets the tokens after each. The last one
+    of a piece is filled up, with targets of -100.
 
-    tokens: (L,) in a file. samples: drawn at random in an epoch; None: as many as lie side by side, or where the
-    windows do so, each once. tokenizer: its name. classes: the names of the tokens. pieces: (start, stop) of the tokens
-    that are used. The last window of a piece is filled up, with targets of -100.
+    tokens: (L,) in a file. samples: drawn at random in an epoch; None: as many as lie side by side, or where windows do
+    so, each once. tokenizer: its name. classes: of the tokens. pieces: (start, stop) of the tokens that are used.
     """
 
     tokens: Tensor

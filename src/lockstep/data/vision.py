@@ -1,5 +1,4 @@
-"""Small data sets in memory: digits of scikit-learn, those that torchvision downloads, and random pairs. And how an
-image file is read, whatever it lies in."""
+"""Small data sets in memory: digits, those that torchvision downloads, random pairs; and how an image file is read."""
 
 import gzip
 import io
