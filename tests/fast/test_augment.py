@@ -10,10 +10,13 @@ from scipy.stats import chisquare
 from torch import Tensor
 from torchvision.transforms import v2
 
+from lockstep.config.check import instantiate
 from lockstep.data.augment import BatchWide, Places, ShiftFlip, drawn_at
+from lockstep.data.build import build_data, completed
 from lockstep.data.loader import MIX, Loader
 from lockstep.data.partition import fold_in
 from lockstep.data.source import Tensors
+from support.configs import composed
 from support.loaders import SEED, Position, loader
 
 COUNT, BATCH = 23, 8  # the last batch has 7 samples
@@ -22,37 +25,31 @@ LABELS = torch.arange(COUNT) % 3
 Batches = list[tuple[Tensor, Tensor]]
 
 
-def where(places: Tensor, numbers: Tensor, epoch: int = 0) -> Places:
-    return Places(SEED, epoch, places, numbers)
-
-
 def numbers_for(places: Tensor, pad: int, epoch: int = 0) -> Tensor:
     return drawn_at(places, [2 * pad + 1, 2 * pad + 1, 2], fold_in(SEED, epoch))
 
 
-def global_batches(
-    read: Callable[[int, int, int], Loader], size: int = 1, micro: int = 1, start: Position | None = None
-) -> Batches:
+def global_batches(read: Callable[..., Loader], size: int = 1, micro: int = 1, start: Any = None) -> Batches:
     """(inputs, targets) of the batches of an epoch, put together from all ranks."""
     begun = start or Position(1)
-    steps = -(-(COUNT - begun.samples) // BATCH)
     ranks = [read(rank, size, micro).batches(begun) for rank in range(size)]
     found = []
-    for _ in range(steps):
+    for _ in range(-(-(COUNT - begun.samples) // BATCH)):
         loaded = sorted((part for rank in ranks for part in next(rank).parts), key=lambda part: part.number)
         found.append((torch.cat([part.inputs for part in loaded]), torch.cat([part.targets for part in loaded])))
     return found
 
 
-def reading(augment: Any = None, *transforms: Any) -> Callable[[int, int, int], Loader]:
+def reading(augment: Any = None, *transforms: Any) -> Callable[..., Loader]:
     """rank, size, micro-batches -> a loader of float64 pixels from 0 to 1."""
-    options = {"mean": [0.0], "augment": augment, "transforms": [BatchWide(one) for one in transforms], "batch": BATCH}
-    return lambda rank, size, micro: _plain(loader(Tensors(IMAGES, LABELS), rank, size, micro, **options))
 
+    def read(rank: int, size: int, micro: int) -> Loader:
+        options = {"augment": augment, "transforms": [BatchWide(one) for one in transforms], "batch": BATCH}
+        found = loader(Tensors(IMAGES, LABELS), rank, size, micro, mean=[0.0], **options)
+        found.converter.normalises = False
+        return found
 
-def _plain(found: Loader) -> Loader:
-    found.converter.normalises = False
-    return found
+    return read
 
 
 def moved(image: Tensor, pad: int, dy: int, dx: int, mirrored: bool) -> Tensor:
@@ -62,16 +59,13 @@ def moved(image: Tensor, pad: int, dy: int, dx: int, mirrored: bool) -> Tensor:
     return window.flip(2) if mirrored else window
 
 
-def test_each_image_is_shifted_and_mirrored_by_its_own_numbers() -> None:
-    augment, places = ShiftFlip(epochs=1, pad=2, flip=True), torch.arange(5, 5 + COUNT)
-    numbers = numbers_for(places, 2)
-    found = augment(IMAGES, where(places, places))
-    assert all(
-        found[n].equal(moved(IMAGES[n], 2, int(dy), int(dx), bool(flip))) for n, (dy, dx, flip) in enumerate(numbers)
-    )
-    assert found[3:9].equal(augment(IMAGES[3:9], where(places[3:9], places[3:9])))  # in any part of a batch
-    plain = ShiftFlip(epochs=1, pad=2)(IMAGES, where(places, places))
-    assert all(plain[n].equal(moved(IMAGES[n], 2, int(dy), int(dx), False)) for n, (dy, dx, _) in enumerate(numbers))
+@pytest.mark.parametrize("flip", [True, False])
+def test_each_image_is_shifted_and_mirrored_by_its_own_numbers(flip: bool) -> None:
+    augment, places = ShiftFlip(epochs=1, pad=2, flip=flip), torch.arange(5, 5 + COUNT)
+    found = augment(IMAGES, Places(SEED, 0, places, places))
+    for n, (dy, dx, mirrored) in enumerate(numbers_for(places, 2).tolist()):
+        assert found[n].equal(moved(IMAGES[n], 2, dy, dx, flip and bool(mirrored)))
+    assert found[3:9].equal(augment(IMAGES[3:9], Places(SEED, 0, places[3:9], places[3:9])))  # in any part of a batch
 
 
 def test_random_numbers_depend_on_place_and_epoch_and_on_nothing_else() -> None:
@@ -80,16 +74,15 @@ def test_random_numbers_depend_on_place_and_epoch_and_on_nothing_else() -> None:
     assert draws[5000:5010].equal(numbers_for(places[5000:5010], 9))
     columns = torch.cat([draws[1:], draws[:-1], other[1:]], 1).T.double()  # those of neighbours and of another epoch
     assert (torch.corrcoef(columns) - torch.eye(9)).abs().max() < 0.04
-    pairs = draws[:, 0] * 19 + draws[:, 1]
-    assert chisquare(pairs.bincount(minlength=361)).pvalue > 1e-3
+    assert chisquare((draws[:, 0] * 19 + draws[:, 1]).bincount(minlength=361)).pvalue > 1e-3
+    assert chisquare(draws[:, 2].bincount(minlength=2)).pvalue > 1e-3
 
 
 def test_alternating_mirror_images_show_each_image_both_ways_in_two_epochs() -> None:
-    augment = ShiftFlip(epochs=4, flip="alternating")
-    shuffled = torch.randperm(COUNT)
+    augment, shuffled = ShiftFlip(epochs=4, flip="alternating"), torch.randperm(COUNT)
 
     def mirrored(epoch: int) -> list[bool]:
-        found = augment(IMAGES[shuffled], where(torch.arange(COUNT), shuffled, epoch))
+        found = augment(IMAGES[shuffled], Places(SEED, epoch, torch.arange(COUNT), shuffled))
         flipped = found.eq(IMAGES[shuffled].flip(3)).flatten(1).all(1)
         assert (flipped | found.eq(IMAGES[shuffled]).flatten(1).all(1)).all()
         return flipped[shuffled.argsort()].tolist()
@@ -104,9 +97,8 @@ def test_images_grow_with_the_epochs() -> None:
     """[4, 6, 8] over 6 epochs: two of each. The pixels are those of torchvision."""
     augment, images = ShiftFlip(epochs=6, sizes=[4, 6, 8]), IMAGES.double()
     for epoch, size in enumerate((4, 4, 6, 6, 8, 8, 8)):  # a 7th epoch is like the last one
-        resized = augment.resized(images, epoch)
         expected = v2.functional.resize(images, [size, size], antialias=True)
-        torch.testing.assert_close(resized, expected, rtol=0, atol=1e-9)
+        torch.testing.assert_close(augment.resized(images, epoch), expected, rtol=0, atol=1e-9)
     few = ShiftFlip(epochs=2, sizes=[4, 6, 8])  # the last size is always reached
     assert [few.resized(images, epoch).shape[-1] for epoch in (0, 1)] == [6, 8]
     assert augment.resized(images.bfloat16(), 0).dtype == torch.bfloat16
@@ -115,13 +107,7 @@ def test_images_grow_with_the_epochs() -> None:
 
 
 MIXES = [v2.MixUp(alpha=0.4, num_classes=3), v2.CutMix(alpha=1.0, num_classes=3)]
-CHAINS = {
-    "mixup": MIXES[:1],
-    "cutmix": MIXES[1:],
-    "both": MIXES,
-    "composed": [v2.Compose(MIXES)],
-    "one of them": [v2.RandomChoice(MIXES)],
-}
+CHAINS = {"both": MIXES, "composed": [v2.Compose(MIXES)], "one of them": [v2.RandomChoice(MIXES)]}
 
 
 @pytest.mark.parametrize("augment", [None, ShiftFlip(epochs=2, pad=1, flip=True)])
@@ -132,13 +118,8 @@ def test_a_global_batch_is_mixed_alike_on_any_ranks_in_micro_batches_and_after_a
     read = reading(augment, *CHAINS[name])
     alone = global_batches(read)
     assert [len(inputs) for inputs, _ in alone] == [8, 8, 7]
-    for other in (
-        global_batches(read, 3),
-        global_batches(read, 9),
-        global_batches(read, 1, 3),
-        global_batches(read, 3, 2),
-    ):
-        for mine, theirs in zip(alone, other, strict=True):
+    for ranks, micro in ((3, 1), (9, 1), (1, 3), (3, 2)):
+        for mine, theirs in zip(alone, global_batches(read, ranks, micro), strict=True):
             assert all(map(torch.equal, mine, theirs))
     assert all(map(torch.equal, alone[1], global_batches(read, 3, start=Position(1, BATCH))[0]))
     assert not alone[0][0].equal(global_batches(reading(augment))[0][0])
@@ -153,3 +134,11 @@ def test_a_batch_is_what_torchvision_makes_of_the_whole_batch_in_float64(transfo
         mixed = transform(inputs, targets)
         torch.testing.assert_close(one[0], mixed[0], rtol=0, atol=1e-15)
         torch.testing.assert_close(one[1].double(), mixed[1].double(), rtol=0, atol=1e-7)
+
+
+def test_classes_of_mixes_are_told_by_the_data() -> None:
+    node = "{_target_:torchvision.transforms.v2.MixUp,num_classes:null}"
+    choice = f"{{_target_:torchvision.transforms.v2.RandomChoice,transforms:[{node}]}}"
+    config = composed(f"loader.batch_transforms=[{node},{choice}]")
+    one, two = instantiate(completed(config, build_data(config)).loader.batch_transforms)
+    assert [one.num_classes, two.transforms[0].num_classes] == [10, 10]

@@ -1,20 +1,23 @@
-"""Values of a config: every option composes and passes the checks, and a wrong value is refused in one sentence."""
+"""Values and nodes of a config: every option composes and passes the checks, and a sentence refuses what is wrong."""
 
-import multiprocessing
-from collections.abc import Iterator
+import pickle
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+import torch
 import yaml  # type: ignore[import-untyped]
+from torch import nn
 
-from lockstep.config.check import OPTIONS, check, check_nodes, flatten, nodes_in
+from lockstep.config.check import OPTIONS, check, check_nodes, flatten, instantiate, instantiate_as, nodes_in
 from lockstep.config.schema import CONF, RunConfig
 from lockstep.errors import ConfigError
+from lockstep.models.base import has_lazy_layers
+from lockstep.tasks.base import Task
 from lockstep.text import show
 from support.configs import NEEDS, as_composed, composed
-from support.refusals import answer
+from support.refusals import accepted, answer
 
 # What is right | the wrong value | what is accepted | what is typed in its place
 WRONG = """
@@ -23,31 +26,21 @@ WRONG = """
  | seed=null | a valid integer | seed=<value>
  | seed=2.5 | a valid integer | seed=<value>
  | optimizer.lr=1.2.3% | a valid number | optimizer.lr=<value>
- | trainer.epochs=0 | greater than or equal to 1 | trainer.epochs=<value>
  | trainer.epochs=true | a valid integer | trainer.epochs=<value>
  | trainer.max_time=30 | a valid string | trainer.max_time=null
  | trainer.max_time=0s | a time such as 90s, 30min or 2h | trainer.max_time=null
  | trainer.compile=fast | a valid boolean or 'reduce-overhead' or 'max-autotune' | trainer.compile=reduce-overhead
  | trainer.ema=1 | an object | trainer.ema=null
  | trainer.max_grad_norm=inf | a finite number | trainer.max_grad_norm=null
- | trainer.max_grad_norm=nan | a finite number | trainer.max_grad_norm=null
  | trainer.checkpoint_activations=block | a valid array | 'trainer.checkpoint_activations=[block]'
  | trainer.final=all | 'train+val' | trainer.final=null
  | evaluation.test=always | 'end', 'every' or 'never' | evaluation.test=end
- | snapshot.every=9 | a valid string | snapshot.every=<value>
  | snapshot.every=0steps | epochs, steps or minutes, such as 50steps | snapshot.every=1epochs
- | snapshot.mirror=s3://bucket | an object | snapshot.mirror=null
  | watch.nan=ignore | 'stop' or 'skip' | watch.nan=stop
  | backend.timeout=0.5 | greater than or equal to 1 | backend.timeout=<value>
- | backend.name=tcp | 'auto', 'gloo', 'nccl' or 'mpi' | backend.name=auto
- | sync_bn.mode=always | 'auto', 'on' or 'off' | sync_bn.mode=auto
- | loader.num_workers=-1 | greater than or equal to 0 | loader.num_workers=<value>
- | loader.sampling=even | 'balanced' or 'weights' | loader.sampling=null
  | dataset.shape=[1,8,0] | greater than or equal to 1 | dataset.shape=null
- | optimizer.lr=high | a valid number | optimizer.lr=<value>
 optimizer=adamw | optimizer.betas=0.9 | a valid array | optimizer.betas=<value>
 optimizer=adamw | optimizer.betas=[0.9] | longer | optimizer.betas=<value>
-model=mlp | model.width=0 | greater than or equal to 1 | model.width=<value>
 launch=fork | launch.nproc_per_node=some | a valid integer or 'auto', 'gpu' or 'cpu' | launch.nproc_per_node=auto
  | loader.validation=1.5 | less than 1 | loader.validation=null
 """
@@ -57,10 +50,8 @@ launch=fork | launch.nproc_per_node=some | a valid integer or 'auto', 'gpu' or '
 def test_a_wrong_value_is_answered_with_what_is_accepted_and_a_right_one(row: str) -> None:
     kept, wrong, wanted, advice = (part.strip() for part in row.split(" | "))
     said = str(answer(*kept.split(), wrong))
-    key = wrong.partition("=")[0]
-    assert said.startswith(f"lockstep: {key}="), said
-    assert " should be " in said
-    assert wanted in said, said
+    assert said.startswith(f"lockstep: {wrong.partition('=')[0]}="), said
+    assert f" should be {wanted}" in said or (" should be " in said and wanted in said), said
     typed = said.rpartition("; type ")[2]
     assert typed == advice, said
     assert "<value>" in typed or answer(*kept.split(), typed.strip("'")) is None
@@ -73,12 +64,13 @@ loader.folds=5 loader.fold=5 -> loader.fold=0
 loader.fold=1 -> loader.folds=5
 loader.validation=null trainer.final=train+val -> trainer.final=null
 monitor=test/accuracy -> monitor=val/accuracy
-monitor=best -> monitor=auto
+monitor=best -> monitor=val/loss
 loader.validation=null monitor=val/loss -> loader.validation=0.1
 monitor=val/loss trainer.final=train+val -> trainer.final=null
 loader.validation=null evaluation.patience=3 -> evaluation.patience=null
 monitor=null scheduler=plateau -> scheduler=cosine
 trainer.precision=fp16 watch.nan=skip -> watch.nan=stop
+parameters.groups=[{lr:0.1}] -> parameters.groups=[{match:fc,lr:0.1}]
 trainer.compile=reduce-overhead trainer.gradient_accumulation_steps=2 -> trainer.compile=true
 """
 
@@ -88,8 +80,8 @@ def test_what_contradicts_itself_is_refused(row: str) -> None:
     typed, advice = row.split(" -> ")
     with pytest.raises(ConfigError) as refused:
         composed(*typed.split(), whole=False)
-    said = str(refused.value)
-    assert said.rpartition("; type ")[2].split(",")[0] == advice, said
+    said = str(refused.value).rpartition("; type ")[2]
+    assert said.startswith(advice), said
     key = advice.partition("=")[0]
     composed(*(word for word in typed.split() if not word.startswith(f"{key}=")), advice, whole=False)
 
@@ -103,7 +95,6 @@ PRESETS = [
     (f"{GLOBAL}trainer: {{epoch: 2}}", "trainer.epoch is no key of this config; type trainer.epochs=2"),
     (f"{GLOBAL}trainer:\n\tepochs: 2", 'own.yaml", line 3, column 1'),
     (f"{GLOBAL}seed: 1\nseed: 2", "found duplicate key seed"),
-    (f"{GLOBAL}trainer: {{epochs: 2\nseed: 1", "expected ',' or '}', but got ':'"),
     (f"{GLOBAL}notes: 'open", "found unexpected end of stream"),
 ]
 
@@ -115,12 +106,21 @@ def test_a_mistake_in_a_preset_is_answered(tmp_path: Path, text: str, said: str)
     assert said in str(answer(f"--config-dir={tmp_path}", "experiment=own"))
 
 
-def test_types_are_strict_and_whole_numbers_are_floats_where_floats_are_declared() -> None:
+def test_types_are_strict_and_whole_numbers_are_floats_where_floats_are_declared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     config = composed("trainer.epochs=2", "trainer.max_grad_norm=1", "backend.timeout=9")
     values = (config.trainer.epochs, config.trainer.max_grad_norm, config.backend.timeout)
     assert repr(values) == "(2, 1.0, 9.0)"
     for typed in ("trainer.epochs='2'", "trainer.epochs=2.0", "seed=true", "trainer.ema='0.9'", "data_dir=3"):
         assert answer(typed) is not None, typed
+    monkeypatch.setenv("SEED", "7")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = check(as_composed("run_dir=.", "seed='${oc.decode:${oc.env:SEED}}'", "data_dir='~/data'"))
+    assert (config.seed, config.data_dir) == (7, f"{tmp_path}/data")
+    assert "seed=7 should be a valid integer" in str(answer("seed=${oc.env:SEED}"))
+    shown = [None, True, 0.1, 1e-8, [1, "a"], {"a": 1, "b": None}]
+    assert list(map(show, shown)) == ["null", "true", "0.1", "1e-08", "[1,a]", "{a:1,b:null}"]
 
 
 def test_a_key_of_the_users_own_stands_below_vars() -> None:
@@ -129,45 +129,24 @@ def test_a_key_of_the_users_own_stands_below_vars() -> None:
     assert "; type +vars.wings=8 for a key of your own" in str(answer("+wings=8"))
 
 
-def test_the_config_is_frozen_and_a_spawned_process_gets_it_whole() -> None:
+def test_the_config_is_frozen_and_pickled_whole() -> None:
     config = composed("experiment=toy_regression")
     with pytest.raises(FrozenInstanceError):
         config.trainer.epochs = 3  # type: ignore[misc]
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_answer, args=(config, theirs))
-    process.start()
-    received = ours.recv()
+    received = pickle.loads(pickle.dumps(config))
     assert (received, repr(received)) == (config, repr(config))  # 1 and 1.0 are equal
-    process.join()
     changed = config.changed({"trainer.epochs": 99, "model.width": 3, "scheduler": {"_target_": "a.b"}})
     assert (changed.trainer.epochs, changed.model["width"], changed.scheduler) == (99, 3, {"_target_": "a.b"})
     assert config.trainer.epochs != 99
 
 
-def _answer(config: RunConfig, pipe: Any) -> None:
-    pipe.send(config)
-
-
-def of_sections(kind: type[Any], prefix: str = "") -> Iterator[str]:
-    """The keys of the sections of a dataclass."""
-    hints = get_type_hints(kind)
-    for field in fields(kind):
-        if is_dataclass(hints[field.name]):
-            yield from of_sections(hints[field.name], f"{prefix}{field.name}.")  # type: ignore[arg-type]
-        elif prefix:
-            yield f"{prefix}{field.name}"
-
-
 def test_config_yaml_and_the_dataclasses_have_the_same_keys() -> None:
-    written = yaml.safe_load((CONF / "config.yaml").read_text())
+    hints: dict[str, Any] = {name: hint for name, hint in get_type_hints(RunConfig).items() if is_dataclass(hint)}
+    declared = {f"{name}.{field.name}" for name, hint in hints.items() for field in fields(hint)}
+    written = flatten(yaml.safe_load((CONF / "config.yaml").read_text()))
+    assert {key for key in written if key.partition(".")[0] in hints} <= declared
     values = as_composed("run_dir=.")
-    for key in of_sections(RunConfig):
-        section, _, name = key.rpartition(".")
-        assert name in values[section], key
-    sections = {name for name, hint in get_type_hints(RunConfig).items() if is_dataclass(hint)}
-    own = {key for key in flatten(written) if key.partition(".")[0] in sections}
-    assert own <= set(of_sections(RunConfig))
+    assert all(key.partition(".")[2] in values[key.partition(".")[0]] for key in declared)
 
 
 CHOICES = [f"{group}={option}" for group, names in OPTIONS.items() for option in names if group != "logger"]
@@ -191,18 +170,78 @@ def test_a_preset_begins_with_its_command(path: Any) -> None:
     assert f"experiment={path.stem}:" in command
 
 
-def test_what_an_optimizer_of_torch_refuses_is_refused_before_any_process_starts() -> None:
-    said = str(answer("optimizer=adamw", "optimizer.betas=[0.9,1.5]"))
-    assert said.endswith("(Invalid beta parameter at index 1: 1.5); type optimizer=sgd for values of conf/")
-    assert "(Nesterov momentum requires " in str(answer("optimizer.momentum=0", "optimizer.nesterov=true"))
+# ---- Nodes: what a `_target_` names, the arguments that it takes, and the object that it makes.
 
 
-def test_a_value_is_shown_as_it_is_typed() -> None:
-    values = [None, True, 0.1, 1e-8, [1, "a"], {"a": 1, "b": None}]
-    assert list(map(show, values)) == ["null", "true", "0.1", "1e-08", "[1,a]", "{a:1,b:null}"]
+class Net(nn.Module):
+    def __init__(self, shape: list[int], classes: int, width: int, depth: int = 2) -> None:
+        super().__init__()
+        if width > 99:
+            raise ValueError("too wide")
+        self.width, self.depth = width, depth
 
 
-def test_a_number_in_an_environment_variable_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SEED", "7")
-    assert check(as_composed("run_dir=.", "seed='${oc.decode:${oc.env:SEED}}'")).seed == 7
-    assert "seed=7 should be a valid integer" in str(answer("seed=${oc.env:SEED}"))
+NET = "model._target_=test_config.Net"
+WRONG_NODES = {
+    NET: "test_config.Net needs width; type +model.width=<value>",
+    f"{NET} +model.width=3 +model.x=1 +model.y=2": "takes no x or y, but depth; type ~model.x ~model.y",
+    "optimizer._target_=torch.optim.Adm": "; type optimizer._target_=torch.optim.Adam",
+    "+optimizer.learning_rate=1": "torch.optim.SGD takes no learning_rate, but ",
+    "optimizer=adamw optimizer.betas=[0.9,1.5]": "(Invalid beta parameter at index 1: 1.5); type optimizer=sgd",
+    "optimizer._target_=torch.optim.lr_scheduler.StepLR": "takes no momentum or ",
+    "loader.transforms=[{_target_:torchvision.transforms.v2.Nope}]": "loader.transforms[0]._target_=",
+    "+dataset.nois=3": "lockstep.data.vision.Digits takes no nois; type ~dataset.nois",
+    "task.loss={_target_:torch.nn.HuberLoss,dleta:3}": "takes no dleta, but ",
+    "callbacks=[{_target_:test_config.Net,width:3}]": "needs shape and classes; type +callbacks[0].shape",
+}
+
+
+@pytest.mark.parametrize("typed", WRONG_NODES)
+def test_a_node_that_does_not_fit_is_refused(typed: str) -> None:
+    assert WRONG_NODES[typed] in str(answer(*typed.split()))
+
+
+NOT_THERE = "PYTHONPATH=<the folder of nothere_at_all.py> before the command, or pip install nothere_at_all"
+BROKEN = [
+    ("import nothere_at_all", "No module named 'nothere_at_all'", NOT_THERE),
+    ("1 / 0", "ZeroDivisionError: division by zero", "model._target_=<module>.<class>"),
+    ("def", "SyntaxError: invalid syntax", "model._target_=<module>.<class>"),
+]
+
+
+@pytest.mark.parametrize(("module", "reason", "advice"), BROKEN)
+def test_an_error_of_the_import_is_in_the_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, reason: str, advice: str
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = f"broken_{abs(hash(module))}"
+    (tmp_path / f"{name}.py").write_text(f"{module}\n")
+    said = str(answer(f"model._target_={name}.Net"))
+    assert reason in said
+    assert said.endswith(f"; type {advice}")
+
+
+def test_partial_need_not_be_typed() -> None:
+    typed = ["optimizer._target_=torch.optim.RMSprop", "scheduler=torch"]
+    typed.append("scheduler.schedule={_target_:torch.optim.lr_scheduler.StepLR,step_size:3}")
+    typed.append("loader.collate_fn={_target_:torch.utils.data.default_collate}")
+    config = accepted(*typed)
+    optimizer = instantiate(config.optimizer, [nn.Parameter(torch.zeros(2))])
+    assert isinstance(optimizer, torch.optim.RMSprop)
+    schedule = instantiate(config.scheduler["schedule"])(optimizer)
+    assert isinstance(schedule, torch.optim.lr_scheduler.StepLR)
+    assert torch.equal(instantiate(config.loader.collate_fn)([torch.ones(1)] * 2), torch.ones(2, 1))
+    assert accepted(NET, "+model.width=wide").model["width"] == "wide"  # values of other classes are theirs
+    assert has_lazy_layers(instantiate(composed("model._target_=torch.nn.LazyLinear", "+model.out_features=2").model))
+
+
+def test_what_a_constructor_raises_is_what_is_raised() -> None:
+    node = {"_target_": "test_config.Net", "shape": [1], "classes": 2}
+    for given, later in (({"width": 100}, {}), ({}, {"width": 100})):
+        with pytest.raises(ValueError, match=r"^too wide$"):
+            instantiate(node | given, **later)
+    with pytest.raises(ConfigError, match=r"gives an object of Net, and lockstep.tasks.base.Task is wanted; type task"):
+        instantiate_as(Task, node | {"width": 1}, "task")
+    assert instantiate(None) is None
+    assert [made.depth for made in instantiate([node | {"width": 1, "depth": 3}] * 2)] == [3, 3]
+    assert instantiate_as(nn.Module, node, "model", width=2, other=3).width == 2  # what is not taken is not passed

@@ -15,7 +15,6 @@ from lockstep.models.base import WeightsFromData, matching_parameters, require_m
 from lockstep.models.gpt import gpt
 from lockstep.models.library import timm_model, torchvision_model
 from lockstep.models.tutorial import convnet, linear, mlp, toy_parallel
-from support.configs import composed
 from support.refusals import accepted
 
 
@@ -37,11 +36,6 @@ def test_models_have_the_layers_that_they_are_asked_for() -> None:
     drops = [module.p for module in mlp([7], 3, width=5, depth=3, dropout=0.5) if isinstance(module, nn.Dropout)]
     assert drops == [0.5, 0.5, 0.5]
     assert list(dict(linear([20], 1).named_parameters())) == ["weight", "bias"]
-
-
-@pytest.mark.parametrize("model", [mlp([1, 8, 8], 4, 8, 1, 0.0), linear([1, 8, 8], 4), convnet([1, 8, 8], 4)])
-def test_models_turn_images_into_logits(model: nn.Module) -> None:
-    assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 4)
 
 
 def test_models_of_torchvision_and_timm_are_built_for_the_channels_and_classes_of_the_data() -> None:
@@ -139,10 +133,6 @@ def test_a_gpt_is_the_formulas_of_its_papers(variant: Any) -> None:
         vectors = vectors + wide @ weights[f"{block}.mlp.projection.weight"].T
     logits = norm(vectors, "head.norm.weight") @ weights["embedding.tokens.weight"].T
     torch.testing.assert_close(model(tokens), logits, rtol=1e-6, atol=1e-6)  # its angles are float32's
-
-
-def test_the_preset_that_is_fast_on_texts_has_the_modern_gpt() -> None:
-    assert composed("experiment=shakespeare_speed").model["variant"] == "modern"
 
 
 def test_patterns_name_parameters_by_kind_by_layer_and_by_any_name_of_a_shared_weight() -> None:

@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from support.commands import WHOLE, ema
-
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
@@ -44,25 +42,6 @@ def test_a_missing_folder_and_a_wrong_number_of_classes_are_explained(train: Any
     options = [f"dataset.root={pictures}", "dataset.size=16", "dataset.cache_dir=decoded"]
     wrong = train("dataset=image_folder", *options, "dataset.classes=1", code=2)
     assert "type dataset.classes=2" in wrong.output
-
-
-def test_the_preset_for_image_folders_learns_two_colours_on_two_ranks(train: Any, tmp_path: Path) -> None:
-    for number in range(32):
-        name, split = ("red", "blue")[number % 2], ("train", "test")[number // 24]
-        folder = tmp_path / "colours" / split / name
-        folder.mkdir(parents=True, exist_ok=True)
-        colour = (200, 20 + number, 20) if name == "red" else (20, 20 + number, 200)
-        Image.new("RGB", (24 + number, 30), colour).save(folder / f"{number}.png")
-    options = [
-        "experiment=image_folder_resnet", f"dataset.root={tmp_path / 'colours'}", "model.name=resnet18",
-        "loader.transforms.0.size=[16,16]", "loader.test_transforms.0.size=[18]", "trainer.batch_size=8",
-        "loader.test_transforms.1.size=[16,16]", ema(0.5), "dataset.cache_dir=decoded",
-        "trainer.epochs=6", "scheduler.warmup_epochs=1", "optimizer.lr=0.002",  # at 0.02 the loss jumps
-        "loader.num_workers=0", "dataset.shape=[3,16,16]", *WHOLE,
-    ]  # fmt: skip
-    run = train(*options, "launch=fork", "launch.nproc_per_node=2")
-    assert "24 training and 8 test samples" in run.output
-    assert run.epochs[-1].endswith("accuracy 1.0000")
 
 
 def test_images_of_a_csv_file_give_the_numbers_of_a_folder_and_later_ones_need_no_label(

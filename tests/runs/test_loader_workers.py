@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lockstep.data.reader import SampleReader, batches, request_of
 from lockstep.failures.explain import explain_exception
 from support.commands import ROOT, children, wait_for
+from support.loaders import loader
 
 HANGS = 77
 
@@ -55,14 +57,6 @@ def test_batches_come_in_order_from_all_workers_which_end_with_them() -> None:
     assert children(os.getpid()) == before
 
 
-def test_workers_do_not_change_the_random_numbers_of_their_rank() -> None:
-    torch.manual_seed(1)
-    expected = torch.rand(3)
-    torch.manual_seed(1)
-    list(passing([[0]], workers=1))
-    assert torch.equal(torch.rand(3), expected)
-
-
 def test_workers_ignore_signals_that_ask_their_rank_to_stop() -> None:
     wanted = [[number] for number in range(40)]
     found = passing(wanted)
@@ -90,17 +84,43 @@ def test_a_worker_that_dies_is_an_error_that_is_explained() -> None:
     assert meaning_of(str(caught.value))[0] == "a process that loads data has ended"
 
 
-def test_workers_leave_no_file_behind(tmp_path: Path) -> None:
+def test_python_ends_at_once_with_a_loader_that_was_not_closed_and_leaves_no_file(tmp_path: Path) -> None:
+    """As in a notebook: the workers ignore the SIGTERM that multiprocessing sends them before it waits for them."""
     code = """if True:
         from lockstep.data.reader import SampleReader, batches, request_of
         from support.own_data import Points
         requests = [request_of([number], 0) for number in range(9)]
-        found = batches(SampleReader(Points(), "data", 0), requests, 2, False)
-        next(found)  # its tensors arrive through shared memory
-        found.close()
+        closed, left = (batches(SampleReader(Points(), "data", 0), requests, workers, False) for workers in (2, 1))
+        next(closed), next(left)  # their tensors arrive through shared memory
+        closed.close()
     """
-    run_python(code, TMPDIR=str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    environment = os.environ | {"PYTHONPATH": path, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=True)
+    assert not [path for path in tmp_path.rglob("*") if not path.name.startswith("pymp-")]
+
+
+class Records(torch.utils.data.Dataset[Any]):
+    """Record n of a file that was opened before the workers holds the number n, 1000 times."""
+
+    def __init__(self, path: Path) -> None:
+        np.arange(600).repeat(1000).tofile(path)
+        self.file = path.open("rb")
+
+    def __len__(self) -> int:
+        return 600
+
+    def __getitem__(self, number: int) -> Any:
+        self.file.seek(number * 8000)
+        return torch.frombuffer(bytearray(self.file.read(8000)), dtype=torch.int64), number
+
+
+def test_workers_do_not_share_the_position_in_a_file_that_was_opened_before_them(tmp_path: Path) -> None:
+    data = Records(tmp_path / "records")
+    data[0]
+    for part in loader(data, workers=2, mean=None).evaluation(8):
+        assert part.inputs.equal(part.targets[:, None].expand(-1, 1000))
+    assert data[7][0].tolist() == [7] * 1000  # and this process reads on
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small /dev/shm")
@@ -143,21 +163,3 @@ def test_workers_that_hang_end_with_a_rank_that_is_killed(method: str) -> None:
     rank.kill()
     rank.join()
     wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), "end of the workers", 20)
-
-
-def test_python_ends_at_once_with_a_loader_that_was_not_closed() -> None:
-    """As in a notebook: the workers ignore the SIGTERM that multiprocessing sends them before it waits for them."""
-    code = """if True:
-        from lockstep.data.reader import SampleReader, batches, request_of
-        from support.own_data import Points
-        requests = [request_of([number], 0) for number in range(9)]
-        found = batches(SampleReader(Points(), "data", 0), requests, 1, False)
-        next(found)
-    """
-    run_python(code)
-
-
-def run_python(code: str, **variables: str) -> None:
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
-    environment = os.environ | {"PYTHONPATH": path} | variables
-    subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=True)

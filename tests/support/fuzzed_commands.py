@@ -1,142 +1,146 @@
 """Commands to type behind `python src/train.py`, drawn from the schema and conf/: a new key or option is in them."""
 
 import inspect
+import json
+import math
 from dataclasses import fields, is_dataclass
-from typing import Any, get_type_hints
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from lockstep.config.check import CHECKED_BY_TYPE, flatten, locate
+from lockstep.config.check import CHECKED_BY_TYPE, OPTIONS, flatten, locate
 from lockstep.config.schema import CONF, RunConfig
+from lockstep.errors import ConfigError
+from lockstep.text import show
 from support.configs import composed_with_hydra
-from support.fuzzed_values import inside, targets, typed, wild
 
-Words = st.SearchStrategy[list[str]]
-
-OPTIONS = {
-    folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
-    for folder in sorted(CONF.iterdir())
-    if folder.is_dir() and folder.name not in ("hydra", "local")
-}
 SLOW_LAUNCHERS = ("spawn", "torchrun", "slurm")  # they import torch again, or need a cluster
 SMALL = "trainer.max_steps=1"  # appended, so that a run that starts ends soon
 QUICK_TO_COMPILE = ("trainer.compile=false", "trainer.compile=null")  # true takes a minute
 RANKS = ["1", "2", "3", "auto", "cpu"]  # numbers of ranks that this machine can start
-FLAGS = [["-m"], ["--multirun"], ["--cfg", "job"], ["--cfg", "all"], ["--resolve"], ["--info"], ["--config-name", "x"]]
-FLAGS += [
-    ["--config-dir", "nowhere"],
-    ["--config-path", "nowhere"],
-    ["-p", "trainer"],
-    ["--cfg"],
-    ["--nothing"],
-    ["--"],
-]
+FLAGS = [["-m"], ["--cfg", "job"], ["--resolve"], ["--info"], ["--config-name", "x"], ["--config-dir", "nowhere"]]
+FLAGS += [["--config-path", "nowhere"], ["-p", "trainer"], ["--cfg"], ["--nothing"], ["--"]]
 OF_HYDRA = ("hydra.run.", "hydra.sweep.", "hydra.sweeper.", "hydra.launcher.", "hydra.job.")
-KEY_FORMS = [
-    "{0}",
-    "{0}.",
-    ".{0}",
-    "{0}..x",
-    "{0}.x",
-    "{0}.0",
-    "{0}[0]",
-    "{0}@x",
-    "{0}@",
-    "@{0}",
-    "{0}/x",
-    "/{0}",
-    "x.{0}",
-]
-KEY_FORMS += ["{0} ", " {0}", "{0}:x", "{0}=x", "é{0}", "'{0}'", "${{{0}}}", "{0}\n"]
+KEY_FORMS = "{0} {0}. .{0} {0}..x {0}.x {0}.0 {0}[0] {0}@x {0}@ @{0} {0}/x /{0} x.{0} {0}:x {0}=x é{0} '{0}' ${{{0}}}"
+WILD_TEXT = """-1 0 2 0.5 1e-320 1e308 1e400 2147483648 18446744073709551616 nan inf -inf 007 0x10 1_000 .5 5. 1,5
+null None true off yes auto ??? ~ a.b a/b a:b a=b % %(x)s {0} $ $x # @ & ! * ; |
+[] [[]] [null] [1,2,3] [nan] {} {a:1} {a:{b:2}} {1:2} [{a:1}] {a:[1,[2]]} [${seed}] {_target_:os.getcwd} {_args_:3}
+${x} ${seed} ${trainer} ${trainer.epochs} ${oc.env:NOT_THERE} ${oc.decode:'['} ${oc.nope:1} ${.x} ${..seed} ${ ${}
+${hydra:nope} \\${x} ${started:} a${seed}b ${oc.dict.keys:trainer} ${now:%Y} ${model} ${dataset.shape}
+' \" 'a a'b [ ] { } [a {a: (a a( ) , a, ,a [,] {,} [1 ${a \\ '' 1,2 a,b range(1,3) choice() interval(0,1) glob(*) int(x)
+sort(3,1) str([1]) json_str({a:1}) tag(a,1,2) range(1,2,0) nope(1) /etc/passwd /proc/x /dev/null . .. nowhere ~/x
+é 日本 😀 \u200b \udcff x\x1b[0m \ufeff"""
+WILD = WILD_TEXT.split()
+WILD += [" ", "\t", "\n", "a b", "a\nb", "\r", "", "a" * 300, "9" * 400, "[" * 60, "a" * 5000]
+CLASSES = """os.getcwd torch.nn.Linear torch.nn.Identity torch.optim.RMSprop lockstep.models.tutorial.mlp nowhere.No
+lockstep.strategies.ddp.DDP lockstep.nothing math.pi torch a..b . lockstep.tasks.tasks.Regression torch.optim.SGD"""
+TARGETS = CLASSES.split()
+# Small, so that a run with them is, too.
+POOL: list[Any] = [None, True, False, -1, 0, 1, 2, 3, 8, 0.5, 0.01, 1.0, 1e-6, -0.5, 1e5, math.nan, math.inf, 10**12]
+POOL += [2**64, "text", "auto", "90s", "2steps", "1epochs", "null", [], [1], [0.1], [1, 8, 8], ["norm"], [0.9, 0.999]]
+wild = st.sampled_from(WILD) | st.text(st.characters(exclude_characters="\0"), max_size=6)
+prefixes = st.sampled_from(["", "", "", "", "", "+", "++"])
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False))
+
+
+def accepts(kind: Any, value: Any) -> bool:
+    try:
+        _adapter(kind).validate_json(json.dumps(value), strict=True)
+    except (ValidationError, ConfigError):  # one that a type raises
+        return False
+    return True
+
+
+def words_of(kind: Any) -> list[Any]:
+    """The words that a type names."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [word for member in get_args(kind) for word in words_of(member)]
+
+
+def inside(kind: Any, default: Any) -> st.SearchStrategy[str]:
+    """Values that the type accepts."""
+    found = [value for value in (*words_of(kind), default, *POOL) if accepts(kind, value)]
+    return st.sampled_from(found or [default]).map(show)
 
 
 def _typed_keys() -> list[tuple[str, str, Any, Any]]:
     """(option that has the key, key, type, value in conf/) of each key with a type. The option is empty for a key of
     every run."""
     found, flat = [], flatten(OmegaConf.to_container(composed_with_hydra(), resolve=False))
-    hints = get_type_hints(RunConfig, include_extras=True)
-    for section, kind in [(field.name, hints[field.name]) for field in fields(RunConfig)]:
-        inner = get_type_hints(kind, include_extras=True) if is_dataclass(kind) else {}
-        names = {field.name for field in fields(kind)} if is_dataclass(kind) else set()
-        keys = {f"{section}.{name}": inner[name] for name in sorted(names)} or {section: kind}
+    for section, kind in get_type_hints(RunConfig, include_extras=True).items():
+        inner: Any = get_type_hints(kind, include_extras=True) if is_dataclass(kind) else {}
+        keys = {f"{section}.{field.name}": inner[field.name] for field in fields(kind)} if inner else {section: kind}
         found += [("", key, kind, flat.get(key)) for key, kind in keys.items()]
-    for group, options in OPTIONS.items():
-        for option in options:
-            node: Any = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
-            node, prefix = (node[option], f"logger.{option}") if group == "logger" else (node.get(group, node), group)
-            if str(node.get("_target_")).startswith(CHECKED_BY_TYPE):
-                target: Any = locate(group, node["_target_"])
-                kinds = inspect.get_annotations(target.__init__ if isinstance(target, type) else target, eval_str=True)
-                values = {name: value for name, value in node.items() if name in kinds}
-                found += [
-                    (f"{group}={option}", f"{prefix}.{name}", kinds[name], value) for name, value in values.items()
-                ]
+    for group, option in [(group, option) for group, options in OPTIONS.items() for option in options]:
+        node: Any = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
+        node, prefix = (node[option], f"logger.{option}") if group == "logger" else (node.get(group, node), group)
+        if str(node.get("_target_")).startswith(CHECKED_BY_TYPE):
+            target: Any = locate(group, node["_target_"])
+            kinds = inspect.get_annotations(target.__init__ if isinstance(target, type) else target, eval_str=True)
+            values = {name: value for name, value in node.items() if name in kinds}
+            found += [(f"{group}={option}", f"{prefix}.{name}", kinds[name], value) for name, value in values.items()]
     return found
 
 
 def _all_keys() -> list[str]:
-    """Every key of the composed config, those of Hydra's own that say where and what runs, the sections, and some that
-    do not exist."""
+    """Every key of the composed config, of Hydra's own those that say where and what runs, sections, and others."""
     flat = flatten(OmegaConf.to_container(composed_with_hydra(), resolve=False))
     flat = {key: value for key, value in flat.items() if not key.startswith("hydra.") or key.startswith(OF_HYDRA)}
     sections = {key.rpartition(".")[0] for key in flat} - {""}
     return sorted({*flat, *sections, *OPTIONS, "x", "trainer.x", "model.x", "hydra.x", "_target_", "hydra/launcher"})
 
 
-TYPED = _typed_keys()
-ALL_KEYS = _all_keys()
-
-
-def option_words() -> st.SearchStrategy[str]:
-    """`group=option`. Launchers that take seconds are rare."""
-    choices = [(group, option) for group, options in OPTIONS.items() for option in options]
-    quick = [(group, option) for group, option in choices if option not in SLOW_LAUNCHERS]
-    return st.sampled_from(quick * 4 + choices).map("=".join)
+TYPED, ALL_KEYS = _typed_keys(), _all_keys()
+CHOICES = [(group, option) for group, options in OPTIONS.items() for option in options]
+option_words = st.sampled_from([one for one in CHOICES if one[1] not in SLOW_LAUNCHERS] * 4 + CHOICES).map("=".join)
 
 
 @st.composite
 def typed_words(draw: st.DrawFn) -> list[str]:
-    """A value for a key with a type, behind the option that has this key."""
+    """A value for a key with a type, behind the option that has this key. Most are values that the type accepts."""
     option, key, kind, value = draw(st.sampled_from(TYPED))
-    is_ranks = key == "launch.nproc_per_node" and draw(st.booleans())
-    value = draw(st.sampled_from(RANKS) if is_ranks else typed(kind, value))
-    return [word for word in (option, f"{draw(prefixes)}{key}={value}") if word]
-
-
-prefixes = st.sampled_from(["", "", "", "", "", "+", "++"])
+    values = st.one_of(inside(kind, value), inside(kind, value), st.sampled_from(POOL).map(show), wild)
+    typed = draw(st.sampled_from(RANKS) if key == "launch.nproc_per_node" and draw(st.booleans()) else values)
+    return [word for word in (option, f"{draw(prefixes)}{key}={typed}") if word]
 
 
 @st.composite
 def any_words(draw: st.DrawFn) -> list[str]:
-    """Any key, changed, removed, added, or written in a broken form."""
+    """Any key, changed, removed, added, or written in a broken form; or a group with none of its options."""
+    if draw(st.integers(0, 3)) == 0:
+        group = draw(st.sampled_from(sorted(OPTIONS)))
+        options = draw(st.lists(st.sampled_from(OPTIONS[group]), min_size=1, max_size=3))
+        shapes = [
+            ",".join(options),
+            f"[{','.join(options)}]",
+            options[0].upper(),
+            f"{options[0]}.yaml",
+            f"/{options[0]}",
+        ]
+        return [f"{draw(prefixes)}{group}={draw(st.sampled_from(shapes) | wild)}"]
     key = draw(st.sampled_from(ALL_KEYS))
     if draw(st.integers(0, 3)) == 0:
-        key = draw(st.sampled_from(KEY_FORMS)).format(key)
+        key = draw(st.sampled_from([*KEY_FORMS.split(), "{0} ", " {0}", "{0}\n"])).format(key)
     if draw(st.integers(0, 5)) == 0:
         return [draw(st.sampled_from([f"~{key}", key, f"~{key}=x", f"+{key}", f"{key}=", f"++~{key}", "=", "~", "+"]))]
-    value = draw(targets if key.endswith("_target_") else wild)
-    return [f"{draw(prefixes)}{key}={value}"]
-
-
-@st.composite
-def wild_options(draw: st.DrawFn) -> list[str]:
-    """A group with a value that is none of its options."""
-    group = draw(st.sampled_from(sorted(OPTIONS)))
-    options = draw(st.lists(st.sampled_from(OPTIONS[group]), min_size=1, max_size=3))
-    shapes = [",".join(options), f"[{','.join(options)}]", options[0].upper(), f"{options[0]}.yaml", f"/{options[0]}"]
-    value = draw(st.sampled_from(shapes) | wild)
-    return [f"{draw(prefixes)}{group}={value}"]
+    return [f"{draw(prefixes)}{key}={draw(st.sampled_from(TARGETS) if key.endswith('_target_') else wild)}"]
 
 
 @st.composite
 def commands(draw: st.DrawFn) -> list[str]:
     """A whole command: options of groups, and one to three changes of any kind."""
-    words = draw(st.lists(option_words(), max_size=3))
-    changes: Any = st.one_of(typed_words(), typed_words(), any_words(), wild_options())
+    words = draw(st.lists(option_words, max_size=3))
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
-        words += draw(changes)
+        words += draw(st.one_of(typed_words(), typed_words(), any_words(), any_words()))
     if draw(st.integers(0, 11)) == 0:
         words += draw(st.sampled_from(FLAGS))
     return limited(words)
@@ -145,14 +149,11 @@ def commands(draw: st.DrawFn) -> list[str]:
 @st.composite
 def accepted_commands(draw: st.DrawFn) -> list[str]:
     """Options of several groups, and values that the types of some keys accept. Half of them on two ranks."""
-    words = [draw(option_words()) for _ in range(draw(st.integers(1, 5)))]
-    if draw(st.booleans()):
-        words.append("launch=fork")
+    words = [draw(option_words) for _ in range(draw(st.integers(1, 5)))] + ["launch=fork"] * draw(st.booleans())
     chosen = [(key, kind, value) for option, key, kind, value in TYPED if option in ("", *words)]
     for _ in range(draw(st.integers(0, 4))):
         key, kind, value = draw(st.sampled_from(chosen))
-        value = draw(st.sampled_from(RANKS) if key == "launch.nproc_per_node" else inside(kind, value))
-        words.append(f"{key}={value}")
+        words.append(f"{key}={draw(st.sampled_from(RANKS) if key == 'launch.nproc_per_node' else inside(kind, value))}")
     return limited(words)
 
 

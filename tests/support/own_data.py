@@ -114,12 +114,6 @@ def mixed(samples: list[Any]) -> tuple[Tensor, Tensor]:
     return points.lerp(points[torch.randperm(len(points))], float(np.random.beta(1.0, 1.0))), labels
 
 
-def noisy(samples: list[Any]) -> tuple[Tensor, Tensor]:
-    """A collate function that draws a number for each sample."""
-    points, labels = first_two(samples)
-    return points + torch.rand(len(points), 1), labels
-
-
 def twice(samples: list[Any]) -> tuple[Tensor, Tensor]:
     """A collate function that makes two rows of a sample."""
     return first_two([*samples, *samples])
@@ -133,12 +127,6 @@ def without_the_first(samples: list[Any]) -> tuple[Tensor, Tensor]:
 def double(sample: Any) -> Any:
     point, label = sample
     return 2 * point, label
-
-
-class Named(Points):
-    """Says how many classes it has, as the data sets of torchvision do."""
-
-    classes = ("left", "right")
 
 
 class Words(Points):
@@ -162,12 +150,6 @@ class Pictures(Points):
         return Image.new("RGB", (8, 8)), super().__getitem__(index)[1]
 
 
-def counts(most: int) -> Tensors:
-    """Points, each with a whole number from -3 to `most`."""
-    points = Points().points.float()
-    return Tensors(points, torch.arange(len(points)) % (most + 4) - 3)
-
-
 class Mirrored(Points):
     """Arrays that numpy has mirrored, which torch does not take."""
 
@@ -187,16 +169,6 @@ class Ragged(Points):
 class Gone(Points):
     def __getitem__(self, index: int) -> Any:
         return None if index == BROKEN else super().__getitem__(index)
-
-
-class Empty(Points):
-    def __len__(self) -> int:
-        return 0
-
-
-def tensors(count: int = 23) -> torch.utils.data.TensorDataset:
-    points = Points(count)
-    return torch.utils.data.TensorDataset(points.points, (points.points[:, 0] > 0).long())
 
 
 class Uneven(Noisy):
