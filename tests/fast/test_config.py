@@ -188,7 +188,7 @@ WRONG_NODES = {
     "optimizer._target_=torch.optim.Adm": "; type optimizer._target_=torch.optim.Adam",
     "+optimizer.learning_rate=1": "torch.optim.SGD takes no learning_rate, but ",
     "optimizer=adamw optimizer.betas=[0.9,1.5]": "(Invalid beta parameter at index 1: 1.5); type optimizer=sgd",
-    "optimizer._target_=torch.optim.lr_scheduler.StepLR": "takes no momentum or ",
+    "scheduler._target_=torch.optim.lr_scheduler.StepLR": "StepLR needs step_size; type +scheduler.step_size=<value>",
     "loader.transforms=[{_target_:torchvision.transforms.v2.Nope}]": "loader.transforms[0]._target_=",
     "+dataset.nois=3": "lockstep.data.vision.Digits takes no nois; type ~dataset.nois",
     "task.loss={_target_:torch.nn.HuberLoss,dleta:3}": "takes no dleta, but ",

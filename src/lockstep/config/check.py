@@ -22,7 +22,7 @@ from hydra.errors import HydraException, InstantiationException, MissingConfigEx
 from omegaconf import DictConfig, OmegaConf, errors, open_dict
 
 from lockstep.compat import hydra_may_call_all
-from lockstep.config.schema import CONF, FROM_DATA, GET_MORE, Node, RunConfig
+from lockstep.config.schema import CONF, FROM_DATA, GET_FIRST, PASSED, Node, RunConfig
 from lockstep.errors import ConfigError
 from lockstep.text import first_line, show
 
@@ -185,8 +185,9 @@ def check_nodes(value: object, section: str = "") -> None:
             words += [f"+{join(key, one)}={show(given[unknown[0]])}" for one in get_close_matches(unknown[0], free, 1)]
             other = f", but {', '.join(free)}" if free else ""
             raise ConfigError(f"{path} takes no {' or '.join(unknown)}{other}; type {' '.join(words)}")
-        missing = [name for name in free if parameters[name].default is inspect.Parameter.empty]
-        if missing and key not in GET_MORE and not node.get("_partial_"):
+        needed = [name for name in free[key in GET_FIRST :] if name not in PASSED and key != "step"]
+        missing = [name for name in needed if parameters[name].default is inspect.Parameter.empty]
+        if missing and (key in GET_FIRST or not node.get("_partial_")):
             words = [f"+{join(key, name)}=<value>" for name in missing]
             raise ConfigError(f"{path} needs {' and '.join(missing)}; type {' '.join(words)}")
         if path.startswith(CHECKED_BY_TYPE) or (key == "dataset" and is_dataclass(target)):

@@ -44,9 +44,10 @@ NO_NUMBER: tuple[str, ...] = ("run_dir", "data_dir", "resume", "mode", "launch",
 NO_NUMBER += ("snapshot", "hydra", "tags", "notes")
 SHARED_BY = ("strategy", "gradient_sync", "sync_bn", "watch")  # how ranks share the work: another start may change it
 
-# Nodes to whose arguments the program adds others.
-GET_MORE = frozenset({"optimizer", "optimizer.others", "scheduler", "scheduler.schedule", "loader.collate_fn"})
-GET_MORE |= {"loader.augment", "trainer.ema", "step"}
+# Nodes whose first argument the program passes, and names of others that it passes.
+GET_FIRST = frozenset({"optimizer", "optimizer.others", "scheduler", "scheduler.schedule", "loader.collate_fn"})
+GET_FIRST |= {"trainer.ema"}
+PASSED = frozenset({"steps_per_epoch", "total_steps", "direction", "epochs"})
 FROM_DATA = frozenset({"shape", "classes", "num_classes"})  # null in a node: the training data tells
 
 
