@@ -156,7 +156,7 @@ def test_batches_of_a_long_epoch_are_planned_when_they_are_needed(workers: int) 
     assert all(
         one.targets.equal(rows.tensor_split(256)[7]) for one, rows in zip(found, order.split(8192), strict=False)
     )
-    assert found[0].numbers.untyped_storage().nbytes() == 32 * 8  # no tensor of the whole batch is kept
+    assert found[0].numbers.untyped_storage().nbytes() == 32 * 4  # no tensor of the whole batch is kept
 
 
 @pytest.mark.parametrize("of", [Numbers, lambda count: Tensors(torch.zeros(count, 1), torch.arange(count))])

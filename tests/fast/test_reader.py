@@ -78,7 +78,7 @@ def test_dicts_and_tuples_reach_the_model_as_they_are() -> None:
     rows = [{"pixel_values": points[n][0].numpy(), "label": np.int64(points[n][1])} for n in range(23)]
     for data in (own_data.Pairs(), own_data.Dicts(), rows):
         inputs, targets = read(data)
-        parts = inputs.values() if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple) else [inputs]
+        parts = inputs.values() if isinstance(inputs, dict) else inputs if isinstance(inputs, list) else [inputs]
         assert torch.cat(list(parts), 1).equal(points.points)
         assert targets.equal((points.points[:, 0] > 0).long())
 
