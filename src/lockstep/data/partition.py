@@ -7,7 +7,7 @@ a run that stopped after any number of samples goes on from there at any world s
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -60,11 +60,11 @@ class Order:
     seed: int
     draws: int | None = None
     weights: Tensor | None = None
-    shards: Tensor | None = None
+    shards: InitVar[Tensor | None] = None
     window: int = 2**20
 
-    def __post_init__(self) -> None:
-        self.sizes = None if self.shards is None else self.shards.unique_consecutive(return_counts=True)[1].tolist()
+    def __post_init__(self, shards: Tensor | None) -> None:
+        self.sizes = None if shards is None else shards.unique_consecutive(return_counts=True)[1].tolist()
 
     def __len__(self) -> int:
         """Samples of an epoch."""
