@@ -102,7 +102,7 @@ def as_config_error(error: BaseException, words: Sequence[str] | None = None) ->
     """The ConfigError for an error of the user's input, None for any other. words: of another command than this one."""
     if isinstance(error, errors.ConfigError):
         return error
-    if isinstance(error, OSError) and raised_by(error) == "hydra":  # which makes the run folder
+    if isinstance(error, OSError) and error.filename and raised_by(error) == "hydra":  # which makes the run folder
         return errors.ConfigError(unwritable(error.filename, error))
     sentence = explain(error, sys.argv[1:] if words is None else words)
     return None if sentence is None else errors.ConfigError(sentence)
