@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate
 from lockstep.config.schema import Node, RunConfig
 from lockstep.distributed.environment import RankInfo, read_rank_info
-from lockstep.distributed.run_folder import check_run_folder
 from lockstep.distributed.signals import set_run_folder
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
@@ -43,7 +42,6 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
         raise ConfigError(f"mode={mode.name} is no training, and a sweep trains; type the command without -m")
     parts = build_parts(config, launcher, mode)
     if starts and not (mode.starts_ranks or launcher.runs_elsewhere):
-        check_run_folder(config.run_dir)
         set_run_folder(config.run_dir)
         if launcher.starts_processes:
             from lockstep.data.build import prepare_first

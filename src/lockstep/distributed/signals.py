@@ -12,11 +12,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Self
+from typing import Self
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import remove_temporary_folder
@@ -34,11 +34,26 @@ STOP_SIGNALS = tuple(number for number in signal.Signals if number.name in NAMES
 REPEAT_AFTER = 2.0  # seconds: one Ctrl-C can arrive twice, from the terminal and from the launcher
 
 
+class Asked:
+    """The signals that have asked for a stop: the first one and a repeated one, and when, by the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.second: int | None = None
+        self.first_at = self.second_at = 0.0
+
+    def note(self, number: int) -> None:
+        now = time.monotonic()
+        if self.first is None:
+            self.first, self.first_at = number, now
+        elif self.second is None and number != signal.SIGUSR1 and now - self.first_at > REPEAT_AFTER:
+            self.second, self.second_at = number, now
+
+
 class _Process:
     """The state of signals in this process."""
 
-    requested_at: float | None = None  # when the first signal came, by the monotonic clock
-    requested_by = 0  # its number
+    asked = Asked()
     saves_first = False  # the ranks save after the first signal, before they end
     launcher: int | None = None  # the process that has started this rank, if it is ours
     run_dir: str | Path = "."
@@ -102,7 +117,7 @@ def stop_listening() -> None:
 
 
 def stop_requested() -> bool:
-    return _process.requested_at is not None
+    return _process.asked.first is not None
 
 
 @contextmanager
@@ -160,11 +175,6 @@ def _name(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
-def is_repeated(first: float, number: int) -> bool:
-    """Whether signal `number` now is a second request after the one at `first`, by the monotonic clock."""
-    return number != signal.SIGUSR1 and time.monotonic() - first > REPEAT_AFTER
-
-
 def handle_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
     """Handle the signals that ask for a stop. SIGHUP stays ignored if it is, as under nohup."""
     for number in STOP_SIGNALS:
@@ -174,14 +184,12 @@ def handle_signals(handler: Callable[[int, FrameType | None], object] | signal.H
 
 def _on_signal(number: int, frame: FrameType | None = None) -> None:
     """Signal `number` has arrived. SIGUSR1 ends nothing before the training: Slurm sends it long before the end."""
-    if not _process.saves_first and number != signal.SIGUSR1:
+    asked, is_first = _process.asked, _process.asked.first is None
+    asked.note(number)
+    if asked.second is not None or not (_process.saves_first or number == signal.SIGUSR1):
         _end(number)
-    if _process.requested_at is None:
-        _process.requested_at, _process.requested_by = time.monotonic(), number
-        if _process.saves_first and read_rank_info().is_rank_zero:
-            _print(f"{_name(number)}: stopping after this step; a second one ends at once")
-    elif is_repeated(_process.requested_at, number):
-        _end(number)
+    if is_first and _process.saves_first and read_rank_info().is_rank_zero:
+        _print(f"{_name(number)}: stopping after this step; a second one ends at once")
 
 
 def _print(line: str) -> None:
@@ -204,7 +212,7 @@ def _read_signals(reader: int) -> None:
                 _process.look = None
 
 
-def _end(number: int) -> NoReturn:
+def _end(number: int) -> None:
     heartbeat.enter("end")
     stopped, info = ended_at_once(number, _process.saves_first), read_rank_info()
     # One process of a machine prints the last line. The exit code tells a launcher whether the rank tried to save.
@@ -225,18 +233,10 @@ def _forget_in_child() -> None:
     _process.writer = None
 
 
-class Relay:
-    """In the process that starts ranks: while the block runs, the signals that ask for a stop go on to the ranks.
+class Relay(Asked):
+    """In the process that starts ranks: while the block runs, the signals that ask for a stop go on to the ranks."""
 
-    pids: the ranks. first, second: the numbers of the first signal and of a repeated one, None if there was none.
-    first_at, second_at: when they came, by the monotonic clock.
-    """
-
-    def __init__(self) -> None:
-        self.pids: list[int] = []
-        self.first: int | None = None
-        self.second: int | None = None
-        self.first_at = self.second_at = 0.0
+    pids: Sequence[int] = ()
 
     def start(self, pids: list[int]) -> None:
         """These are the ranks now. Those that are new get a signal that came before."""
@@ -247,8 +247,8 @@ class Relay:
     def __enter__(self) -> Self:
         self.before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         handle_signals(self._pass_on)
-        if _process.requested_at is not None:  # by SIGUSR1, which Slurm sends, and which ends no process so early
-            self.first, self.first_at = _process.requested_by, _process.requested_at
+        if _process.asked.first is not None:  # by SIGUSR1, which Slurm sends, and which ends no process so early
+            self.note(_process.asked.first)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -256,13 +256,10 @@ class Relay:
             signal.signal(number, handler)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        if self.first is None:
-            self.first, self.first_at = number, time.monotonic()
-        elif self.second is None and is_repeated(self.first_at, number):
-            self.second, self.second_at = number, time.monotonic()
+        self.note(number)
         self.send(number, self.pids)
 
-    def send(self, number: int, pids: list[int]) -> None:
+    def send(self, number: int, pids: Sequence[int]) -> None:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)

@@ -151,7 +151,7 @@ class World:
                 problem = str(error), isinstance(error, CannotStartNow)
         self.barrier(PREPARE_TIMEOUT)
         for sentence, may_pass in filter(None, self.all_gather_json(problem)):
-            raise CannotStartNow(sentence) if may_pass else ConfigError(sentence)
+            raise (CannotStartNow if may_pass else ConfigError)(sentence)
 
 
 class _Sum(torch.autograd.Function):
@@ -180,8 +180,8 @@ def join_world(
     """Form a process group with the other ranks, and destroy it however the block ends.
 
     name: auto, gloo, nccl or mpi. timeout: seconds that a collective waits for a rank. threads: see
-    `number_of_threads`. socket_ifname, nccl: see `backend_environment`. bind_device: False if this rank computes on
-    several GPUs. Raises ConfigError as `choose_backend` does.
+    `number_of_threads`. socket_ifname, nccl: see `set_variables`. bind_device: False if this rank computes on several
+    GPUs. Raises ConfigError as `choose_backend` does.
     """
     info, wait = read_rank_info(), timedelta(seconds=timeout)
     if heartbeat.folder is None:
@@ -191,28 +191,26 @@ def join_world(
     if info.world_size > 1:
         export_rank_info(info)
     keep_freed_memory()
-    with backends.backend_environment(socket_ifname or backends.usual_interface(info.on_one_machine), **nccl):
-        try:
-            store = form_group(info, wait)
-            device = backends.choose_device(backend, info, name)
-            # NCCL that is bound to a device starts at once. A rank by itself may never call it.
-            bound = device if backend == "nccl" and bind_device and info.world_size > 1 else None
-            dist.init_process_group(
-                backend, store=store, rank=info.rank, world_size=info.world_size, timeout=wait, device_id=bound
-            )
-            control: Any = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=wait)
-            world, machine = World(info.rank, info.world_size, device, store, timeout, control), name_of_machine()
-            cores = format(sum(1 << core for core in usable_cores()), "x")
-            everyone = world.all_gather_json([machine, os.getpid(), cores])
-            firsts = {of: rank for rank, (of, *_) in reversed([*enumerate(everyone)])}
-            here = {rank: pid for rank, (of, pid, _) in enumerate(everyone) if of == machine}
-            world = replace(world, here=here, machines=sorted(firsts.values()))
-            sharing = [[of, used] for of, _, used in everyone].count([machine, cores])
-            torch.set_num_threads(backends.number_of_threads(threads, sharing, info.started_by))
-            yield world
-        finally:
-            if dist.is_initialized():  # a rank that still waits for this one gets an error at once
-                dist.destroy_process_group()
+    backends.set_variables(info.on_one_machine, socket_ifname, **nccl)
+    try:
+        store = form_group(info, wait)
+        device = backends.choose_device(backend, info, name)
+        # NCCL that is bound to a device starts at once. A rank by itself may never call it.
+        bound = device if backend == "nccl" and bind_device and info.world_size > 1 else None
+        dist.init_process_group(
+            backend, store=store, rank=info.rank, world_size=info.world_size, timeout=wait, device_id=bound
+        )
+        control: Any = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=wait)
+        world, machine = World(info.rank, info.world_size, device, store, timeout, control), name_of_machine()
+        everyone = world.all_gather_json([machine, usable_cores(), os.getpid()])
+        firsts = {of: rank for rank, (of, *_) in reversed([*enumerate(everyone)])}
+        here = {rank: pid for rank, (of, _, pid) in enumerate(everyone) if of == machine}
+        sharing = [where for *where, _ in everyone].count([machine, usable_cores()])
+        torch.set_num_threads(backends.number_of_threads(threads, sharing, info.started_by))
+        yield replace(world, here=here, machines=sorted(firsts.values()))
+    finally:
+        if dist.is_initialized():  # a rank that still waits for this one gets an error at once
+            dist.destroy_process_group()
 
 
 # What all ranks must have alike.
@@ -233,16 +231,8 @@ def require_same_config(world: World, flat: dict[str, Any], shown: dict[str, Any
             raise ConfigError(f"{key} differs between ranks: {on_zero!r} on rank 0 and {here!r} on rank {rank}; {hint}")
 
 
-class OtherData(ConfigError):
-    """A data set is not alike on all ranks. name: "training data" or "test data"."""
-
-    def __init__(self, sentence: str, name: str) -> None:
-        super().__init__(sentence)
-        self.name = name
-
-
 def require_same_data(world: World, name: str, length: int, fingerprint: str) -> None:
-    """Raise OtherData, on all ranks, if a data set differs between ranks. A collective.
+    """Raise ConfigError, on all ranks, if a data set differs between ranks. A collective.
 
     fingerprint: see `lockstep.snapshots.fingerprint`.
     """
@@ -252,4 +242,4 @@ def require_same_data(world: World, name: str, length: int, fingerprint: str) ->
         if samples == count:
             what = f"the {name} of rank {rank} is not that of rank 0: as many samples, but other ones"
         if (samples, other) != (count, first):
-            raise OtherData(f"{what}; copy the same data to every machine and type the command again", name)
+            raise ConfigError(f"{what}; copy the same data to every machine and type the command again")

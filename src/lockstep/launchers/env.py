@@ -29,12 +29,10 @@ class EnvLauncher(Launcher):
         heartbeat.begin(info.rank, info.world_size)
         try:
             return worker(*args)
-        except (ConfigError, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt) as error:
             heartbeat.fails(error)
-            raise
-        except Exception as error:
-            heartbeat.fails(error)
-            if heartbeat.failure["run_dir"] is None:  # it has not met the others
+            # A sentence needs no report; a rank that has not met the others is the only one to know.
+            if isinstance(error, ConfigError | KeyboardInterrupt) or heartbeat.failure["run_dir"] is None:
                 raise
             report, prints = tell(heartbeat.failure, heartbeat.folder, typed_command(info.started_by))
             _tell_torchrun(report, info.rank)
