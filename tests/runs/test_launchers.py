@@ -68,7 +68,7 @@ def _end(error: BaseException | None) -> None:
     ("error", "kind", "said", "code"),
     [
         (ConfigError("lr=-1 must be more than 0; type lr=0.1"), ConfigError, "^lr=-1 must be more than 0; type", None),
-        (StoppedEarly("stopped early"), StoppedEarly, "", None),
+        (StoppedEarly("stopped early"), StoppedEarly, "stopped early", None),
         (
             TrainingDiverged("the loss is nan", "type x"),
             RankFailed,
