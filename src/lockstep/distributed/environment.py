@@ -1,6 +1,5 @@
 """What the program that started this process says: rank, world size and local rank. No torch here."""
 
-import ipaddress
 import os
 import re
 import zlib
@@ -60,11 +59,8 @@ class RankInfo:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` is localhost or a number such as 127.0.0.1. A name may mean another address elsewhere."""
-    try:
-        return address == "localhost" or ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+    """Whether `address` is of this machine alone. Another name may mean another address elsewhere."""
+    return address in ("localhost", "::1") or re.fullmatch(r"127[.\d]+", address) is not None
 
 
 def read_rank_info(env: Environment | None = None) -> RankInfo:
@@ -141,19 +137,11 @@ def _read(env: Environment, started_by: str, names: Sequence[str], port: int) ->
 
 
 def export_rank_info(info: RankInfo) -> None:
-    """Set torchrun's variables in this process, so that other libraries find the rank where they look for it.
-
-    `read_rank_info` gives the same `info` afterwards.
-    """
-    os.environ |= {
-        "RANK": str(info.rank),
-        "WORLD_SIZE": str(info.world_size),
-        "LOCAL_RANK": str(info.local_rank),
-        "LOCAL_WORLD_SIZE": str(info.local_world_size),
-        "MASTER_ADDR": info.master_addr or LOOPBACK,
-        "MASTER_PORT": str(info.master_port or DEFAULT_PORT),
-        STARTED_BY: info.started_by,
-    }
+    """Set torchrun's variables, where other libraries look. `read_rank_info` gives the same `info` afterwards."""
+    os.environ |= {"RANK": str(info.rank), "LOCAL_RANK": str(info.local_rank), STARTED_BY: info.started_by}
+    os.environ |= {"WORLD_SIZE": str(info.world_size), "LOCAL_WORLD_SIZE": str(info.local_world_size)}
+    address, port = info.master_addr or LOOPBACK, info.master_port or DEFAULT_PORT
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
 
 def node_rank_info(nnodes: int, node_rank: int, master_addr: str, master_port: int) -> RankInfo:

@@ -27,20 +27,17 @@ from lockstep.failures.report import has_failed_rank, leave, newest_snapshot
 
 log = logging.getLogger(__name__)
 
-# SIGHUP: the terminal was closed. SIGUSR1: Slurm's warning before the time limit. Windows, where only --help works,
-# has neither.
-NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
-STOP_SIGNALS = tuple(number for number in signal.Signals if number.name in NAMES)
+# SIGHUP: the terminal was closed. SIGUSR1: Slurm's warning before the time limit. Windows has neither.
+STOP_SIGNALS = tuple(one for one in signal.Signals if one.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"))
 REPEAT_AFTER = 2.0  # seconds: one Ctrl-C can arrive twice, from the terminal and from the launcher
 
 
 class Asked:
     """The signals that have asked for a stop: the first one and a repeated one, and when, by the monotonic clock."""
 
-    def __init__(self) -> None:
-        self.first: int | None = None
-        self.second: int | None = None
-        self.first_at = self.second_at = 0.0
+    first: int | None = None
+    second: int | None = None
+    first_at = second_at = 0.0
 
     def note(self, number: int) -> None:
         now = time.monotonic()
@@ -88,8 +85,8 @@ def listen(run_dir: str | Path = ".") -> None:
 
 
 def each_second(look: Callable[[float], object] | None) -> None:
-    """Call `look(time.monotonic())` once a second, in the thread that hears the signals of this rank. A look that ends
-    a hang is waited for."""
+    """Call `look(time.monotonic())` once a second in the thread that hears signals. One that ends a hang is waited
+    for."""
     with _looking:
         _process.look = look
 
@@ -99,14 +96,17 @@ def set_run_folder(run_dir: str | Path) -> None:
     _process.run_dir = run_dir
 
 
-def leave_last_line_to_launcher() -> None:
-    """The process that started this rank prints how it ended, so this one does not."""
-    _process.launcher = os.getppid()
+def is_rank_of(launcher: int) -> None:
+    """This process is a rank of `launcher`, which prints how it ended and removes what its ranks share."""
+    _process.launcher = launcher
 
 
-def remove_folder_of_launcher() -> None:
-    """Remove the temporary folder of a launcher that was killed: only its ranks are left to do that."""
-    if _process.launcher not in (None, os.getppid()) and heartbeat.folder is not None:
+def clean_up() -> None:
+    """Remove what nobody else will when this process ends: also the folder of a launcher that was killed."""
+    if _process.launcher is None:
+        remove_temporary_folder()
+        leave(heartbeat.folder)
+    elif _process.launcher != os.getppid() and heartbeat.folder is not None:
         shutil.rmtree(heartbeat.folder.parent, ignore_errors=True)
 
 
@@ -144,31 +144,29 @@ def stop_after_saving() -> Iterator[None]:
         # A launcher asks the others to stop when a rank has failed.
         is_stop = stop_requested() and read_rank_info().world_size > 1 and is_echo(error)
         if is_stop and not has_failed_rank(heartbeat.folder):
-            raise unanswered_stop() from error
+            raise unsaved_stop() from error
         raise
 
 
-def unanswered_stop() -> StoppedEarly:
-    """The error for a stop that a rank did not take part in: it hangs or is gone."""
-    reason = "asked to stop, but not every rank answered"
-    return StoppedEarly(with_newest_snapshot(reason), EXIT_STOPPED_WITHOUT_SNAPSHOT)
-
-
-def with_newest_snapshot(reason: str) -> str:
-    """The sentence for a run whose last step may be in no snapshot. reason: its first words."""
+def unsaved_stop(reason: str = "asked to stop, but not every rank answered", number: int = 0) -> StoppedEarly:
+    """The error for a run whose last step may be in no snapshot. number: of the signal that has ended it at once."""
     folder = Path(_process.run_dir)
     newest = newest_snapshot(folder)
-    if newest is None:
-        return f"{reason}; no snapshot was saved; start again with the same command"
-    return f"{reason}; the last good snapshot is {newest}; go on there with {go_on_words(folder)}"
+    where = "no snapshot was saved; start again with the same command"
+    if newest is not None:
+        where = f"the last good snapshot is {newest}; go on there with {go_on_words(folder)}"
+    return StoppedEarly(f"{reason}; {where}", _code(number))
 
 
 def ended_at_once(number: int, in_training: bool) -> StoppedEarly:
     """The error for a process that signal `number` ends at once. in_training: it is a second one, in training."""
-    code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED_WITHOUT_SNAPSHOT
     if in_training:
-        return StoppedEarly(with_newest_snapshot(f"ended at once by a second {_name(number)}"), code)
-    return StoppedEarly(f"ended by {_name(number)}; there is nothing to save", code)
+        return unsaved_stop(f"ended at once by a second {_name(number)}", number)
+    return StoppedEarly(f"ended by {_name(number)}; there is nothing to save", _code(number))
+
+
+def _code(number: int) -> int:
+    return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED_WITHOUT_SNAPSHOT
 
 
 def _name(number: int) -> str:
@@ -219,10 +217,7 @@ def _end(number: int) -> None:
     prints = _process.launcher is None and (info.local_rank == 0 or info.started_by == "environment")
     if prints:
         _print(f"lockstep: {stopped}")
-    remove_folder_of_launcher()
-    if _process.launcher is None:
-        remove_temporary_folder()
-        leave(heartbeat.folder)
+    clean_up()
     os._exit(stopped.code if prints or _process.saves_first else 128 + number)
 
 

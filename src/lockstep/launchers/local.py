@@ -210,7 +210,7 @@ def outcome(folder: Path, ends: dict[int, End], relay: signals.Relay) -> BaseExc
     elif before_training:
         stopped = signals.ended_at_once(before_training[0], in_training=False)
     elif have_stopped and relay.first is not None:
-        stopped = signals.unanswered_stop()
+        stopped = signals.unsaved_stop()
     if stopped is not None:
         print_line(f"lockstep: {stopped}", sys.stderr)
         return stopped
@@ -235,7 +235,7 @@ def run_rank(env: dict[str, str], results: Any, worker: Worker, args: tuple[Any,
     """
     os.environ |= env
     gc.freeze()  # a collection writes to every object, and memory shared with the parent is copied when written to
-    signals.leave_last_line_to_launcher()
+    signals.is_rank_of(os.getppid())
     end_with_parent()
     heartbeat.begin(int(env["RANK"]), int(env["WORLD_SIZE"]))
     heartbeat.share(Path(env[FOLDER]))
@@ -252,5 +252,5 @@ def run_rank(env: dict[str, str], results: Any, worker: Worker, args: tuple[Any,
         heartbeat.fails(error)
         code = errors.EXIT_FAILED
     flush_output()
-    signals.remove_folder_of_launcher()
+    signals.clean_up()
     os._exit(code)
