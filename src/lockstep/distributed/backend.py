@@ -22,10 +22,7 @@ def float64_device(device: torch.device) -> torch.device:
 
 
 def choose_backend(name: str, info: RankInfo) -> str:
-    """Replace `auto` by nccl if each rank of this machine can have a GPU, else by gloo.
-
-    Raises ConfigError for nccl without a GPU for each rank.
-    """
+    """Replace `auto` by nccl if each rank of this machine can have a GPU, else by gloo. Raises ConfigError."""
     gpus = torch.cuda.device_count()  # asks NVML; is_available() would start CUDA, and a process with CUDA cannot fork
     enough = gpus > 0 and (gpus >= info.local_world_size or may_have_own_gpu(info))
     if name == "auto":

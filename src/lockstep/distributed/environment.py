@@ -50,10 +50,8 @@ class RankInfo:
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether all ranks are known to be on this machine, so that nothing needs to listen beyond it.
-
-        A starter that need not say how many ranks a machine has shows it by a loopback address alone.
-        """
+        """Whether all ranks are known to be on this machine, so that nothing needs to listen beyond it. A starter that
+        need not say how many ranks a machine has shows it by a loopback address alone."""
         known = self.started_by not in ("environment", "mpirun") or is_loopback(self.master_addr)
         return known and self.local_world_size >= self.world_size
 
@@ -64,10 +62,7 @@ def is_loopback(address: str) -> bool:
 
 
 def read_rank_info(env: Environment | None = None) -> RankInfo:
-    """Read torchrun's variables, else MPI's, else Slurm's; a world of one if there are none.
-
-    Raises ConfigError for variables that are missing or malformed.
-    """
+    """Read torchrun's variables, else MPI's, else Slurm's; a world of one if there are none. Raises ConfigError."""
     env = os.environ if env is None else env
     # Set for the tasks of an srun step, not in the batch script around it. srun sets PMI_SIZE alike.
     tasks, pmi_size = env.get("SLURM_STEP_NUM_TASKS"), env.get("PMI_SIZE")
@@ -169,9 +164,6 @@ def _port_of_job(job: str) -> int:
 
 
 def first_host(nodelist: str) -> str:
-    """The first name in a list: "gpu[07-09,12],cpu1" -> "gpu07", "rack[0-1]b[3,5]-ib" -> "rack0b3-ib".
-
-    An empty list is this machine.
-    """
+    """Of "gpu[07-09,12],cpu1" gpu07, of "rack[0-1]b[3,5]-ib" rack0b3-ib. An empty list is this machine."""
     first = re.match(r"([^,\[]|\[[^\]]*\])*", nodelist)  # up to a comma that is not in brackets
     return re.sub(r"\[(\w*)[^\]]*\]", r"\1", first[0] if first else "") or LOOPBACK

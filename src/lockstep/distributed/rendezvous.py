@@ -1,9 +1,7 @@
 """How ranks find each other: the store that they share, the rendezvous, and when their run started.
 
-The store is torch's: a file where our launcher has started all ranks on one machine, else a TCPStore, which rank 0 or
-the program that started the ranks hosts. torchrun keeps one store over all its restarts, so each process group gets a
-part of the store that no earlier one has used: a plain init_process_group would read the addresses of ranks that have
-exited. No torch at the top: `--cfg job` asks when the run started, and a world of one needs no store for it.
+torchrun keeps one store over all its restarts, so each process group gets a part of the store that no earlier one has
+used: a plain init_process_group would read the addresses of ranks that have exited. No torch at the top.
 """
 
 import os
@@ -27,42 +25,37 @@ NAME_SECONDS = 20.0  # for a host name to appear: a cluster may register a pod's
 LONGEST_PAUSE = 1.0  # seconds between two questions
 REQUESTS_PER_SECOND = 5_000  # of all ranks together: a TCPStore answers many times as many
 
-_stores: dict[RankInfo, "Store"] = {}
+_stores: dict[RankInfo, "Store"] = {}  # one for the life of this process
 
 
 def shared_store(info: RankInfo, timeout: timedelta = STORE_TIMEOUT) -> "Store":
-    """The store of the ranks that `info` describes, one for the life of this process. A world of one needs no port.
+    """The store of the ranks that `info` describes. timeout: for rank 0 to listen.
 
-    timeout: for rank 0 to listen. Raises ConfigError if rank 0 must listen at a port that another program uses, and
-    RankMissing.
+    Raises ConfigError if rank 0 must listen at a port that another program uses, and RankMissing.
     """
-    if info not in _stores:
-        _stores[info] = _open_store(info, timeout)
-    return _stores[info]
-
-
-def _open_store(info: RankInfo, timeout: timedelta) -> "Store":
     import torch.distributed as dist
 
     address, port = store_address(info), info.master_port
+    if info in _stores:
+        return _stores[info]
     if info.store_file:
-        return dist.FileStore(info.store_file, info.world_size)
-    if not port:
-        return dist.HashStore()
-    if info.agent_store or not info.is_rank_zero:
+        store: Store = dist.FileStore(info.store_file, info.world_size)
+    elif not port:
+        store = dist.HashStore()
+    elif info.agent_store or not info.is_rank_zero:
         _wait_until_listening(address, port, timeout.total_seconds())
-        return client_of_store(info, timeout)
-    try:
-        # All ranks here: at the loopback address, whatever name the machine has. torch listens at every interface.
-        listener = socket.create_server((LOOPBACK, port)).detach() if address == LOOPBACK else None
-        return dist.TCPStore(
-            address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
-        )
-    except (OSError, dist.DistNetworkError) as error:
-        raise ConfigError(
-            f"port {port} is taken or not to be had ({str(error).splitlines()[0]}); type MASTER_PORT={port + 1} before "
-            f"the command, or launch.master_port={port + 1}"
-        ) from None
+        store = client_of_store(info, timeout)
+    else:
+        try:
+            # All ranks here: at the loopback address, whatever name the machine has. torch listens at each interface.
+            listener = socket.create_server((LOOPBACK, port)).detach() if address == LOOPBACK else None
+            store = dist.TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener)
+        except (OSError, dist.DistNetworkError) as error:
+            what = f"port {port} is taken or not to be had ({str(error).splitlines()[0]})"
+            advice = f"type MASTER_PORT={port + 1} before the command, or launch.master_port={port + 1}"
+            raise ConfigError(f"{what}; {advice}") from None
+    _stores[info] = store
+    return store
 
 
 def client_of_store(info: RankInfo, timeout: timedelta) -> "Store":
@@ -95,17 +88,12 @@ def _wait_until_listening(address: str, port: int, seconds: float) -> None:
         time.sleep(LONGEST_PAUSE / 10)
 
 
-def _missing(complaint: str) -> RankMissing:
-    return RankMissing(
-        f"{complaint} within backend.timeout; type the same command, with the same world size, on every node"
-    )
+def _missing(what: str) -> RankMissing:
+    return RankMissing(f"{what} within backend.timeout; type the same command, with the same world size, on every node")
 
 
 def form_group(info: RankInfo, timeout: timedelta) -> "Store":
-    """The part of the shared store that all ranks of this world have agreed on. Every rank calls it.
-
-    Raises RankMissing for a rank that does not come within `timeout`.
-    """
+    """The part of the shared store that all ranks have agreed on. Every rank calls it. Raises RankMissing."""
     from torch.distributed import PrefixStore
 
     store = shared_store(info, timeout)
@@ -125,11 +113,11 @@ def agree_on_nonce(store: "Store", rank: int, size: int, timeout: timedelta) -> 
     if rank == 0:
         nonce = uuid.uuid4().hex
         store.set("meet/nonce", nonce)
-        names = {
-            other: _value_of(store, f"meet/{nonce}/ack/{other}", deadline, f"rank {other} did not join the rendezvous")
+        names = [
+            _value_of(store, f"meet/{nonce}/ack/{other}", deadline, f"rank {other} did not join the rendezvous")
             for other in range(1, size)
-        }
-        for other, name in names.items():
+        ]
+        for other, name in enumerate(names, start=1):
             store.set(f"meet/{nonce}/go/{other}", name)
         return nonce
     name, seen = uuid.uuid4().hex, ""
@@ -158,12 +146,9 @@ def _value_of(store: "Store", key: str, deadline: float, complaint: str) -> str:
 
 @cache
 def run_started_at(info: RankInfo, is_noted: bool = True, timeout: timedelta = STORE_TIMEOUT) -> datetime:
-    """When this run started, by rank 0's clock: the same moment on every rank and after every restart by torchrun.
-
-    It is asked before Hydra composes, so all ranks compose the same run folder, however far apart they start.
-    is_noted: a job that Slurm requeues finds the moment of its first start in a file. timeout: for rank 0 to come.
-    Raises RankMissing.
-    """
+    """When this run started, by rank 0's clock: the same moment on every rank and after every restart by torchrun, so
+    all compose the same run folder. is_noted: a job that Slurm requeues finds its first start in a file. Raises
+    RankMissing."""
     now = _first_start() if is_noted and info.is_rank_zero else datetime.now()
     if not info.master_port:
         return now

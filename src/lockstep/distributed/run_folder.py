@@ -1,7 +1,4 @@
-"""The run folder: what to type if it cannot be written to, one config in it, and the lock by which one run holds it.
-
-No torch here.
-"""
+"""The run folder: one config in it, and the lock by which one run holds it. No torch here."""
 
 import errno
 import logging
@@ -41,10 +38,8 @@ def folder_of_run(resume: str) -> Path:
 
 
 def require_same_run(record: ConfigRecord, run_dir: str, elsewhere: str | None = None) -> None:
-    """Raise ConfigError if `run_dir` has snapshots of a run of other values: one folder, one config.
-
-    elsewhere: what to type to train with these values.
-    """
+    """Raise ConfigError if `run_dir` has snapshots of a run of other values. elsewhere: what to type to train with
+    these."""
     folder = Path(run_dir)
     path = folder / RECORD / "config.yaml"
     if not path.is_file() or not any(folder.glob("snapshots/step_*")):
@@ -71,12 +66,10 @@ def go_on_words(folder: str | Path) -> str:
 
 
 class HeldFolder:
-    """The run folder while this run holds it: a file lock that the kernel releases when its process ends.
+    """The folder of a run, or of a sweep (`what`), while this process holds it: a file lock that the kernel releases.
 
     It is a POSIX record lock: a forked DataLoader worker does not inherit it, so it cannot outlive the rank. Closing
     any file object of `.lock` in this process releases it.
-
-    what: run, or sweep for the folder of a sweep, which its parent process holds in the same way.
     """
 
     def __init__(self, folder: Path, what: str = "run") -> None:
@@ -119,10 +112,7 @@ class HeldFolder:
 
 @contextmanager
 def hold_run_folder(folder: str | Path, world: "World") -> Iterator[None]:
-    """Rank 0 holds a lock on `folder` while the block runs. Every rank calls this.
-
-    Raises CannotStartNow on every rank if another run holds the folder, or if it cannot be written to.
-    """
+    """Rank 0 holds a lock on `folder` while the block runs. Every rank calls this. Raises CannotStartNow on all."""
     held = HeldFolder(Path(folder))
     try:
         problem = world.broadcast_json(held.lock() if world.is_rank_zero else None)

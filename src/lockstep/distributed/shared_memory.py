@@ -25,10 +25,8 @@ SumInPlace = Callable[[Tensor], object]
 
 
 def sum_of_vectors(world: World, length: int, dtype: torch.dtype) -> SumInPlace:
-    """The fastest sum over the ranks of `world`: through shared memory, or else the process group's all-reduce.
-
-    length: the usual number of values. For 65 values on 2 busy CPU ranks shared memory takes a tenth of gloo's time.
-    """
+    """The fastest sum of about `length` values over the ranks: through shared memory, or else by an all-reduce. For 65
+    values on 2 busy CPU ranks shared memory takes a tenth of gloo's time."""
     try:
         return SharedMemorySum(world, length, dtype)
     except ConfigError:  # raised on all ranks alike
@@ -36,13 +34,12 @@ def sum_of_vectors(world: World, length: int, dtype: torch.dtype) -> SumInPlace:
 
 
 class SharedMemorySum:
-    """Sums vectors over the ranks of `world`, which must be CPU ranks of one machine.
+    """Sums vectors over the ranks of `world`, those longer than `length` in pieces. Raises ConfigError on all ranks if
+    they are not CPU ranks of one machine that see each other's files.
 
-    length: the usual number of values in a vector; longer vectors are summed in pieces. Each rank copies its vector
-    into its own slot, sums one part of all slots, and copies the whole sum back. Each part is summed once, in the order
-    of `tree_sum`, so all ranks hold the same bits. Ranks wait for each other by a byte through a pipe: no rank spins if
-    there are more ranks than cores, and a rank that exits is noticed at once. Raises ConfigError on all ranks for GPUs,
-    for several machines, and for ranks that do not see each other's files.
+    Each rank copies its vector into its own slot, sums one part of all slots, and copies the whole sum back. Each part
+    is summed once, in the order of `tree_sum`, so all ranks hold the same bits. Ranks wait for each other by a byte
+    through a pipe: no rank spins if there are more ranks than cores, and a rank that exits is noticed at once.
     """
 
     def __init__(self, world: World, length: int, dtype: torch.dtype) -> None:
@@ -74,10 +71,8 @@ class SharedMemorySum:
         self.world.barrier()
 
     def __call__(self, vector: Tensor) -> None:
-        """Sum `vector` (n,) over the ranks, in place.
-
-        Raises TimeoutError for a rank that does not come, and ConnectionError for one that has exited.
-        """
+        """Sum `vector` (n,) in place. Raises TimeoutError for a rank that does not come, ConnectionError for one that
+        has exited."""
         rank, size = self.world.rank, self.world.size
         heartbeat.sums(len(vector))
         for piece in torch.split(vector, self.slots.shape[1]):

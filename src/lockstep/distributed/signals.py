@@ -67,10 +67,8 @@ def end_at_signals() -> None:
 
 
 def listen(run_dir: str | Path = ".") -> None:
-    """Listen in a thread, which gets a signal also while this process waits in torch. For a rank.
-
-    The first signal ends the process, except inside `stop_after_saving`.
-    """
+    """Listen in a thread, which gets a signal also while this process waits in torch. For a rank. The first signal ends
+    the process, except inside `stop_after_saving`."""
     _process.run_dir = run_dir
     # Slurm can preempt a job before it trains. Such a job must not fail, so it stops after its first step.
     _process.saves_first = read_rank_info().started_by == "srun"
@@ -133,10 +131,8 @@ def blocked() -> Iterator[None]:
 
 @contextmanager
 def stop_after_saving() -> Iterator[None]:
-    """Inside the block, and after it, the ranks save after the first signal, and end together.
-
-    An error about a lost rank becomes StoppedEarly, if this rank was asked to stop before.
-    """
+    """Inside the block, and after it, the ranks save after the first signal, and end together. An error about a lost
+    rank becomes StoppedEarly, if this rank was asked to stop before."""
     _process.saves_first = True
     try:
         yield
@@ -144,33 +140,32 @@ def stop_after_saving() -> Iterator[None]:
         # A launcher asks the others to stop when a rank has failed.
         is_stop = stop_requested() and read_rank_info().world_size > 1 and is_echo(error)
         if is_stop and not has_failed_rank(heartbeat.folder):
-            raise unsaved_stop() from error
+            raise stopped_early() from error
         raise
 
 
-def unsaved_stop(reason: str = "asked to stop, but not every rank answered", number: int = 0) -> StoppedEarly:
-    """The error for a run whose last step may be in no snapshot. number: of the signal that has ended it at once."""
-    folder = Path(_process.run_dir)
-    newest = newest_snapshot(folder)
-    where = "no snapshot was saved; start again with the same command"
-    if newest is not None:
-        where = f"the last good snapshot is {newest}; go on there with {go_on_words(folder)}"
-    return StoppedEarly(f"{reason}; {where}", _code(number))
-
-
-def ended_at_once(number: int, in_training: bool) -> StoppedEarly:
-    """The error for a process that signal `number` ends at once. in_training: it is a second one, in training."""
-    if in_training:
-        return unsaved_stop(f"ended at once by a second {_name(number)}", number)
-    return StoppedEarly(f"ended by {_name(number)}; there is nothing to save", _code(number))
-
-
-def _code(number: int) -> int:
-    return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED_WITHOUT_SNAPSHOT
+def stopped_early(number: int | None = None, in_training: bool = True) -> StoppedEarly:
+    """The error for a process that signal `number` ends at once, which in training is a second one; for a rank that has
+    not answered a stop, if there is no number. The last step may be in no snapshot."""
+    code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED_WITHOUT_SNAPSHOT
+    if number is not None and not in_training:
+        return StoppedEarly(f"ended by {_name(number)}; there is nothing to save", code)
+    reason = "asked to stop, but not every rank answered"
+    if number is not None:
+        reason = f"ended at once by a second {_name(number)}"
+    if (newest := newest_snapshot(Path(_process.run_dir))) is None:
+        return StoppedEarly(f"{reason}; no snapshot was saved; start again with the same command", code)
+    words = f"the last good snapshot is {newest}; go on there with {go_on_words(_process.run_dir)}"
+    return StoppedEarly(f"{reason}; {words}", code)
 
 
 def _name(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def _print(line: str) -> None:
+    with suppress(OSError, ValueError):  # the terminal is closed
+        print(line, file=sys.stderr, flush=True)
 
 
 def handle_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
@@ -190,11 +185,6 @@ def _on_signal(number: int, frame: FrameType | None = None) -> None:
         _print(f"{_name(number)}: stopping after this step; a second one ends at once")
 
 
-def _print(line: str) -> None:
-    with suppress(OSError, ValueError):  # the terminal is closed
-        print(line, file=sys.stderr, flush=True)
-
-
 def _read_signals(reader: int) -> None:
     while True:
         ready, _, _ = select.select([reader], [], [], 1.0)
@@ -212,7 +202,7 @@ def _read_signals(reader: int) -> None:
 
 def _end(number: int) -> None:
     heartbeat.enter("end")
-    stopped, info = ended_at_once(number, _process.saves_first), read_rank_info()
+    stopped, info = stopped_early(number, _process.saves_first), read_rank_info()
     # One process of a machine prints the last line. The exit code tells a launcher whether the rank tried to save.
     prints = _process.launcher is None and (info.local_rank == 0 or info.started_by == "environment")
     if prints:
@@ -239,6 +229,15 @@ class Relay(Asked):
         if self.first is not None:
             self.send(self.first, new)
 
+    def send(self, number: int, pids: Sequence[int]) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.note(number)
+        self.send(number, self.pids)
+
     def __enter__(self) -> Self:
         self.before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         handle_signals(self._pass_on)
@@ -249,12 +248,3 @@ class Relay(Asked):
     def __exit__(self, *exception: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.note(number)
-        self.send(number, self.pids)
-
-    def send(self, number: int, pids: Sequence[int]) -> None:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)

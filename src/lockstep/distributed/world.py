@@ -33,9 +33,9 @@ PREPARE_TIMEOUT = timedelta(days=2)  # for a download or a conversion of data, w
 class World:
     """This rank's place among the ranks that train together, and the collectives they use.
 
-    device: of its tensors. store: the keys and values that all ranks of this world share. timeout: seconds that a
-    collective waits for a rank. control: the group of tensors of the CPU. It is gloo's, beside the backend's own, and
-    never makes a GPU wait. here: {rank: its process} of this machine. machines: the lowest rank of each machine.
+    device: of its tensors. store: keys and values that all ranks share. timeout: seconds that a collective waits for a
+    rank. control: gloo's group of tensors of the CPU, which never makes a GPU wait. here: {rank: its process} of this
+    machine. machines: the lowest rank of each machine.
     """
 
     rank: int
@@ -83,8 +83,8 @@ class World:
         return found.bool().tolist()
 
     def all_gather_samples(self, tensor: Tensor) -> tuple[Tensor, int]:
-        """(the rows of every rank's `tensor` of numbers (n, ...), on every rank, as (N, ...) in the order of ranks, and
-        where among them this rank's begin). n may differ, and be 0. It is for a loss that compares samples of a batch.
+        """(the rows of every rank's `tensor` of numbers (n, ...), as (N, ...) in the order of ranks, and where among
+        them this rank's begin). n may differ, and be 0. It is for a loss that compares samples of a batch.
 
         A row's gradient is the sum of its gradients on all ranks. So a rank's loss must be its share of the whole one:
         the losses of its own n samples alone. Raises ValueError, on all ranks, for rows of several shapes or types.
@@ -139,10 +139,8 @@ class World:
         self.control.barrier(options).wait()
 
     def once_per_machine(self, work: Callable[[], object]) -> None:
-        """Run `work` in the first rank of each machine, such as a download. The others wait as long as it takes.
-
-        Raises a ConfigError of `work` on all ranks. After another error all ranks fail at once.
-        """
+        """Run `work` in the first rank of each machine, such as a download. The others wait as long as it takes. A
+        ConfigError of `work` is raised on all ranks."""
         problem = None
         if self.local_rank == 0:
             try:
@@ -179,9 +177,8 @@ def join_world(
 ) -> Iterator[World]:
     """Form a process group with the other ranks, and destroy it however the block ends.
 
-    name: auto, gloo, nccl or mpi. timeout: seconds that a collective waits for a rank. threads: see
-    `number_of_threads`. socket_ifname, nccl: see `set_variables`. bind_device: False if this rank computes on several
-    GPUs. Raises ConfigError as `choose_backend` does.
+    The keys are those of the config's `backend`, see `lockstep.distributed.backend`, which raises ConfigError.
+    bind_device: False if this rank computes on several GPUs.
     """
     info, wait = read_rank_info(), timedelta(seconds=timeout)
     if heartbeat.folder is None:
@@ -213,9 +210,6 @@ def join_world(
             dist.destroy_process_group()
 
 
-# What all ranks must have alike.
-
-
 def require_same_config(world: World, flat: dict[str, Any], shown: dict[str, Any], hint: str) -> None:
     """Raise ConfigError, on all ranks, if they hold different `flat` configs {key: plain value}. A collective.
 
@@ -232,10 +226,7 @@ def require_same_config(world: World, flat: dict[str, Any], shown: dict[str, Any
 
 
 def require_same_data(world: World, name: str, length: int, fingerprint: str) -> None:
-    """Raise ConfigError, on all ranks, if a data set differs between ranks. A collective.
-
-    fingerprint: see `lockstep.snapshots.fingerprint`.
-    """
+    """Raise ConfigError, on all ranks, if a data set differs between ranks. A collective."""
     (count, first), *others = world.all_gather_json([length, fingerprint])
     for rank, (samples, other) in enumerate(others, start=1):
         what = f"the {name} has {samples} samples on rank {rank} and {count} on rank 0"

@@ -47,9 +47,8 @@ class EnvLauncher(Launcher):
 
 def _tell_torchrun(report: dict[str, Any], rank: int) -> None:
     """Of the ranks' errors torchrun names the earliest, by whole seconds."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        delay = 0 if report["first"]["rank"] == rank else ECHO_DELAY
-        message = screen(report).partition("\n")[0].removeprefix("lockstep: ")
-        root_cause = {"message": message, "timestamp": str(int(time.time()) + delay)}
-        with suppress(OSError):
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(root_cause))
+    delay = 0 if report["first"]["rank"] == rank else ECHO_DELAY
+    message = screen(report).partition("\n")[0].removeprefix("lockstep: ")
+    with suppress(OSError, KeyError):
+        file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        file.write_text(json.dumps({"message": message, "timestamp": str(int(time.time()) + delay)}))

@@ -43,10 +43,7 @@ STOP_EXITS = (errors.EXIT_RESUMABLE, errors.EXIT_STOPPED_WITHOUT_SNAPSHOT)
 
 
 def resolve_nproc(nproc_per_node: int | str) -> int:
-    """The number of ranks on this machine, by torchrun's rules.
-
-    cpu: one per core. gpu: one per GPU. auto: one per GPU if there are any, else one per core. Raises ConfigError.
-    """
+    """The number of ranks on this machine, by torchrun's rules. Raises ConfigError."""
     if isinstance(nproc_per_node, int):
         return nproc_per_node
     if nproc_per_node == "cpu":
@@ -82,7 +79,7 @@ class LocalLauncher(Launcher):
         resolve_nproc(self.nproc_per_node)
         refuse_nesting()
         if self.nnodes > 1:
-            node_rank_info(*self.node)
+            node_rank_info(*self.node)  # refuses a number that does not fit
             if self.start_method == "fork" or self.max_restarts:  # their store has threads, and no forks beside them
                 raise ConfigError(
                     "several nodes need launch=spawn, and launch.max_restarts=0: torchrun --max-restarts can do that"
@@ -106,74 +103,55 @@ class LocalLauncher(Launcher):
             env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
             if node.is_rank_zero:
                 shared_store(node)
-        # Made before the ranks, the folder of multiprocessing is theirs, too: it goes with the last of them.
-        temporary = multiprocessing.util.get_temp_dir()
         with signals.Relay() as relay:
             for attempt in itertools.count():
-                folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=temporary))
-                env |= {FOLDER: str(folder), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-                env |= {STORE_FILE: str(folder / "store")} if self.nnodes == 1 else {}
                 try:
-                    value, ends = self._run(env, relay, worker, args)
-                    error = outcome(folder, ends, relay)
-                finally:
-                    shutil.rmtree(folder, ignore_errors=True)
-                if error is None:
-                    return value
-                is_alike = (
-                    isinstance(error, RankFailed) and error.report.get("first", {}).get("kind") in errors.RAISED_BY_ALL
-                )
-                if (
-                    not isinstance(error, RankFailed)
-                    or is_alike
-                    or attempt == self.max_restarts
-                    or relay.first is not None
-                ):
-                    raise error
-                if error.report.get("will_fail_again"):
-                    print_line("lockstep: no restart: the same failure came again at the same step", sys.stdout)
-                    raise error
-                headline = str(error).partition("\n")[0]
-                print_line(f"{headline}\nlockstep: restart {attempt + 1} of {self.max_restarts}", sys.stdout)
+                    return self._run(env | {"TORCHELASTIC_RESTART_COUNT": str(attempt)}, relay, worker, args)
+                except RankFailed as failed:
+                    is_alike = failed.report.get("first", {}).get("kind") in errors.RAISED_BY_ALL
+                    if attempt == self.max_restarts or relay.first is not None or is_alike:
+                        raise
+                    if failed.report.get("will_fail_again"):
+                        print_line("lockstep: no restart: the same failure came again at the same step", sys.stdout)
+                        raise
+                    headline = str(failed).partition("\n")[0]
+                    print_line(f"{headline}\nlockstep: restart {attempt + 1} of {self.max_restarts}", sys.stdout)
 
     def _run(self, env: dict[str, str], relay: signals.Relay, worker: Worker, args: tuple[Any, ...]) -> Any:
-        """Start all ranks and wait for them. Returns rank 0's value, and how each rank of this machine has ended."""
+        """Start the ranks of this machine once, and wait for them. Returns rank 0's value."""
         from torch import multiprocessing as torch_multiprocessing  # it shares tensors that are sent between processes
 
+        # Made before the ranks, the folder of multiprocessing is theirs, too: it goes with the last of them.
+        folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=multiprocessing.util.get_temp_dir()))
+        env |= {FOLDER: str(folder)} | ({STORE_FILE: str(folder / "store")} if self.nnodes == 1 else {})
         context: Any = torch_multiprocessing.get_context(self.start_method)
         reader, writer = context.Pipe(duplex=False)
         ranks_here = int(env["LOCAL_WORLD_SIZE"])
         processes = {
-            self.node_rank * ranks_here + local: context.Process(
-                target=run_rank,
-                args=(
-                    env | {"RANK": str(self.node_rank * ranks_here + local), "LOCAL_RANK": str(local)},
-                    writer,
-                    worker,
-                    args,
-                ),
-            )
-            for local in range(ranks_here)
+            rank: context.Process(target=run_rank, args=(rank, rank % ranks_here, env, writer, worker, args))
+            for rank in range(self.node_rank * ranks_here, (self.node_rank + 1) * ranks_here)
         }
         try:
             with signals.blocked():
                 for process in processes.values():
                     process.start()
                 relay.start([process.pid for process in processes.values()])
-            return wait(processes, reader, Path(env[FOLDER]), relay)
+            value, ends = wait(processes, reader, folder, relay)
+            if (error := outcome(folder, ends, relay)) is not None:
+                raise error
+            return value
         finally:
             for process in processes.values():
                 if process.is_alive():
                     process.kill()
             reader.close()
             writer.close()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def wait(processes: dict[int, Any], results: Any, folder: Path, relay: signals.Relay) -> tuple[Any, dict[int, End]]:
     """Wait until all ranks have ended. Returns rank 0's value, which may be larger than a pipe holds, and their ends.
-
-    Kills those that do not end, after a failure or while the others have stopped. folder: that they share.
-    """
+    Kills those that do not end, after a failure or while the others have stopped."""
     value, ends, waiting, killed, deadline = None, dict[int, End](), dict(processes), set[int](), math.inf
     while waiting or results.poll():
         sentinels = [process.sentinel for process in waiting.values()]
@@ -199,18 +177,17 @@ def wait(processes: dict[int, Any], results: Any, folder: Path, relay: signals.R
 
 def outcome(folder: Path, ends: dict[int, End], relay: signals.Relay) -> BaseException | None:
     """What the exit codes of the ranks and their records in the folder say; None if all have finished."""
-    codes = [end.code for end in ends.values()]
+    codes, stopped = [end.code for end in ends.values()], None
     before_training = [number for number in signals.STOP_SIGNALS if 128 + number in codes]
     have_stopped = any(code in STOP_EXITS for code in codes)
-    stopped = None
     if relay.second is not None:
-        stopped = signals.ended_at_once(relay.second, in_training=True)
+        stopped = signals.stopped_early(relay.second)
     elif have_stopped and all(code in (errors.EXIT_FINISHED, *STOP_EXITS) for code in codes):
         return StoppedEarly("the ranks stopped early", max(code or 0 for code in codes))  # rank 0 has said so
     elif before_training:
-        stopped = signals.ended_at_once(before_training[0], in_training=False)
+        stopped = signals.stopped_early(before_training[0], in_training=False)
     elif have_stopped and relay.first is not None:
-        stopped = signals.unsaved_stop()
+        stopped = signals.stopped_early()
     if stopped is not None:
         print_line(f"lockstep: {stopped}", sys.stderr)
         return stopped
@@ -227,22 +204,21 @@ def outcome(folder: Path, ends: dict[int, End], relay: signals.Relay) -> BaseExc
     return (CannotStartNow if can_start_later else ConfigError)(first["message"])
 
 
-def run_rank(env: dict[str, str], results: Any, worker: Worker, args: tuple[Any, ...]) -> NoReturn:
-    """What a rank process runs: `worker(*args)`, then an exit that skips the interpreter's teardown.
-
-    results: takes rank 0's value. How the rank ends stands in the folder of ranks, and the launcher shows it. The
-    teardown is skipped since gloo's threads sometimes abort it, and a finished run would count as failed.
-    """
-    os.environ |= env
+def run_rank(
+    rank: int, local_rank: int, env: dict[str, str], results: Any, worker: Worker, args: tuple[Any, ...]
+) -> NoReturn:
+    """What a rank process runs: `worker(*args)`, then an exit that skips the interpreter's teardown, which gloo's
+    threads sometimes abort. results: takes rank 0's value. The folder of ranks tells how this one ends."""
+    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(local_rank))
     gc.freeze()  # a collection writes to every object, and memory shared with the parent is copied when written to
     signals.is_rank_of(os.getppid())
     end_with_parent()
-    heartbeat.begin(int(env["RANK"]), int(env["WORLD_SIZE"]))
+    heartbeat.begin(rank, int(env["WORLD_SIZE"]))
     heartbeat.share(Path(env[FOLDER]))
     code = errors.EXIT_FINISHED
     try:
         value = worker(*args)
-        if env["RANK"] == "0":
+        if rank == 0:
             results.send(value)
         heartbeat.enter("end")
     except StoppedEarly as stopped:

@@ -42,9 +42,7 @@ exit $code
 
 class SlurmLauncher(Launcher):
     """Submits this run; srun starts its ranks on the job's nodes, and `launch=env` joins them there.
-
-    conf/launch/slurm.yaml describes the keys. run_dir: on a file system that all nodes share.
-    """
+    conf/launch/slurm.yaml describes the keys."""
 
     runs_elsewhere = True
 
@@ -76,11 +74,8 @@ class SlurmLauncher(Launcher):
         return self.ranks
 
     def launch(self, worker: Worker, *args: Any) -> None:
-        """Submit the job, which starts `src/train.py` anew: `worker` and `args` are not used.
-
-        That of a sweep is waited for, and cancelled at a signal: its ranks save. Then it raises StoppedEarly, and
-        RankFailed for one that has failed. Raises ConfigError if sbatch refuses the job.
-        """
+        """Submit the job, which starts `src/train.py` anew: `worker` and `args` are not used. That of a sweep is waited
+        for, and cancelled at a signal: its ranks save. Raises ConfigError if sbatch refuses the job."""
         script, path, is_swept, is_cancelled = self.script(), self.folder / "job.sh", SWEEP in os.environ, False
         if self.dry_run:
             print(script, end="")
