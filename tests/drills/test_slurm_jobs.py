@@ -110,10 +110,7 @@ def start_srun(start_faulty, slurm: SlurmCluster, tmp_path: Path, phase: str, se
     return run
 
 
-@pytest.mark.parametrize(
-    ("phase", "number"),
-    [("meeting", signal.SIGINT), ("evaluation", signal.SIGHUP)],
-)
+@pytest.mark.parametrize(("phase", "number"), [("meeting", signal.SIGINT), ("evaluation", signal.SIGHUP)])
 def test_a_signal_to_a_typed_srun_loses_no_finished_snapshot(start_faulty, slurm, tmp_path, phase, number):
     """srun asks for a second Ctrl-C, and then kills its tasks at once, as it does when the terminal closes."""
     trains = phase in ("step", "evaluation")

@@ -10,11 +10,7 @@ from support.configs import composed
 from support.worlds import distance, in_world, train_all, weights
 
 DOUBLE = ["trainer.precision=fp64", "logger=[]", "trainer.epochs=1"]
-DRAWING = [
-    "model._target_=support.memory.Drawing",
-    "~model.shape",
-    "~model.classes",
-]
+DRAWING = ["model._target_=support.memory.Drawing", "~model.shape", "~model.classes"]
 
 
 @pytest.mark.parametrize(
