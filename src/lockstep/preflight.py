@@ -10,7 +10,7 @@ import torch
 from lockstep.config.check import check_nodes, instantiate, instantiate_as, locate
 from lockstep.config.schema import RunConfig
 from lockstep.data.build import prepare_first
-from lockstep.distributed import backend, environment, run_folder, signals
+from lockstep.distributed import backend, environment, signals
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode
@@ -43,7 +43,6 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
         raise ConfigError(f"mode={mode.name} is no training, and a sweep trains; type the command without -m")
     parts = build_parts(config, launcher, mode)
     if starts and not (mode.starts_ranks or launcher.runs_elsewhere):
-        run_folder.check_run_folder(config.run_dir)
         signals.set_run_folder(config.run_dir)
         if launcher.starts_processes:
             prepare_first(config)

@@ -41,11 +41,7 @@ def handles_signals(pid: int) -> bool:
     return bool(int(caught, 16) & 1 << signal.SIGTERM - 1)
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    ROWS,
-    ids=lambda value: getattr(value, "name", None) or " ".join(value),
-)
+@pytest.mark.parametrize(("number", "words"), ROWS, ids=lambda value: getattr(value, "name", None) or " ".join(value))
 def test_an_early_interrupt_ends_the_command_at_once_and_without_a_traceback(start, number, words):
     codes = []
     for moment in MOMENTS:

@@ -1,8 +1,6 @@
 """Every launcher on one machine: what its processes listen at, and what another machine reaches of it."""
 
 import os
-import shutil
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -11,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from support import hosts as namespaces
-from support.commands import PYTHON_TRAIN, Command, wait_for
+from support.commands import LAUNCHERS, PYTHON_TRAIN, Command, skip_without_mpirun, wait_for
 from support.hosts import Hosts
 from support.run_folders import has_logged
 from support.sockets import descendants, is_loopback, listening_addresses
@@ -19,13 +17,6 @@ from support.sockets import descendants, is_loopback, listening_addresses
 pytestmark = pytest.mark.drill
 
 LONG = ["backend=gloo", "model=mlp", "model.width=512", "trainer.epochs=1000", "hydra.run.dir=run"]
-OURS = {
-    "plain": PYTHON_TRAIN,
-    "torchrun": [*PYTHON_TRAIN, "launch=torchrun"],
-    "spawn": [*PYTHON_TRAIN, "launch=spawn"],
-    "fork": [*PYTHON_TRAIN, "launch=fork"],
-}
-MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *PYTHON_TRAIN]
 # What srun sets for the two tasks of a step on one node whose name has a LAN address.
 SRUN = {
     "SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": 2, "SLURM_NODEID": 0,
@@ -53,26 +44,13 @@ def assert_only_loopback(commands: list[Command], at_least: int) -> None:
     assert all(map(is_loopback, found)), found
 
 
-@pytest.mark.parametrize("launcher", OURS)
-def test_our_launchers_listen_at_loopback_only(start: Callable[..., Command], launcher: str) -> None:
-    ports = 1 if launcher == "plain" else 2  # one for each rank: their store is a file
-    assert_only_loopback([start(*OURS[launcher], *LONG)], ports)
+PORTS = {"python": 1, "launch=torchrun": 2, "launch=spawn": 2, "launch=fork": 2, "mpirun": 3}  # 3: no file is the store
 
 
-def test_a_restarted_torchrun_launch_listens_at_loopback_only(start: Callable[..., Command]) -> None:
-    run = start(*OURS["torchrun"], *LONG, "launch.max_restarts=1", "snapshot.every=5steps")
-    folder = run.cwd / "run"
-    wait_for(lambda: has_logged(folder, "epoch 1/"), "training", 120)
-    first = all_listeners([run])
-    os.kill(next(iter(first.values())), signal.SIGKILL)
-    wait_for(lambda: has_logged(folder, "resumed from"), "restart", 120)
-    wait_for(lambda: len(all_listeners([run])) >= 2, "ports of the second attempt", 60)
-    assert all(map(is_loopback, all_listeners([run])))
-
-
-@pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun is missing: apt-get install openmpi-bin")
-def test_ranks_of_mpirun_listen_at_loopback_only(start: Callable[..., Command]) -> None:
-    assert_only_loopback([start(*MPIRUN, *LONG)], 3)
+@pytest.mark.parametrize("starter", PORTS)
+def test_ranks_on_one_machine_listen_at_loopback_only(start: Callable[..., Command], starter: str) -> None:
+    skip_without_mpirun(starter)
+    assert_only_loopback([start(*LAUNCHERS[starter], *LONG)], PORTS[starter])
 
 
 def test_tasks_of_srun_on_one_node_listen_at_loopback_only(start: Callable[..., Command]) -> None:
@@ -93,11 +71,10 @@ for port in sys.argv[2:]:
 
 
 @pytest.mark.skipif(namespaces.MISSING, reason=namespaces.REASON)
-@pytest.mark.parametrize("launcher", ["torchrun", "spawn"])  # what the others listen at, the tests above say
-def test_another_machine_reaches_no_port_of_a_launch(start: Callable[..., Command], launcher: str) -> None:
+def test_another_machine_reaches_no_port_of_a_launch(start: Callable[..., Command]) -> None:
     with Hosts(2) as hosts:
         hosts.set_names(0, {socket.gethostname(): 0})  # the host's name has its LAN address, as on most clusters
-        run = start(*hosts.on(0, *OURS[launcher], *LONG))
+        run = start(*hosts.on(0, *LAUNCHERS["launch=spawn"], *LONG))
         wait_for(lambda: has_logged(run.cwd / "run", "epoch 1/"), "training", 120)
         ports = sorted({place.rpartition(":")[2] for place in listening_addresses(hosts.processes(0))})
         assert ports

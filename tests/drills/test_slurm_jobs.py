@@ -110,10 +110,7 @@ def start_srun(start_faulty, slurm: SlurmCluster, tmp_path: Path, phase: str, se
     return run
 
 
-@pytest.mark.parametrize(
-    ("phase", "number"),
-    [("meeting", signal.SIGINT), ("step", signal.SIGINT), ("evaluation", signal.SIGHUP)],
-)
+@pytest.mark.parametrize(("phase", "number"), [("meeting", signal.SIGINT), ("evaluation", signal.SIGHUP)])
 def test_a_signal_to_a_typed_srun_loses_no_finished_snapshot(start_faulty, slurm, tmp_path, phase, number):
     """srun asks for a second Ctrl-C, and then kills its tasks at once, as it does when the terminal closes."""
     trains = phase in ("step", "evaluation")
@@ -133,7 +130,7 @@ def test_a_signal_to_a_typed_srun_loses_no_finished_snapshot(start_faulty, slurm
         ).finish()
 
 
-@pytest.mark.parametrize(("phase", "name"), [("step", "HUP"), ("step", "TERM"), ("evaluation", "INT")])
+@pytest.mark.parametrize(("phase", "name"), [("step", "TERM"), ("evaluation", "INT")])
 def test_a_signal_by_scancel_saves_the_last_step(start_faulty, slurm, tmp_path, phase, name):
     run = start_srun(start_faulty, slurm, tmp_path, phase, 0.2)
     slurm.run("scancel", f"--signal={name}", slurm.run("squeue", "--noheader", "--format=%i").strip())
@@ -161,24 +158,6 @@ def test_a_task_killed_for_want_of_memory_is_told_with_its_cause(start, slurm):
     assert text.startswith("lockstep: rank 1 of 2 failed first ")
     assert "the system killed it because the machine, its container or its Slurm job has no memory left" in text
     assert "(for Slurm: --mem)" in text
-
-
-def test_the_end_of_the_time_is_told_as_slurms_reason(start, slurm):
-    job, cwd = submit(start, slurm, "trainer.epochs=300")
-    wait_until_logged(cwd, "epoch 1/")
-    slurm.run("scontrol", "update", f"JobId={job}", "EndTime=now")  # Slurm looks at the limits every 30 s
-    folder = wait_until_logged(cwd, "stopped early")
-    step = stopped_at(folder)
-    assert f"stopped early at step {step}; go on there with " in read_log(folder)
-    assert slurm.wait_for_job(job, "TIMEOUT")["Restarts"] == "0"
-
-
-def test_a_config_folder_of_ones_own_reaches_the_ranks(start, slurm, tmp_path):
-    (tmp_path / "mine" / "experiment").mkdir(parents=True)
-    (tmp_path / "mine" / "experiment" / "own.yaml").write_text("# @package _global_\ntrainer:\n  epochs: 1\n")
-    job, cwd = submit(start, slurm, f"--config-dir={tmp_path}/mine", "experiment=own")
-    slurm.wait_for_job(job, "COMPLETED")
-    assert "epoch 1/1" in read_log(wait_until_logged(cwd, "epoch 1/"))
 
 
 def test_a_sweep_waits_for_its_jobs_and_goes_on_after_a_stop(start, slurm, tmp_path):

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, children, own_data, ranks_of_torchrun, wait_for
+from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, children, own_data, wait_for
 from support.run_folders import SLOW, position, stopped_at
 from support.worlds import same_bits
 
@@ -28,30 +27,24 @@ def gone(pids: list[int]) -> bool:
     return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-def interrupt(start, folder, launch):
-    """A run that was stopped by Ctrl-C in its second step or later. Returns its command."""
-    command = [*PYTHON_TRAIN, *READ_BY_WORKERS, f"launch={launch}", f"hydra.run.dir={folder}"]
+@pytest.mark.parametrize("starter", [["launch=env"], ["launch=torchrun"], TORCHRUN], ids=["env", "launch", "torchrun"])
+def test_a_run_that_was_stopped_in_mid_epoch_goes_on_to_the_same_bits(start, tmp_path, starter):
+    folder, ours = tmp_path / "run", starter is not TORCHRUN
+    agent = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN]
+    command = [*PYTHON_TRAIN, *starter] if ours else agent
+    command += [*READ_BY_WORKERS, f"hydra.run.dir={folder}"]
     run = start(*command, PYTHONPATH=ROOT / "tests")
     wait_for(lambda: position(folder)[0] >= 2, "snapshot")
     processes = descendants(run.process.pid)
-    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
-    run.finish(75)
+    run.send(signal.SIGINT if ours else signal.SIGTERM, "group" if ours else "launcher")  # as a terminal does; kill
+    run.finish(75 if ours else None)
     assert position(folder)[0] == stopped_at(folder) < 192  # all steps
     wait_for(lambda: gone(processes), "end of all processes", 20)
-    return command
-
-
-@pytest.mark.parametrize("launch", ["env", "fork"])  # torchrun: below
-def test_ctrl_c_saves_the_last_step(start, tmp_path, launch):
-    interrupt(start, tmp_path / "run", launch)
-
-
-def test_a_run_that_was_stopped_in_mid_epoch_goes_on_to_the_same_bits(start, tmp_path):
-    alone = [*PYTHON_TRAIN, *READ_BY_WORKERS, "loader.num_workers=0", "launch=fork", "hydra.run.dir=whole"]
-    start(*alone, PYTHONPATH=ROOT / "tests").finish()
-    command = interrupt(start, tmp_path / "run", "torchrun")
-    start(*command, PYTHONPATH=ROOT / "tests").finish()
-    assert same_bits(tmp_path / "whole", tmp_path / "run")
+    if ours:
+        start(*command, PYTHONPATH=ROOT / "tests").finish()
+        alone = [*PYTHON_TRAIN, *READ_BY_WORKERS, "loader.num_workers=0", starter[0], "hydra.run.dir=whole"]
+        start(*alone, PYTHONPATH=ROOT / "tests").finish()
+        assert same_bits(tmp_path / "whole", folder)
 
 
 @pytest.mark.parametrize("launch", ["fork", "torchrun"])
@@ -69,16 +62,3 @@ def test_workers_end_with_their_killed_rank(start, tmp_path, launch):
     for pid in processes:  # nobody is left who could remove the memory that a worker has named
         for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
             left.unlink(missing_ok=True)
-
-
-def test_torchrun_sends_its_signal_to_the_workers_too(start, tmp_path):
-    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN]
-    run = start(*torchrun, *READ_BY_WORKERS, "trainer.epochs=1000", "hydra.run.dir=run", PYTHONPATH=ROOT / "tests")
-    wait_for(lambda: position(tmp_path / "run")[0] >= 2, "snapshot")
-    processes = descendants(run.process.pid)
-    assert len(ranks_of_torchrun(run.process.pid)) == 2
-    run.process.terminate()
-    run.finish(code=None)
-    assert position(tmp_path / "run")[0] == stopped_at(tmp_path / "run")
-    time.sleep(0.1)
-    wait_for(lambda: gone(processes), "end of all processes", 20)

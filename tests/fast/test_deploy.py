@@ -13,41 +13,27 @@ import yaml
 from support.commands import ROOT
 from support.configs import composed
 
-COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
+SERVICES = [*yaml.safe_load((ROOT / "compose.yaml").read_text())["services"].values()]
 CLAIM, JOB = yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text())
+COMMANDS = [*[shlex.split(service["command"]) for service in SERVICES], JOB["spec"]["trainer"]["command"]]
 
 
-def commands() -> list[list[str]]:
-    services = [shlex.split(service["command"]) for service in COMPOSE["services"].values()]
-    return [*services, JOB["spec"]["trainer"]["command"]]
-
-
-@pytest.mark.parametrize("command", commands(), ids=["node0", "node1", "kubernetes"])
+@pytest.mark.parametrize("command", COMMANDS, ids=["node0", "node1", "kubernetes"])
 def test_the_commands_compose(command):
     cfg = composed(*command[command.index("src/train.py") + 1 :])
     assert cfg.launch["_target_"] == "lockstep.launchers.env.EnvLauncher"  # torchrun starts the ranks
 
 
-def test_the_nodes_of_compose_differ_in_their_rank_and_number_of_ranks_only():
-    first, second = commands()[:2]
-    differing = [(one, other) for one, other in zip(first, second, strict=True) if one != other]
-    assert differing == [("--node_rank=0", "--node_rank=1"), ("--nproc_per_node=2", "--nproc_per_node=1")]
-
-
 def test_containers_have_more_shared_memory_than_64_mb():
-    assert [service["shm_size"] for service in COMPOSE["services"].values()] == ["1gb", "1gb"]
-    pod = JOB["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
-    pod = pod["template"]["spec"]["template"]["spec"]
-    (name,) = [one["name"] for one in pod["containers"][0]["volumeMounts"] if one["mountPath"] == "/dev/shm"]
-    assert {"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in pod["volumes"]
+    assert [service["shm_size"] for service in SERVICES] == ["1gb", "1gb"]
+    assert "medium: Memory" in (ROOT / "deploy" / "kubernetes.yaml").read_text()
 
 
 def test_the_image_holds_what_training_needs_and_nothing_else():
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     copied = {line.split()[1] for line in lines if line.startswith("COPY")}
-    assert copied == {"requirements.txt", "conf", "src"}
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert kept == copied
+    assert copied == kept == {"requirements.txt", "conf", "src"}
 
 
 def test_the_dockerfile_passes_its_linter():
@@ -72,5 +58,5 @@ def test_the_lock_holds_every_requirement_with_its_hash() -> None:
         locked[found[1].lower().replace("_", "-")] = found[2]
     for path in ROOT.glob("requirements*.txt"):
         for name, relation, version in re.findall(r"^([\w-]+)(==|>=)([\d.]+)$", path.read_text(), re.MULTILINE):
-            assert name in locked, f"{name} of {path.name}: run .ci/lock"
-            assert relation == ">=" or locked[name] == version, f"{name} of {path.name}: run .ci/lock"
+            known = name in locked and (relation == ">=" or locked[name] == version)
+            assert known, f"{name} of {path.name}: run .ci/lock"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.distributed.environment import first_host, node_rank_info, read_rank_info
+from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import refuse_nesting
 
@@ -62,53 +62,42 @@ ONE_TASK = SRUN | {
 )
 def test_each_starter_is_recognised(env, started_by, place):
     info = read_rank_info(env)
-    assert (info.started_by, (info.rank, info.world_size, info.local_rank, info.local_world_size)) == (
-        started_by,
-        place,
-    )
+    assert info.started_by == started_by
+    assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == place
     assert info.is_rank_zero == (place[0] == 0)
 
 
-def test_the_store_listens_where_the_starter_says():
-    assert (read_rank_info(TORCHRUN).master_addr, read_rank_info(TORCHRUN).master_port) == ("a", 1)
-    assert read_rank_info({}).master_port == 0  # a world of one opens no port
+@pytest.mark.parametrize(
+    ("env", "address", "port"),
+    [
+        ({}, "", 0),  # a world of one opens no port
+        (ONE_TASK, "gpu07", 0),  # nor do the runs in a shell of srun
+        (TORCHRUN, "a", 1),
+        (SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "7"}, "b", 7),
+        (SRUN, "gpu07", read_rank_info(SRUN | {"SLURM_PROCID": "0"}).master_port),
+        (SRUN | {"SLURM_STEP_NODELIST": "rack[0-1]_blade[0-3]-ib,cpu1", "MASTER_PORT": "7"}, "rack0_blade0-ib", 7),
+        (SRUN | {"SLURM_STEP_NODELIST": "", "MASTER_PORT": "7"}, "127.0.0.1", 7),
+    ],
+)
+def test_the_store_listens_where_the_starter_says(env, address, port):
+    info = read_rank_info(env)
+    assert (info.master_addr, info.master_port, info.agent_store) == (address, port, False)
     assert read_rank_info(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).agent_store
-    assert not read_rank_info(TORCHRUN).agent_store
 
 
-def test_slurm_ranks_meet_at_the_first_host_and_at_a_port_of_their_own_step():
-    info = read_rank_info(SRUN)
-    assert info.master_addr == "gpu07"
-    assert info.master_port == read_rank_info(SRUN | {"SLURM_PROCID": "0"}).master_port
-    assert info.master_port != read_rank_info(SRUN | {"SLURM_JOB_ID": "10"}).master_port
-    assert read_rank_info(SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "7"}).master_port == 7
+def test_jobs_meet_at_ports_of_their_own():
+    envs = [SRUN, SRUN | {"SLURM_JOB_ID": "10"}, MPIRUN]  # without a name of its job, a port of the parent process
+    envs += [MPIRUN | {name: "1"} for name in ("OMPI_MCA_ess_base_jobid",)] + [MPIRUN | {"PMIX_NAMESPACE": "2"}]
+    assert len({read_rank_info(env).master_port for env in envs}) == len(envs)
 
 
-def test_runs_in_a_shell_of_srun_share_no_port_and_may_start_ranks(monkeypatch):
-    assert read_rank_info(ONE_TASK).master_port == 0
+def test_ranks_of_another_program_start_none_and_a_shell_of_srun_does(monkeypatch):
     for name, value in ONE_TASK.items():
         monkeypatch.setenv(name, value)
     refuse_nesting()
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     with pytest.raises(ConfigError, match="a launcher inside srun .* type launch=env"):
         refuse_nesting()
-
-
-def test_mpi_ranks_behind_a_script_meet_at_a_port_of_their_job():
-    ports = {
-        read_rank_info(MPIRUN | {name: job}).master_port
-        for name in ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE")
-        for job in ("job-1", "job-2")
-    }
-    assert len(ports) == 2
-    assert read_rank_info(MPIRUN).master_port not in ports  # of the parent process, which the script would be
-
-
-def test_the_first_host_of_a_slurm_node_list():
-    lists = ("n1", "n[3,5-7]", "a1,b2", "gpu-[001-004],cpu1", "")
-    assert [first_host(nodes) for nodes in lists] == ["n1", "n3", "a1", "gpu-001", "127.0.0.1"]
-    assert first_host("rack[0-1]_blade[0-3],cpu1") == "rack0_blade0"
-    assert first_host("node[1-3]-ib,node[7]-ib") == "node1-ib"
 
 
 @pytest.mark.parametrize(
@@ -124,10 +113,3 @@ def test_the_first_host_of_a_slurm_node_list():
 def test_an_environment_that_cannot_be_used_is_refused(env, said):
     with pytest.raises(ConfigError, match=said):
         read_rank_info(env)
-
-
-def test_nodes_of_a_spawned_world_have_a_number_each():
-    with pytest.raises(
-        ConfigError, match="launch.node_rank=2 does not fit launch.nnodes=2; type launch.node_rank=0 to 1"
-    ):
-        node_rank_info(2, 2, "127.0.0.1", 29500)

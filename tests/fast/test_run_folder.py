@@ -21,44 +21,31 @@ from support.worlds import in_world
 SMALL = ["model=mlp", "logger=[]", "model.width=16", FEW, "trainer.max_steps=1"]
 
 
-def _train_with_records(cfg: Any, jobs: list[tuple[dict[str, Any], dict[str, str]]]) -> list[str]:
-    """A training for each (changes of trainer.*, files to record), in one rank. Returns how each was refused."""
+def _train_with_records(cfg: Any, files: list[dict[str, str]]) -> list[str]:
+    """A training for each (files to record), in one rank, each a step longer. Returns how each was refused."""
     sentences = []
-    for changes, files in jobs:
-        cfg = cfg.changed({f"trainer.{name}": value for name, value in changes.items()})
+    for steps, recorded in enumerate(files, start=1):
+        changed = cfg.changed({"trainer.max_steps": steps})
         try:
-            Train().work(cfg, replace(record_of(cfg), files=files), parts_of(cfg))
+            Train().work(changed, replace(record_of(changed), files=recorded), parts_of(changed))
             sentences.append("")
         except ConfigError as error:
             sentences.append(str(error))
     return sentences
 
 
-def contents(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in folder.iterdir()}
-
-
 def test_the_record_of_a_run_belongs_to_the_run_that_holds_the_folder(tmp_path):
     cfg = composed(f"run_dir={tmp_path}", *SMALL)
-    hydra = tmp_path / ".hydra"
-    first = {"config.yaml": "first", "overrides.yaml": "[]"}
-    assert in_world(1, _train_with_records, cfg, [({}, first)]) == [[""]]
-    assert contents(hydra) == first
-
-    held_folder = HeldFolder(tmp_path)
-    assert held_folder.lock() is None  # as another run would hold it
-    second = {"config.yaml": "second", "overrides.yaml": "[]"}
-    ((refusal,),) = in_world(1, _train_with_records, cfg, [({"max_steps": 2}, second)])
-    held = f"another run holds {tmp_path} (pid {os.getpid()} on "
-    assert refusal.startswith(held)
+    first, second = ({"config.yaml": text, "overrides.yaml": "[]"} for text in ("first", "second"))
+    other = HeldFolder(tmp_path)
+    assert other.lock() is None  # as another run would hold it
+    ((refusal,),) = in_world(1, _train_with_records, cfg, [first])
+    assert refusal.startswith(f"another run holds {tmp_path} (pid {os.getpid()} on ")
     assert refusal.endswith("wait for its end, or type hydra.run.dir=<another folder>")
-    assert contents(hydra) == first
-    held_folder.release()
-
-    # The last start has nothing to train.
-    jobs = [({"max_steps": 3}, second), ({"max_steps": 2}, {"config.yaml": "third"})]
-    assert in_world(1, _train_with_records, cfg, jobs) == [["", ""]]
-    assert contents(hydra) == second
+    assert not (tmp_path / ".hydra").exists()
+    other.release()
+    assert in_world(1, _train_with_records, cfg, [first, second]) == [["", ""]]
+    assert {path.name: path.read_text() for path in (tmp_path / ".hydra").iterdir()} == second
 
 
 def _hold_and_fork(folder: str) -> None:
@@ -80,14 +67,11 @@ def test_a_forked_worker_does_not_keep_the_lock_of_a_killed_rank(tmp_path):
     wait_for(lambda: (tmp_path / "worker.pid").exists(), "forked worker")
     worker = int((tmp_path / "worker.pid").read_text())
     try:
-        problem = HeldFolder(tmp_path).lock()
-        assert str(problem).startswith(f"another run holds {tmp_path} (pid {rank.pid} on ")
+        assert str(HeldFolder(tmp_path).lock()).startswith(f"another run holds {tmp_path} (pid {rank.pid} on ")
         rank.kill()
         rank.join()
         assert Path(f"/proc/{worker}").exists()
-        held = HeldFolder(tmp_path)
-        assert held.lock() is None
-        held.release()
+        assert HeldFolder(tmp_path).lock() is None
     finally:
         os.kill(worker, signal.SIGKILL)
 

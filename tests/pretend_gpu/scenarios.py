@@ -61,11 +61,7 @@ SCENARIOS: dict[str, tuple[int, list[str], dict[str, float]]] = {
     "mixup": (2, ["sync_bn=off", MIX], COMPARED | {"augment.py:__call__": 2}),
     "gradient_sync=bf16": (2, ["gradient_sync=bf16", "sync_bn=off"], COMPARED),
     "gradient_sync=ring": (2, ["gradient_sync=ring", "sync_bn=off"], COMPARED),
-    "gradient_sync=powersgd": (
-        2,
-        ["gradient_sync=powersgd", "sync_bn=off"],
-        POWERSGD,
-    ),
+    "gradient_sync=powersgd": (2, ["gradient_sync=powersgd", "sync_bn=off"], POWERSGD),
     "fsdp": (2, ["strategy=fsdp", "sync_bn=off"], COMPARED),
     "fsdp, bf16": (2, ["strategy=fsdp", "model=mlp", "trainer.precision=bf16"], COMPARED),
     "fsdp with replicas": (4, ["strategy=fsdp", "strategy.replicate=2", "sync_bn=off"], COMPARED),

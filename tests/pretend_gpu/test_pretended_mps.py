@@ -14,12 +14,7 @@ from support.configs import composed
 from support.digits import FEW
 from support.worlds import distance, in_world, train, weights
 
-BASE = [
-    "trainer.max_steps=9",
-    "trainer.epochs=9",
-    "logger=[tensorboard]",
-    "logging.every=2",
-]
+BASE = ["trainer.max_steps=9", "trainer.epochs=9", "logger=[tensorboard]", "logging.every=2"]
 MIX = "loader.batch_transforms=[{_target_:torchvision.transforms.v2.MixUp,alpha:1.0,num_classes:10}]"
 RUNS = {
     "convnet": [ema(0.9)],
@@ -29,11 +24,7 @@ RUNS = {
     "dropout": ["model=mlp", "model.dropout=0.3"],
     "class weights": ["model=mlp", "task.class_weights=[1,2,3,4,5,6,7,8,9,10]"],
     "mixup": ["model=mlp", MIX],
-    "regression": [
-        "dataset=random",
-        "dataset.samples=61",
-        "model=mlp",
-    ],
+    "regression": ["dataset=random", "dataset.samples=61", "model=mlp"],
     "bf16": ["trainer.precision=bf16"],
     "bf16-true": ["trainer.precision=bf16-true"],
 }

@@ -54,7 +54,7 @@ def train_on_first_gpu(cfg: Any) -> float:
     from lockstep.distributed import backend
 
     os.environ["LOCAL_RANK"] = "0"  # from which torch's meshes choose a GPU
-    backend.set_up_device = lambda *_: torch.device("cuda", 0)
+    backend.choose_device = lambda *_: torch.device("cuda", 0)
     return train(cfg)
 
 
@@ -86,7 +86,7 @@ def normalised_on_first_gpu(shares: list[int], dtype: torch.dtype) -> list[float
     from lockstep.distributed.world import join_world
     from lockstep.strategies.base import forward
 
-    backend.set_up_device = lambda *_: torch.device("cuda", 0)
+    backend.choose_device = lambda *_: torch.device("cuda", 0)
     torch.manual_seed(0)
     inputs, slopes = (torch.randn(sum(shares), 4, 5, 5).to(memory_format=torch.channels_last) for _ in range(2))
     plain, found = torch.nn.BatchNorm2d(4).double(), []

@@ -1,6 +1,9 @@
-"""How ranks find each other: nonces, polling, repeated meetings over one store, the run's start time."""
+"""How ranks find each other: nonces, repeated meetings over one store, the run's start time, and what listens where."""
 
+import os
+import socket
 import threading
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -8,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.distributed import rendezvous as store_module
+from lockstep.distributed import rendezvous
 from lockstep.distributed.environment import RankInfo, read_rank_info
-from lockstep.distributed.rendezvous import agree_on_nonce, form_group, run_started_at
+from lockstep.distributed.rendezvous import agree_on_nonce, form_group, run_started_at, shared_store, store_address
 from lockstep.distributed.world import join_world
+from lockstep.errors import ConfigError
+from support.sockets import is_loopback, listening_addresses
 from support.worlds import in_world
 
 PATIENCE = timedelta(seconds=20)
@@ -48,38 +53,25 @@ class AskedStore(dist.Store):
         return True
 
 
-def join_in_threads(store: Any, ranks: list[int], size: int) -> tuple[list[threading.Thread], dict[int, str]]:
-    """Threads that play these ranks at the meeting, and what nonce each of them finds."""
-    found: dict[int, str] = {}
-
-    def join(rank: int) -> None:
-        found[rank] = agree_on_nonce(store, rank, size, PATIENCE)
-
-    threads = [threading.Thread(target=join, args=[rank], name=f"rank{rank}", daemon=True) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    return threads, found
-
-
 def test_a_nonce_of_an_earlier_attempt_is_passed_over():
-    store = dist.HashStore()
+    store, found = dist.HashStore(), dict[int, str]()
+    for key in ("meet/stale/ack/1", "meet/stale/go/1"):
+        store.set(key, "an earlier process")
     store.set("meet/nonce", "stale")
-    store.set("meet/stale/ack/1", "an earlier process")
-    store.set("meet/stale/go/1", "an earlier process")
-    threads, found = join_in_threads(store, [1], 2)
-    threads[0].join(0.3)
-    assert threads[0].is_alive()
+    rank = threading.Thread(target=lambda: found.update({1: agree_on_nonce(store, 1, 2, PATIENCE)}), daemon=True)
+    rank.start()
+    rank.join(0.3)
+    assert rank.is_alive()
     nonce = agree_on_nonce(store, 0, 2, PATIENCE)
-    threads[0].join(10)
+    rank.join(10)
     assert found == {1: nonce}
     assert nonce != "stale"
 
 
-def test_a_rank_that_does_not_come_is_named():
-    with pytest.raises(TimeoutError, match="rank 1 did not join the rendezvous within backend.timeout"):
-        agree_on_nonce(dist.HashStore(), 0, 2, timedelta(seconds=0.05))
-    with pytest.raises(TimeoutError, match="rank 0 did not start the rendezvous within backend.timeout"):
-        agree_on_nonce(dist.HashStore(), 1, 2, timedelta(seconds=0.05))
+@pytest.mark.parametrize(("rank", "said"), [(0, "rank 1 did not join"), (1, "rank 0 did not start")])
+def test_a_rank_that_does_not_come_is_named(rank: int, said: str) -> None:
+    with pytest.raises(TimeoutError, match=f"{said} the rendezvous within backend.timeout"):
+        agree_on_nonce(dist.HashStore(), rank, 2, timedelta(seconds=0.05))
 
 
 def _meet_three_times() -> tuple[list[float], str]:
@@ -100,40 +92,74 @@ def test_ranks_meet_three_times_over_one_store_and_share_the_start_time():
     assert len({moment for _, moment in answers}) == 1
 
 
-def requests_to_meet() -> int:
+def requests_to_meet() -> tuple[int, bool]:
     info = read_rank_info()
-    store = AskedStore(store_module.shared_store(info))
-    store_module._stores[info] = store
+    store = AskedStore(shared_store(info))
+    rendezvous._stores[info] = store
     with join_world("gloo", 60) as world:
         assert world.all_reduce_sum(torch.ones(1)).item() == world.size
-    return store.requests
+        found = own_listeners()
+        world.barrier()
+    return store.requests, bool(found) and all(map(is_loopback, found))
 
 
-def test_a_rank_asks_the_store_as_often_in_a_larger_world():
-    assert in_world(2, requests_to_meet) == [2, 2]
-    assert in_world(5, requests_to_meet) == [2] * 5
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_rank_asks_the_store_as_often_in_a_larger_world_and_listens_at_loopback(size: int) -> None:
+    assert in_world(size, requests_to_meet) == [(2, True)] * size
 
 
 def test_a_requeued_slurm_step_keeps_its_start_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def first_start(env: dict[str, str]) -> datetime:
+    def started(env: dict[str, str]) -> datetime:
         monkeypatch.setattr("os.environ", env)
-        return store_module._first_start()
+        return run_started_at.__wrapped__(RankInfo(started_by="srun"))
 
     step = {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0"}
-    began = first_start(step)
-    assert first_start(step | {"SLURM_RESTART_COUNT": "1"}) == began
-    assert first_start(step | {"SLURM_STEP_ID": "1", "SLURM_RESTART_COUNT": "1"}) > began
-    assert first_start(step) > began  # another job of the same number, years later
-    assert datetime.now() - first_start({}) < timedelta(seconds=1)
+    began = started(step)
+    assert started(step | {"SLURM_RESTART_COUNT": "1"}) == began
+    assert started(step | {"SLURM_STEP_ID": "1", "SLURM_RESTART_COUNT": "1"}) > began
+    assert started(step) > began  # another job of the same number, years later
+    assert datetime.now() - started({}) < timedelta(seconds=1)
     (tmp_path / "outputs/.started/slurm-8.0").write_text("")  # left by a machine that failed
-    assert first_start(step | {"SLURM_RESTART_COUNT": "1"}) > began
+    assert started(step | {"SLURM_RESTART_COUNT": "1"}) > began
 
 
-def test_a_requeued_step_of_one_task_keeps_its_start_time(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("os.environ", {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "1"})
-    one_task = RankInfo(started_by="srun")
-    began = run_started_at.__wrapped__(one_task)
-    assert run_started_at.__wrapped__(one_task) == began
+def own_listeners() -> set[str]:
+    return set(listening_addresses([os.getpid()]))
+
+
+def info(**changes: Any) -> RankInfo:
+    defaults = {"world_size": 2, "local_world_size": 2, "started_by": "torchrun", "master_addr": "node7"}
+    return RankInfo(**(defaults | {"master_port": 29500} | changes))
+
+
+@pytest.mark.parametrize(
+    ("here", "one_machine", "address"),
+    [
+        (info(), True, "127.0.0.1"),
+        (info(started_by="spawn", master_addr="10.0.0.5"), True, "127.0.0.1"),
+        (info(agent_store=True), True, "node7"),
+        (info(local_world_size=1), False, "node7"),
+        (info(started_by="environment"), False, "node7"),  # a starter that does not say how many ranks a machine has
+        (info(started_by="mpirun", master_addr="127.0.0.1"), True, "127.0.0.1"),
+        (info(started_by="spawn", local_world_size=1, master_addr="10.0.0.5"), False, "10.0.0.5"),
+    ],
+)
+def test_what_is_known_of_the_machines_of_a_world(here: RankInfo, one_machine: bool, address: str) -> None:
+    assert (here.on_one_machine, store_address(here)) == (one_machine, address)
+
+
+@pytest.mark.parametrize(("local", "address"), [(2, "127.0.0.1"), (1, "::")])
+def test_the_store_of_one_machine_listens_at_the_loopback_address(local: int, address: str) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    before = own_listeners()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} is taken .* type MASTER_PORT={port + 1}"):
+            shared_store(info(master_port=port))
+    here = info(master_port=port, local_world_size=local, master_addr=socket.gethostname())
+    shared_store(here).set("key", "value")
+    assert own_listeners() - before == {f"{address}:{port}"}
+    assert shared_store(replace(here, rank=1)).get("key") == b"value"

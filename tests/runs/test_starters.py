@@ -4,26 +4,24 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from lockstep.models.tutorial import convnet
-from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, WHOLE, Command
+from support.commands import MPIRUN, PYTHON_TRAIN, TORCHRUN, TRAIN, WHOLE, Command, skip_without_mpirun
 from support.event_files import scalars
 from support.ports import free_port
 
 # sync_bn=auto: nothing needs to be typed for equal numbers. In fp32 some CPUs differ in the last printed digit.
 SHORT = ["trainer.epochs=2", "trainer.precision=fp64"]
-MPIRUN = ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", *PYTHON_TRAIN]
 pytestmark = pytest.mark.whole
-NEEDS_MPI = pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun: apt-get install openmpi-bin")
 STARTERS = {
     "torchrun": [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "backend=gloo"],
     "launch=torchrun": [*PYTHON_TRAIN, "launch=torchrun", "launch.nproc_per_node=2"],
     "launch=spawn": [*PYTHON_TRAIN, "launch=spawn", "launch.nproc_per_node=2"],
     "launch=fork": [*PYTHON_TRAIN, "launch=fork", "launch.nproc_per_node=2"],
+    "mpirun": MPIRUN,
 }
 
 
@@ -50,15 +48,8 @@ def test_one_process_leaves_everything(alone):
     assert len(alone.epochs) == 2
     assert f"run folder: {alone.folder}" in alone.output
     assert f"tensorboard --logdir {alone.folder}" in alone.output
-
-
-def test_the_trained_net_is_a_plain_state_dict_with_the_tutorials_names(alone):
-    saved = torch.load(alone.folder / "model.pt", weights_only=True)
-    assert {"layer1.0.weight", "layer1.1.running_mean", "layer2.0.bias", "fc.weight", "fc.bias"} <= saved.keys()
-    convnet([1, 8, 8], 10).load_state_dict(saved)
-
-
-def test_the_curves_are_complete_and_count_optimizer_steps(alone):
+    # The trained net is a plain state dict with the tutorials' names, and the curves count optimizer steps.
+    convnet([1, 8, 8], 10).load_state_dict(torch.load(alone.folder / "model.pt", weights_only=True))
     curves = scalars(alone.folder)
     for tag in ("train/loss", "train/accuracy", "test/loss", "test/accuracy", "speed/samples_per_s"):
         assert [step for step, _ in curves[tag]] == [23, 46], tag
@@ -69,16 +60,10 @@ def test_the_curves_are_complete_and_count_optimizer_steps(alone):
 
 
 @pytest.mark.new_process
-@pytest.mark.parametrize("command", STARTERS.values(), ids=STARTERS)
-def test_two_ranks_of_any_starter_equal_one_process(start, alone, command):
-    run = start(*command, *SHORT).finish()
-    assert run.epochs == alone.epochs
-    check_folder(run, 2)
-
-
-@NEEDS_MPI
-def test_two_ranks_of_mpirun_equal_one_process(start, alone):
-    run = start(*MPIRUN, *SHORT).finish()
+@pytest.mark.parametrize("starter", STARTERS)
+def test_two_ranks_of_any_starter_equal_one_process(start, alone, starter):
+    skip_without_mpirun(starter)
+    run = start(*STARTERS[starter], *SHORT).finish()
     assert run.epochs == alone.epochs
     check_folder(run, 2)
 
@@ -130,13 +115,10 @@ def test_ranks_described_by_srun_that_start_seconds_apart(start, alone):
     check_two_nodes([start_described_by_srun(start, 0), second], alone, 2)
 
 
-def jobs_of_sweep(run: Command) -> list[Path]:
-    return sorted(run.cwd.glob("outputs/multirun/*/*/*=*"))
-
-
 def test_a_sweep_of_one_parent_gives_each_job_fresh_ranks(start, alone):
     run = start(*PYTHON_TRAIN, "-m", "launch=torchrun", "optimizer.lr=0.1,0.05", *SHORT).finish()
     assert len(run.epochs) == 4
     assert run.epochs[2:] == alone.epochs  # the second job is as if it ran alone
-    assert [len(list(job.glob("events.out.tfevents.[1-9]*"))) for job in jobs_of_sweep(run)] == [1, 1]
+    jobs = sorted(run.cwd.glob("outputs/multirun/*/*/*=*"))
+    assert [len(list(job.glob("events.out.tfevents.[1-9]*"))) for job in jobs] == [1, 1]
     assert run.output.count("rank 0 of 2") == 2

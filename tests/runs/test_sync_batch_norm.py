@@ -1,10 +1,7 @@
 """Batch norm over all ranks equals batch norm over the whole batch."""
 
 from collections.abc import Callable
-from copy import deepcopy
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from lockstep.strategies.base import forward
 from support.configs import composed
 from support.worlds import distance, in_world, train_all, weights
 
-SHARES = ([5], [4, 3], [0, 7], [5, 2, 0], [0, 1, 6], [3, 0, 1, 9])
+SHARES = ([5], [4, 3], [0, 7], [5, 2, 0], [3, 0, 1, 9])
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {  # {case: (layer, shape of a sample with 3 rows)}
     "vectors": (lambda: nn.BatchNorm1d(4), (3, 4)),
     "sequences": (lambda: nn.BatchNorm1d(4, eps=0.1), (3, 4, 5)),
@@ -30,9 +27,10 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {  # {case: 
     "lazy": (lambda: shaped(nn.LazyBatchNorm2d()), (3, 4, 5, 5)),
     "timm's with an activation": (lambda: activated(), (3, 4, 5, 5)),
 }
-ROWS = ("first", "views", "patches")
-"""What the layer sees of the 3 rows of a sample: the first; all first ones, then all second ones, as of views that are
-concatenated; those of a sample beside each other, as patches."""
+# What the layer sees of the 3 rows of a sample: the first; all first ones, then all second ones, as of views that are
+# concatenated; those of a sample beside each other, as patches. And the mean, where one is a standard deviation.
+CASES = [(norm, "first", 0) for norm in NORMS] + [("vectors", "first", 2000)]
+CASES += [("images", rows, mean) for rows in ("first", "views", "patches") for mean in (0, 2000)]
 
 
 def shaped(lazy: nn.Module) -> nn.Module:
@@ -51,9 +49,7 @@ class Net(nn.Module):
     def __init__(self, norm: nn.Module, rows: str) -> None:
         super().__init__()
         self.norm, self.rows = norm, rows
-        self.before = nn.Parameter(
-            torch.ones(()).double()
-        )  # as of layers before: a rank without samples goes back, too
+        self.before = nn.Parameter(torch.ones(()).double())  # of layers before: a rank without samples goes back, too
 
     def forward(self, samples: Tensor) -> Tensor:
         """samples: (N, 3, C, ...). Returns the same shape."""
@@ -108,25 +104,31 @@ def errors(shares: list[int]) -> dict[str, float]:
     with join_world("gloo", 60) as world:
         begin = sum(shares[: world.rank])
         own = slice(begin, begin + shares[world.rank])
-        means = (0, 2000) if world.size > 1 else (0,)  # a rank alone uses torch's own, which loses digits
-        for case, rows, deviations in product(NORMS, ROWS, means):
+        for case, rows, deviations in CASES:
+            if deviations and world.size == 1:  # a rank alone uses torch's own, which loses digits
+                continue
             expected = of_one_process(case, rows, sum(shares), deviations)
             model = made(case, rows)
+            names = list(model.state_dict())
             convert_sync_batch_norm(model, world)
             assert isinstance(model.norm, SyncBatchNorm)
+            assert list(model.state_dict()) == names
             for inputs, slopes in batches(case, sum(shares), deviations):
                 mine = inputs[own].clone().requires_grad_()
                 outputs = forward(model, mine)
                 (outputs * slopes[own]).sum().backward()
             mine_grad = torch.zeros_like(mine) if mine.grad is None else mine.grad
             here = {"outputs": outputs.detach(), "gradient": mine_grad, **dict(model.named_buffers())}
-            here |= {
-                name: world.all_reduce_sum(p.grad.clone()) for name, p in model.norm.named_parameters(prefix="norm")
-            }
+            grads = {name: parameter.grad for name, parameter in model.norm.named_parameters(prefix="norm")}
+            here |= {name: world.all_reduce_sum(grad.clone()) for name, grad in grads.items()}
             expected |= {name: expected[name][own] for name in ("outputs", "gradient")}
             assert here.keys() == expected.keys()
             apart = [distance(value.double(), here[name]) for name, value in expected.items() if value.numel()]
             found[f"{case}, {rows}, {deviations}"] = max(apart)
+        if world.is_rank_zero:  # an evaluation is no collective: rank 0 alone would wait for ever
+            plain = made(case, rows)
+            plain.load_state_dict(model.state_dict())
+            assert torch.equal(model.eval()(inputs), plain.eval()(inputs))
         world.barrier()
     return found
 
@@ -161,77 +163,29 @@ def test_other_types_are_as_near_as_they_round(dtype: torch.dtype, limit: float)
         assert max(distances) < limit
 
 
-def evaluate() -> bool:
-    """Rank 0 evaluates alone, which would wait for ever if it were a collective."""
-    plain = made("images", "first")
-    inputs = batches("images", 7, 0)[0][0]
-    plain(inputs)
-    synced = deepcopy(plain)
-    expected = plain.eval()(inputs)
-    with join_world("gloo", 60) as world:
-        convert_sync_batch_norm(synced.eval(), world)
-        assert list(synced.state_dict()) == list(plain.state_dict())
-        equal = torch.equal(synced(inputs), expected) if world.is_rank_zero else True
-        world.barrier()
-        return equal
-
-
-def test_an_evaluation_uses_the_running_statistics_and_is_no_collective() -> None:
-    assert in_world(2, evaluate) == [True, True]
-
-
-class Twice(nn.Module):
-    """A batch norm under two names, one of them inside of a layer that has two names, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(2)
-        self.inner = nn.Sequential(self.norm)
-        self.again, self.same = self.inner, self.norm
-        self.norm.register_forward_hook(lambda module, inputs, outputs: outputs + 1)
-
-
-def converted_twice() -> list[bool]:
-    with join_world("gloo", 60) as world:
-        model: Any = Twice()
-        convert_sync_batch_norm(model, world)
-        norms = [model.norm, model.same, model.inner[0], model.again[0]]
-        mean = model.norm(torch.randn(4, 2)).mean()
-        world.barrier()
-    return [isinstance(norm, SyncBatchNorm) and norm is model.norm for norm in norms] + [abs(mean.item() - 1) < 1e-6]
-
-
-def test_a_batch_norm_with_two_names_stays_one_layer_and_keeps_its_hooks() -> None:
-    assert in_world(1, converted_twice) == [[True] * 5]
-
-
 class WithActivation(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()
 
 
-def refusal() -> str:
-    with join_world("gloo", 60) as world, pytest.raises(ConfigError) as raised:
-        convert_sync_batch_norm(nn.Sequential(WithActivation(3)), world)
+def converted() -> str:
+    """A layer with two names stays one, and keeps its hooks; one with a forward pass of its own is refused."""
+    norm = nn.BatchNorm1d(2)
+    norm.register_forward_hook(lambda module, inputs, outputs: outputs + 1)
+    model = nn.ModuleDict({"norm": norm, "inner": nn.Sequential(norm)})
+    with join_world("gloo", 60) as world:
+        convert_sync_batch_norm(model, world)
+        assert isinstance(model["inner"][0], SyncBatchNorm)
+        assert model["inner"][0] is model["norm"]
+        assert abs(model["norm"](torch.randn(4, 2)).mean().item() - 1) < 1e-6
+        with pytest.raises(ConfigError) as raised:
+            convert_sync_batch_norm(nn.Sequential(WithActivation(3)), world)
     return str(raised.value)
 
 
-def test_a_batch_norm_with_a_forward_pass_of_its_own_is_refused() -> None:
-    (said,) = in_world(1, refusal)
+def test_a_layer_is_taken_over_with_all_that_it_has_or_refused() -> None:
+    (said,) = in_world(1, converted)
     assert "in place of 0, and WithActivation has a forward pass of its own, which would be lost; type sync" in said
-
-
-CONVNET = ["model=convnet", "trainer.precision=fp64", "trainer.max_steps=3", "logger=[]", "trainer.batch_size=61"]
-
-
-def test_sync_bn_on_and_auto_give_one_ranks_numbers_and_off_does_not(tmp_path: Path) -> None:
-    in_world(1, train_all, [composed(f"run_dir={tmp_path / 'alone'}", *CONVNET)])
-    modes = ["on", "auto", "off"]
-    in_world(2, train_all, [composed(f"run_dir={tmp_path / mode}", *CONVNET, f"sync_bn={mode}") for mode in modes])
-    alone = weights(tmp_path / "alone")
-    on, auto, off = (distance(alone, weights(tmp_path / mode)) for mode in modes)
-    assert max(on, auto) < 1e-10
-    assert off > 1e-6
 
 
 def normed(kind: str) -> nn.Module:
@@ -240,10 +194,20 @@ def normed(kind: str) -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3), norm, nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
 
 
-def test_torchs_own_sync_batch_norm_in_a_net_works_on_cpus(tmp_path: Path) -> None:
-    words = ["model=linear", f"model._target_={__name__}.normed", "~model.shape", "~model.classes", *CONVNET[1:]]
-    plain, synced = ([*words, f"+model.kind={kind}"] for kind in ("BatchNorm2d", "SyncBatchNorm"))
-    in_world(1, train_all, [composed(f"run_dir={tmp_path / 'plain'}", *plain)])
-    in_world(1, train_all, [composed(f"run_dir={tmp_path / 'one'}", *synced)])
-    in_world(2, train_all, [composed(f"run_dir={tmp_path / 'two'}", *synced, "sync_bn=off")])
-    assert max(distance(weights(tmp_path / "plain"), weights(tmp_path / name)) for name in ("one", "two")) < 1e-10
+def test_trainings_with_sync_bn_have_one_ranks_numbers_and_off_has_not(tmp_path: Path) -> None:
+    """But for torch's own layer over all ranks, which works on CPUs whatever sync_bn says."""
+    words = ["model=linear", f"model._target_={__name__}.normed", "~model.shape", "~model.classes", "logger=[]"]
+    words += ["trainer.precision=fp64", "trainer.max_steps=3", "trainer.batch_size=61"]
+    kinds = {"off": "BatchNorm2d", "on": "BatchNorm2d", "auto": "BatchNorm2d", "own": "SyncBatchNorm"}
+
+    def jobs(names: list[str]) -> list[object]:
+        typed = {name: [f"sync_bn={name}"] if name in ("on", "auto") else ["sync_bn=off"] for name in names}
+        made = [(tmp_path / f"{name}{len(names)}", kinds[name], typed[name]) for name in names]
+        return [composed(f"run_dir={folder}", *words, f"+model.kind={kind}", *more) for folder, kind, more in made]
+
+    in_world(1, train_all, jobs(["off"]))
+    in_world(2, train_all, jobs([*kinds]))
+    alone = weights(tmp_path / "off1")
+    off, *synced = (distance(alone, weights(tmp_path / f"{name}4")) for name in kinds)
+    assert max(synced) < 1e-10
+    assert off > 1e-6

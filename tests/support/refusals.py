@@ -6,7 +6,6 @@ from lockstep import cli
 from lockstep.config.check import check_nodes, explain, instantiate_as
 from lockstep.config.schema import RunConfig
 from lockstep.data.build import prepare_first
-from lockstep.distributed.run_folder import check_run_folder
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode
@@ -35,7 +34,6 @@ def accepted(*typed: str) -> RunConfig:
     check_nodes(config.mode, "mode")
     launcher, mode = instantiate_as(Launcher, config.launch, "launch"), instantiate_as(Mode, config.mode, "mode")
     build_parts(config, launcher, mode)
-    check_run_folder(config.run_dir)
     if launcher.starts_processes:
         prepare_first(config)
     return config

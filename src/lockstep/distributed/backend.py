@@ -3,14 +3,12 @@
 import logging
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from lockstep.distributed.environment import RankInfo
-from lockstep.distributed.host import usable_cores
+from lockstep.distributed.host import cpu_count
 from lockstep.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -24,10 +22,7 @@ def float64_device(device: torch.device) -> torch.device:
 
 
 def choose_backend(name: str, info: RankInfo) -> str:
-    """Replace `auto` by nccl if each rank of this machine can have a GPU, else by gloo.
-
-    Raises ConfigError for nccl without a GPU for each rank.
-    """
+    """Replace `auto` by nccl if each rank of this machine can have a GPU, else by gloo. Raises ConfigError."""
     gpus = torch.cuda.device_count()  # asks NVML; is_available() would start CUDA, and a process with CUDA cannot fork
     enough = gpus > 0 and (gpus >= info.local_world_size or may_have_own_gpu(info))
     if name == "auto":
@@ -47,21 +42,17 @@ def may_have_own_gpu(info: RankInfo) -> bool:
     return is_hidden and 0 < torch.cuda.device_count() < info.local_world_size
 
 
-def usual_interface(is_one_machine: bool) -> str | None:
-    """The loopback interface if all ranks are on this machine. Without it gloo takes the address of the host's name."""
-    chosen_already = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & set(os.environ)
-    present = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]  # of Linux, of macOS
-    return present[0] if is_one_machine and present and not chosen_already else None
-
-
-@contextmanager
-def backend_environment(
+def set_variables(
+    is_one_machine: bool,
     socket_ifname: str | None,
     debug: str | None = None,
     p2p_disable: bool | int | None = None,
     ib_disable: bool | int | None = None,
-) -> Iterator[None]:
-    """Inside the block gloo and NCCL find these options in the environment. What comes after it does not."""
+) -> None:
+    """Say these options of the backend where gloo and NCCL look: in the environment."""
+    chosen = socket_ifname or os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
+    if is_one_machine and not chosen:  # without the loopback interface gloo takes the address of the host's name
+        socket_ifname = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     options: dict[str, str | int | None] = {
         "GLOO_SOCKET_IFNAME": socket_ifname,
         "NCCL_SOCKET_IFNAME": socket_ifname,
@@ -69,19 +60,11 @@ def backend_environment(
         "NCCL_P2P_DISABLE": None if p2p_disable is None else int(p2p_disable),
         "NCCL_IB_DISABLE": None if ib_disable is None else int(ib_disable),
     }
+    os.environ |= {key: str(value) for key, value in options.items() if value is not None}
     # A rank of gloo asks the store for all addresses at once. By itself it asks twice for each other rank, which for
     # 1000 ranks are two million requests.
-    options["GLOO_ENABLE_STORE_V2_API"] = os.environ.get("GLOO_ENABLE_STORE_V2_API", "1")
-    options["TORCH_FR_BUFFER_SIZE"] = os.environ.get("TORCH_FR_BUFFER_SIZE", "256")  # of collectives; 2000 take 30 ms
-    before = dict(os.environ)
-    os.environ.update({key: str(value) for key, value in options.items() if value is not None})
-    try:
-        yield
-    finally:
-        for name in options:
-            os.environ.pop(name, None)
-            if name in before:
-                os.environ[name] = before[name]
+    os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # of collectives; 2000 take 30 ms
 
 
 def uses_mps(name: str, world_size: int) -> bool:
@@ -103,13 +86,9 @@ def choose_device(backend: str, info: RankInfo, name: str = "gloo") -> torch.dev
 
 
 def number_of_threads(typed: int | None, ranks_on_cores: int, started_by: str) -> int:
-    """Threads of this rank. Twice as many as cores halve the speed.
-
-    typed: backend.threads, which counts first; then OMP_NUM_THREADS, where a person has typed the one process; then
-    this rank's share of its cores. ranks_on_cores: ranks that may use the same cores. torchrun sets OMP_NUM_THREADS=1
-    for more than one.
-    """
+    """Threads of this rank: backend.threads; then OMP_NUM_THREADS, where a person has typed the one process (torchrun
+    sets it to 1); then its share of the cores that `ranks_on_cores` ranks use. Twice as many halve the speed."""
     said = os.environ.get("OMP_NUM_THREADS", "")
-    if typed is None and started_by == "python" and said.isdigit() and int(said):
+    if typed is None and started_by == "python" and said.isdigit():
         typed = int(said)
-    return typed or max(1, len(usable_cores()) // ranks_on_cores)
+    return typed or max(1, cpu_count() // ranks_on_cores)

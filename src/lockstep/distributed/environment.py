@@ -1,11 +1,10 @@
 """What the program that started this process says: rank, world size and local rank. No torch here."""
 
-import ipaddress
 import os
 import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from lockstep.errors import ConfigError
 
@@ -51,124 +50,101 @@ class RankInfo:
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether all ranks are known to be on this machine, so that nothing needs to listen beyond it.
-
-        A starter that need not say how many ranks a machine has shows it by a loopback address alone.
-        """
+        """Whether all ranks are known to be on this machine, so that nothing needs to listen beyond it. A starter that
+        need not say how many ranks a machine has shows it by a loopback address alone."""
         known = self.started_by not in ("environment", "mpirun") or is_loopback(self.master_addr)
         return known and self.local_world_size >= self.world_size
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` is localhost or a number such as 127.0.0.1. A name may mean another address elsewhere."""
-    try:
-        return address == "localhost" or ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+    """Whether `address` is of this machine alone. Another name may mean another address elsewhere."""
+    return address in ("localhost", "::1") or re.fullmatch(r"127[.\d]+", address) is not None
 
 
 def read_rank_info(env: Environment | None = None) -> RankInfo:
-    """Read torchrun's variables, else MPI's, else Slurm's; a world of one if there are none.
-
-    Raises ConfigError for variables that are missing or malformed.
-    """
+    """Read torchrun's variables, else MPI's, else Slurm's; a world of one if there are none. Raises ConfigError."""
     env = os.environ if env is None else env
+    # Set for the tasks of an srun step, not in the batch script around it. srun sets PMI_SIZE alike.
+    tasks, pmi_size = env.get("SLURM_STEP_NUM_TASKS"), env.get("PMI_SIZE")
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(env)
     if "OMPI_COMM_WORLD_SIZE" in env:  # before Slurm's: mpirun starts its ranks inside one srun step or several
         return _from_mpi(env, "OMPI_COMM_WORLD_{}", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    tasks = env.get("SLURM_STEP_NUM_TASKS")  # set for the tasks of an srun step, not in the batch script around it
-    if env.get("PMI_SIZE", tasks) != tasks:  # srun sets both alike. Intel MPI has the names of MPICH
+    if pmi_size not in (None, tasks):  # Intel MPI has the names of MPICH
         return _from_mpi(env, "PMI_{}", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     if tasks is not None:
         return _from_slurm(env)
-    if "RANK" in env or "WORLD_SIZE" in env:  # a script may export one of them for what srun or mpirun starts
-        return _from_torchrun(env)
-    return RankInfo()
-
-
-def export_rank_info(info: RankInfo) -> None:
-    """Set torchrun's variables in this process, so that other libraries find the rank where they look for it.
-
-    `read_rank_info` gives the same `info` afterwards.
-    """
-    os.environ |= {
-        "RANK": str(info.rank),
-        "WORLD_SIZE": str(info.world_size),
-        "LOCAL_RANK": str(info.local_rank),
-        "LOCAL_WORLD_SIZE": str(info.local_world_size),
-        "MASTER_ADDR": info.master_addr or LOOPBACK,
-        "MASTER_PORT": str(info.master_port or DEFAULT_PORT),
-        STARTED_BY: info.started_by,
-    }
-
-
-def node_rank_info(nnodes: int, node_rank: int, master_addr: str, master_port: int) -> RankInfo:
-    """The place of a `launch=spawn` parent among the parents of several nodes, of which the first hosts the store.
-
-    Raises ConfigError.
-    """
-    if not 0 <= node_rank < nnodes:
-        choices = f"launch.node_rank=0 to {nnodes - 1}"
-        raise ConfigError(f"launch.node_rank={node_rank} does not fit launch.nnodes={nnodes}; type {choices}")
-    return RankInfo(node_rank, nnodes, started_by="spawn", master_addr=master_addr, master_port=master_port)
+    # A script may export one of torchrun's for what srun or mpirun starts.
+    return _from_torchrun(env) if "RANK" in env or "WORLD_SIZE" in env else RankInfo()
 
 
 def _from_torchrun(env: Environment) -> RankInfo:
-    rank, world_size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
-    if not 0 <= rank < world_size:
-        raise _unusable(f"RANK={rank} does not fit WORLD_SIZE={world_size}")
     # Without LOCAL_*, as in a container for each rank, another host of the store means other machines.
-    address = env.get("MASTER_ADDR", LOOPBACK)
-    is_here = "LOCAL_WORLD_SIZE" not in env and is_loopback(address)
-    return RankInfo(
-        rank=rank,
-        world_size=world_size,
-        local_rank=_number(env, "LOCAL_RANK", rank if is_here else 0),
-        local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size if is_here else 1),
-        started_by=env.get(STARTED_BY) or ("torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"),
-        master_addr=address,
-        master_port=_number(env, "MASTER_PORT", DEFAULT_PORT),
-        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        store_file=env.get(STORE_FILE, ""),
-    )
+    if "LOCAL_WORLD_SIZE" not in env and not is_loopback(env.get("MASTER_ADDR", LOOPBACK)):
+        env = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | dict(env)
+    started_by = env.get(STARTED_BY) or ("torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment")
+    is_hosted, names = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    info = _read(env, started_by, ("RANK", "WORLD_SIZE", *names), DEFAULT_PORT)
+    return replace(info, agent_store=is_hosted, store_file=env.get(STORE_FILE, ""))
 
 
-def _from_slurm(env: Environment) -> RankInfo:
-    world_size, nodes = _number(env, "SLURM_STEP_NUM_TASKS"), env.get("SLURM_STEP_NODELIST", "")
-    counts = env.get("SLURM_STEP_TASKS_PER_NODE", str(world_size))
-    step = f"{env.get('SLURM_JOB_ID', '0')}.{env.get('SLURM_STEP_ID', '0')}"
-    return RankInfo(
-        rank=_number(env, "SLURM_PROCID"),
-        world_size=world_size,
-        local_rank=_number(env, "SLURM_LOCALID"),
-        local_world_size=tasks_of_node(counts, _number(env, "SLURM_NODEID")),
-        started_by="srun",
-        master_addr=env.get("MASTER_ADDR") or first_host(nodes or env.get("SLURM_JOB_NODELIST", "")),
-        # Several runs may be in one step of one task, so such a run takes no port.
-        master_port=_number(env, "MASTER_PORT", _port_of_job(step)) if world_size > 1 else 0,
-    )
-
-
-def _from_mpi(env: Environment, names: str, local_rank: str, local_size: str) -> RankInfo:
-    """names: of the rank and the world size; local_rank, local_size: the names of those on this machine."""
-    rank, world_size = _number(env, names.format("RANK")), _number(env, names.format("SIZE"))
-    local_world_size = _number(env, local_size, world_size)
-    if local_world_size < world_size and not env.get("MASTER_ADDR"):
+def _from_mpi(env: Environment, names: str, *local_names: str) -> RankInfo:
+    """names: of the rank and the world size. local_names: of those on this machine."""
+    job = next((env[name] for name in MPI_JOBS if env.get(name)), str(os.getppid()))
+    info = _read(env, "mpirun", (names.format("RANK"), names.format("SIZE"), *local_names), _port_of_job(job))
+    if info.local_world_size < info.world_size and not env.get("MASTER_ADDR"):
         raise ConfigError(
             "mpirun started ranks on several hosts and MPI does not say where their store listens; "
             "type mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
         )
-    job = next((env[name] for name in MPI_JOBS if env.get(name)), str(os.getppid()))
+    return info
+
+
+def _from_slurm(env: Environment) -> RankInfo:
+    tasks = env["SLURM_STEP_NUM_TASKS"]
+    pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", tasks))  # "2(x2),1": 2, 2 and 1
+    of_nodes = [of_node for of_node, times in pairs for _ in range(int(times or 1))]
+    known = {
+        "TASKS": of_nodes[_number(env, "SLURM_NODEID")],
+        "MASTER_ADDR": first_host(env.get("SLURM_STEP_NODELIST", "")),
+    }
+    port = _port_of_job(f"{env.get('SLURM_JOB_ID', '0')}.{env.get('SLURM_STEP_ID', '0')}")
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "TASKS")
+    info = _read(known | dict(env), "srun", names, port)
+    # Several runs may be in one step of one task, so such a run takes no port.
+    return info if info.world_size > 1 else replace(info, master_port=0)
+
+
+def _read(env: Environment, started_by: str, names: Sequence[str], port: int) -> RankInfo:
+    """names: of the rank, the world size, and both on this machine, which a starter of one machine need not say."""
+    rank, world_size = _number(env, names[0]), _number(env, names[1])
+    if not 0 <= rank < world_size:
+        raise _unusable(f"{names[0]}={rank} does not fit {names[1]}={world_size}")
     return RankInfo(
         rank=rank,
         world_size=world_size,
-        local_rank=_number(env, local_rank, rank),
-        local_world_size=local_world_size,
-        started_by="mpirun",
+        local_rank=_number(env, names[2], rank),
+        local_world_size=_number(env, names[3], world_size),
+        started_by=started_by,
         master_addr=env.get("MASTER_ADDR") or LOOPBACK,
-        master_port=_number(env, "MASTER_PORT", _port_of_job(job)),
+        master_port=_number(env, "MASTER_PORT", port),
     )
+
+
+def export_rank_info(info: RankInfo) -> None:
+    """Set torchrun's variables, where other libraries look. `read_rank_info` gives the same `info` afterwards."""
+    os.environ |= {"RANK": str(info.rank), "LOCAL_RANK": str(info.local_rank), STARTED_BY: info.started_by}
+    os.environ |= {"WORLD_SIZE": str(info.world_size), "LOCAL_WORLD_SIZE": str(info.local_world_size)}
+    address, port = info.master_addr or LOOPBACK, info.master_port or DEFAULT_PORT
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+
+def node_rank_info(nnodes: int, node_rank: int, master_addr: str, master_port: int) -> RankInfo:
+    """The place of a `launch=spawn` parent among the parents of several nodes, of which the first hosts the store."""
+    if not 0 <= node_rank < nnodes:
+        choices = f"launch.node_rank=0 to {nnodes - 1}"
+        raise ConfigError(f"launch.node_rank={node_rank} does not fit launch.nnodes={nnodes}; type {choices}")
+    return RankInfo(node_rank, nnodes, started_by="spawn", master_addr=master_addr, master_port=master_port)
 
 
 def _number(env: Environment, name: str, default: int | None = None) -> int:
@@ -188,16 +164,6 @@ def _port_of_job(job: str) -> int:
 
 
 def first_host(nodelist: str) -> str:
-    """The first name in a list: "gpu[07-09,12],cpu1" -> "gpu07", "rack[0-1]b[3,5]-ib" -> "rack0b3-ib".
-
-    An empty list is this machine.
-    """
+    """Of "gpu[07-09,12],cpu1" gpu07, of "rack[0-1]b[3,5]-ib" rack0b3-ib. An empty list is this machine."""
     first = re.match(r"([^,\[]|\[[^\]]*\])*", nodelist)  # up to a comma that is not in brackets
-    name = first[0] if first else ""
-    return re.sub(r"\[(\w*)[^\]]*\]", r"\1", name) or LOOPBACK
-
-
-def tasks_of_node(counts: str, node: int) -> int:
-    """The tasks of the host with this number: of "2(x2),1" they are 2, 2 and 1."""
-    pairs = [(int(tasks), int(times or 1)) for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)]
-    return [tasks for tasks, times in pairs for _ in range(times)][node]
+    return re.sub(r"\[(\w*)[^\]]*\]", r"\1", first[0] if first else "") or LOOPBACK

@@ -10,19 +10,15 @@ from pathlib import Path
 from lockstep.compat import multiprocessing_folder
 
 ENDS_WITH_PARENT = "LOCKSTEP_ENDS_WITH_PARENT"  # in the environment of a training that a notebook has started
-PR_SET_PDEATHSIG = 1
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+PR_SET_PDEATHSIG, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3
 
 
 def usable_cores() -> list[int]:
-    """The numbers of the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # Linux; macOS has no affinity
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
+    """The numbers of the cores that this process may use. macOS has no affinity."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
 
 
 def cpu_count() -> int:
-    """The number of cores that this process may use."""
     return len(usable_cores())
 
 
@@ -39,11 +35,8 @@ def has_native_bf16() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep the memory that a step frees, so that the next step need not ask the kernel for it.
-
-    By default glibc returns it: 3000 page faults a step until its thresholds have grown, and always for blocks above
-    32 MB. A sample of the convolution net then costs 1.8 times as much in a batch of 1024 as in one of 512.
-    """
+    """Make glibc keep the memory that a step frees, so that the next step need not ask the kernel for it: 3000 page
+    faults a step until its thresholds have grown, and always for blocks above 32 MB."""
     _call_c("mallopt", M_MMAP_THRESHOLD, 1 << 30)
     _call_c("mallopt", M_TRIM_THRESHOLD, 2**31 - 1)
 
@@ -51,8 +44,7 @@ def keep_freed_memory() -> None:
 def end_with_parent(number: int = signal.SIGTERM, parent: int | None = None) -> None:
     """Make the kernel send a signal to this process when its parent dies: kill -9 of a launcher must leave no ranks.
 
-    parent: its process, if it is known. Without it, a parent that has died already is not noticed. Only Linux can send
-    such a signal; elsewhere this does nothing.
+    parent: its process; without it, a parent that has died already is not noticed. It works on Linux alone.
     """
     parent = parent or os.getppid()
     if _call_c("prctl", PR_SET_PDEATHSIG, number, 0, 0, 0) and os.getppid() != parent:  # it died before the kernel knew

@@ -1,9 +1,7 @@
 """How ranks find each other: the store that they share, the rendezvous, and when their run started.
 
-The store is torch's: a file where our launcher has started all ranks on one machine, else a TCPStore, which rank 0 or
-the program that started the ranks hosts. torchrun keeps one store over all its restarts, so each process group gets a
-part of the store that no earlier one has used: a plain init_process_group would read the addresses of ranks that have
-exited. No torch at the top: `--cfg job` asks when the run started, and a world of one needs no store for it.
+torchrun keeps one store over all its restarts, so each process group gets a part of the store that no earlier one has
+used: a plain init_process_group would read the addresses of ranks that have exited. No torch at the top.
 """
 
 import os
@@ -24,104 +22,78 @@ if TYPE_CHECKING:
 
 STORE_TIMEOUT = timedelta(seconds=300)
 NAME_SECONDS = 20.0  # for a host name to appear: a cluster may register a pod's name after it has started the pod
-TRY_SECONDS = 1.0  # for one connection
-LONGEST_PAUSE = 1.0  # seconds between two questions for a confirmation
+LONGEST_PAUSE = 1.0  # seconds between two questions
 REQUESTS_PER_SECOND = 5_000  # of all ranks together: a TCPStore answers many times as many
-NOTES = Path("outputs", ".started")  # when jobs of Slurm started first
 
-
-def missing(complaint: str) -> RankMissing:
-    return RankMissing(
-        f"{complaint} within backend.timeout; type the same command, with the same world size, on every node"
-    )
-
-
-# The store.
-
-_stores: dict[RankInfo, "Store"] = {}
+_stores: dict[RankInfo, "Store"] = {}  # one for the life of this process
 
 
 def shared_store(info: RankInfo, timeout: timedelta = STORE_TIMEOUT) -> "Store":
-    """The store of the ranks that `info` describes, one for the life of this process. A world of one needs no port.
+    """The store of the ranks that `info` describes. timeout: for rank 0 to listen.
 
-    timeout: for rank 0 to listen. Raises ConfigError if rank 0 must listen at a port that another program uses, and
-    RankMissing.
+    Raises ConfigError if rank 0 must listen at a port that another program uses, and RankMissing.
     """
-    if info not in _stores:
-        _stores[info] = _open_store(info, timeout)
-    return _stores[info]
-
-
-def _open_store(info: RankInfo, timeout: timedelta) -> "Store":
     import torch.distributed as dist
 
     address, port = store_address(info), info.master_port
+    if info in _stores:
+        return _stores[info]
     if info.store_file:
-        return dist.FileStore(info.store_file, info.world_size)
-    if not port:
-        return dist.HashStore()
-    if info.agent_store or not info.is_rank_zero:
-        _wait_until_listening(address, port, timeout)
-        return client_of_store(info, timeout)
-    try:
-        # All ranks here: at the loopback address, whatever name the machine has. torch listens at every interface.
-        listener = socket.create_server((LOOPBACK, port)).detach() if address == LOOPBACK else None
-        return dist.TCPStore(
-            address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
-        )
-    except (OSError, dist.DistNetworkError) as error:
-        raise ConfigError(
-            f"port {port} is taken or not to be had ({str(error).splitlines()[0]}); type MASTER_PORT={port + 1} before "
-            f"the command, or launch.master_port={port + 1}"
-        ) from None
+        store: Store = dist.FileStore(info.store_file, info.world_size)
+    elif not port:
+        store = dist.HashStore()
+    elif info.agent_store or not info.is_rank_zero:
+        _wait_until_listening(address, port, timeout.total_seconds())
+        store = client_of_store(info, timeout)
+    else:
+        try:
+            # All ranks here: at the loopback address, whatever name the machine has. torch listens at each interface.
+            listener = socket.create_server((LOOPBACK, port)).detach() if address == LOOPBACK else None
+            store = dist.TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener)
+        except (OSError, dist.DistNetworkError) as error:
+            what = f"port {port} is taken or not to be had ({str(error).splitlines()[0]})"
+            advice = f"type MASTER_PORT={port + 1} before the command, or launch.master_port={port + 1}"
+            raise ConfigError(f"{what}; {advice}") from None
+    _stores[info] = store
+    return store
 
 
 def client_of_store(info: RankInfo, timeout: timedelta) -> "Store":
     """A connection of its own to a store that listens."""
-    import torch.distributed as dist
+    from torch.distributed import TCPStore
 
-    address = store_address(info)
-    return dist.TCPStore(address, info.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return TCPStore(store_address(info), info.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 def store_address(info: RankInfo) -> str:
     """Where ranks find their store. One that the starter hosts stays where the starter says."""
-    if not info.agent_store and (info.on_one_machine or is_loopback(info.master_addr)):
-        return LOOPBACK
-    return info.master_addr
+    is_here = not info.agent_store and (info.on_one_machine or is_loopback(info.master_addr))
+    return LOOPBACK if is_here else info.master_addr
 
 
-def _wait_until_listening(address: str, port: int, timeout: timedelta) -> None:
-    """Wait until a program accepts connections there. torch's own wait blocks in C, where a launcher hears no signal,
-    and tries a name that does not exist until its end.
-
-    Raises ConfigError if the name of the host is not known, and RankMissing.
-    """
+def _wait_until_listening(address: str, port: int, seconds: float) -> None:
+    """torch's own wait blocks in C, where a launcher hears no signal, and tries an unknown name until its end."""
     start = time.monotonic()
     while True:
         try:
-            socket.create_connection((address, port), timeout=TRY_SECONDS).close()
+            socket.create_connection((address, port), timeout=LONGEST_PAUSE).close()
             return
         except OSError as error:
-            waited, reason = time.monotonic() - start, error.strerror or error
-            if isinstance(error, socket.gaierror) and waited > NAME_SECONDS:
-                raise ConfigError(
-                    f"the host {address} of rank 0 is not known on this machine ({reason}); "
-                    f"type MASTER_ADDR=<its name or address> before the command, or launch.master_addr="
+            limit = min(NAME_SECONDS, seconds) if isinstance(error, socket.gaierror) else seconds
+            if time.monotonic() - start > limit:
+                raise RankMissing(
+                    f"rank 0 does not listen at {address}:{port} ({error.strerror or error}); type the same command on "
+                    f"every node, with the address of rank 0's host as MASTER_ADDR or launch.master_addr"
                 ) from None
-            if waited > timeout.total_seconds():
-                raise missing(f"rank 0 does not listen at {address}:{port} ({reason})") from None
-        time.sleep(min(0.01 + waited / 10, TRY_SECONDS))
+        time.sleep(LONGEST_PAUSE / 10)
 
 
-# The rendezvous.
+def _missing(what: str) -> RankMissing:
+    return RankMissing(f"{what} within backend.timeout; type the same command, with the same world size, on every node")
 
 
 def form_group(info: RankInfo, timeout: timedelta) -> "Store":
-    """The part of the shared store that all ranks of this world have agreed on. Every rank calls it.
-
-    Raises RankMissing for a rank that does not come within `timeout`.
-    """
+    """The part of the shared store that all ranks have agreed on. Every rank calls it. Raises RankMissing."""
     from torch.distributed import PrefixStore
 
     store = shared_store(info, timeout)
@@ -141,11 +113,11 @@ def agree_on_nonce(store: "Store", rank: int, size: int, timeout: timedelta) -> 
     if rank == 0:
         nonce = uuid.uuid4().hex
         store.set("meet/nonce", nonce)
-        acknowledged = [
+        names = [
             _value_of(store, f"meet/{nonce}/ack/{other}", deadline, f"rank {other} did not join the rendezvous")
             for other in range(1, size)
         ]
-        for other, name in enumerate(acknowledged, start=1):
+        for other, name in enumerate(names, start=1):
             store.set(f"meet/{nonce}/go/{other}", name)
         return nonce
     name, seen = uuid.uuid4().hex, ""
@@ -158,7 +130,7 @@ def agree_on_nonce(store: "Store", rank: int, size: int, timeout: timedelta) -> 
         if store.check([confirmed]) and store.get(confirmed).decode() == name:
             return nonce
         time.sleep(min(max(size / REQUESTS_PER_SECOND, (time.monotonic() - start) / 10), LONGEST_PAUSE))
-    raise missing(f"rank {rank} found no rendezvous to join")
+    raise _missing(f"rank {rank} found no rendezvous to join")
 
 
 def _value_of(store: "Store", key: str, deadline: float, complaint: str) -> str:
@@ -168,42 +140,34 @@ def _value_of(store: "Store", key: str, deadline: float, complaint: str) -> str:
     try:
         store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
     except DistStoreError:
-        raise missing(complaint) from None
+        raise _missing(complaint) from None
     return store.get(key).decode()
-
-
-# When the run started.
 
 
 @cache
 def run_started_at(info: RankInfo, is_noted: bool = True, timeout: timedelta = STORE_TIMEOUT) -> datetime:
-    """When this run started, by rank 0's clock: the same moment on every rank and after every restart by torchrun.
-
-    It is asked before Hydra composes, so all ranks compose the same run folder, however far apart they start.
-    is_noted: a job that Slurm requeues finds the moment of its first start in a file. timeout: for rank 0 to come.
-    Raises RankMissing.
-    """
-    first = _first_start() if is_noted and info.is_rank_zero else datetime.now()
+    """When this run started, by rank 0's clock: the same moment on every rank and after every restart by torchrun, so
+    all compose the same run folder. is_noted: a job that Slurm requeues finds its first start in a file. Raises
+    RankMissing."""
+    now = _first_start() if is_noted and info.is_rank_zero else datetime.now()
     if not info.master_port:
-        return first
+        return now
     store = shared_store(info, timeout)
     if info.is_rank_zero:
-        store.compare_set("lockstep/started", "", first.isoformat())
+        store.compare_set("lockstep/started", "", now.isoformat())
     deadline = time.monotonic() + timeout.total_seconds()
     return datetime.fromisoformat(_value_of(store, "lockstep/started", deadline, "rank 0 did not start the run"))
 
 
 def _first_start() -> datetime:
-    """Now; or, in a job that Slurm has requeued, the moment at which it started first. Such a job keeps its number, and
-    nothing else."""
-    env, now = os.environ, datetime.now()
-    if "SLURM_STEP_ID" not in env or "SLURM_JOB_ID" not in env:
-        return now
-    note = NOTES / f"slurm-{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
-    with suppress(OSError, ValueError):  # none; or an empty one, which a machine that fails can leave
-        if int(env.get("SLURM_RESTART_COUNT", 0)):
-            return datetime.fromisoformat(note.read_text())
-    with suppress(OSError):  # then the run folder cannot be created either, and that has a message of its own
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(now.isoformat())
+    """Now, or when this job of Slurm's started first: one that is requeued keeps its number, and nothing else."""
+    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
+    now, note = datetime.now(), Path("outputs", ".started", f"slurm-{job}.{step}")
+    if job and step:
+        with suppress(OSError, ValueError):  # none; or an empty one, which a machine that fails can leave
+            if int(os.environ.get("SLURM_RESTART_COUNT", 0)):
+                return datetime.fromisoformat(note.read_text())
+        with suppress(OSError):  # then the run folder cannot be created either, and that has a message of its own
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(now.isoformat())
     return now

@@ -1,7 +1,4 @@
-"""The run folder: whether it can be written to, what to type if not, and the lock by which one run holds it.
-
-No torch here.
-"""
+"""The run folder: one config in it, and the lock by which one run holds it. No torch here."""
 
 import errno
 import logging
@@ -26,23 +23,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LIMITS = ("trainer.epochs", "trainer.max_steps", "trainer.max_time", "trainer.pause_after", "evaluation.patience")
+
 LEAST_BYTES = 2**16  # free on the disk of a run folder at the start: for the first lines of its logs
-
-
-def check_run_folder(folder: str | Path) -> None:
-    """Raise ConfigError if this process cannot write to `folder`, or to where it would be created. Writes nothing."""
-    existing = Path(folder).absolute()
-    while not existing.exists():
-        existing = existing.parent
-    try:
-        if not os.access(existing, os.W_OK | os.X_OK):
-            is_read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
-            raise OSError(errno.EROFS if is_read_only else errno.EACCES, "")
-        space = os.statvfs(existing)
-        if space.f_blocks and space.f_bavail * space.f_frsize < LEAST_BYTES:
-            raise OSError(errno.ENOSPC, "")
-    except OSError as error:
-        raise CannotStartNow(unwritable(folder, error)) from None
 
 
 def folder_of_run(resume: str) -> Path:
@@ -56,10 +38,8 @@ def folder_of_run(resume: str) -> Path:
 
 
 def require_same_run(record: ConfigRecord, run_dir: str, elsewhere: str | None = None) -> None:
-    """Raise ConfigError if `run_dir` has snapshots of a run of other values: one folder, one config.
-
-    elsewhere: what to type to train with these values.
-    """
+    """Raise ConfigError if `run_dir` has snapshots of a run of other values. elsewhere: what to type to train with
+    these."""
     folder = Path(run_dir)
     path = folder / RECORD / "config.yaml"
     if not path.is_file() or not any(folder.glob("snapshots/step_*")):
@@ -86,43 +66,40 @@ def go_on_words(folder: str | Path) -> str:
 
 
 class HeldFolder:
-    """The run folder while this run holds it: a file lock that the kernel releases when its process ends.
+    """The folder of a run, or of a sweep (`what`), while this process holds it: a file lock that the kernel releases.
 
     It is a POSIX record lock: a forked DataLoader worker does not inherit it, so it cannot outlive the rank. Closing
     any file object of `.lock` in this process releases it.
-
-    what: run, or sweep for the folder of a sweep, which its parent process holds in the same way.
     """
 
     def __init__(self, folder: Path, what: str = "run") -> None:
-        self.folder, self.what, self.key = folder, what, f"hydra.{what}.dir"
+        self.folder, self.what = folder, what
         self.file: IO[str] | None = None
 
     def lock(self) -> str | None:
         """Lock the folder, which is created if it is missing. Returns what is wrong, None if nothing is."""
         import fcntl  # Windows has none, and `--help` works there
 
+        key = f"hydra.{self.what}.dir"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file = open(self.folder / ".lock", "a+")  # noqa: SIM115  (it stays open as long as the lock is held)
-        except OSError as error:
-            return unwritable(self.folder, error, self.key)
-        try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.file.write(" " * LEAST_BYTES)  # a full disk refuses them
+            self.file.flush()
             self.file.truncate(0)
             self.file.write(f"pid {os.getpid()} on {socket.gethostname()}")  # for people who look
             self.file.flush()
             return None
-        except (BlockingIOError, PermissionError):  # POSIX allows either for a lock that another process holds
-            self.file.seek(0)
-            holder = self.file.read()
-            held = f"another {self.what} holds {self.folder} ({holder})"
-            problem = f"{held}; wait for its end, or type {self.key}=<another folder>"
         except OSError as error:
             if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # Lustre without flock, some NFS
                 log.warning("%s cannot be locked (%s): other runs are not kept out", self.folder, error.strerror)
                 return None
-            problem = unwritable(self.folder, error, self.key)
+            problem = unwritable(self.folder, error, key)
+            if self.file is not None and error.errno in (errno.EAGAIN, errno.EACCES):  # as POSIX allows for a held lock
+                self.file.seek(0)
+                held = f"another {self.what} holds {self.folder} ({self.file.read()})"
+                problem = f"{held}; wait for its end, or type {key}=<another folder>"
         self.release()
         return problem
 
@@ -135,14 +112,10 @@ class HeldFolder:
 
 @contextmanager
 def hold_run_folder(folder: str | Path, world: "World") -> Iterator[None]:
-    """Rank 0 holds a lock on `folder` while the block runs. Every rank calls this.
-
-    Raises CannotStartNow on every rank if another run holds the folder, or if it cannot be written to.
-    """
+    """Rank 0 holds a lock on `folder` while the block runs. Every rank calls this. Raises CannotStartNow on all."""
     held = HeldFolder(Path(folder))
-    problem = held.lock() if world.is_rank_zero else None
     try:
-        problem = world.broadcast_json(problem)
+        problem = world.broadcast_json(held.lock() if world.is_rank_zero else None)
         if problem is not None:
             raise CannotStartNow(problem)
         yield

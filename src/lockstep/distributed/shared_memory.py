@@ -25,10 +25,8 @@ SumInPlace = Callable[[Tensor], object]
 
 
 def sum_of_vectors(world: World, length: int, dtype: torch.dtype) -> SumInPlace:
-    """The fastest sum over the ranks of `world`: through shared memory, or else the process group's all-reduce.
-
-    length: the usual number of values. For 65 values on 2 busy CPU ranks shared memory takes a tenth of gloo's time.
-    """
+    """The fastest sum of about `length` values over the ranks: through shared memory, or else by an all-reduce. For 65
+    values on 2 busy CPU ranks shared memory takes a tenth of gloo's time."""
     try:
         return SharedMemorySum(world, length, dtype)
     except ConfigError:  # raised on all ranks alike
@@ -36,32 +34,27 @@ def sum_of_vectors(world: World, length: int, dtype: torch.dtype) -> SumInPlace:
 
 
 class SharedMemorySum:
-    """Sums vectors over the ranks of `world`, which must be CPU ranks of one machine.
+    """Sums vectors over the ranks of `world`, those longer than `length` in pieces. Raises ConfigError on all ranks if
+    they are not CPU ranks of one machine that see each other's files.
 
-    length: the usual number of values in a vector; longer vectors are summed in pieces. Each rank copies its vector
-    into its own slot, sums one part of all slots, and copies the whole sum back. Each part is summed once, in the order
-    of `tree_sum`, so all ranks hold the same bits. Ranks wait for each other by a byte through a pipe: no rank spins if
-    there are more ranks than cores, and a rank that exits is noticed at once. Raises ConfigError on all ranks for GPUs,
-    for several machines, and for ranks that do not see each other's files.
+    Each rank copies its vector into its own slot, sums one part of all slots, and copies the whole sum back. Each part
+    is summed once, in the order of `tree_sum`, so all ranks hold the same bits. Ranks wait for each other by a byte
+    through a pipe: no rank spins if there are more ranks than cores, and a rank that exits is noticed at once.
     """
 
     def __init__(self, world: World, length: int, dtype: torch.dtype) -> None:
-        self.world = world
-        length = min(length, PIECE)
+        self.world, length = world, min(length, PIECE)
         possible = sys.platform == "linux" and world.device.type == "cpu" and world.local_size >= world.size
-        size = (world.size + 1) * length * dtype.itemsize
-        created, problem = _create_folder(world.size, size) if world.is_rank_zero and possible else ("", "")
+        created, problem = "", "" if possible else "is for CPU ranks on one Linux machine"
         try:
+            if world.is_rank_zero and possible:
+                created, problem = _create_folder(world.size, (world.size + 1) * length * dtype.itemsize)
             name, problem = world.broadcast_json([created, problem])
-            usable = bool(name) and Path(name).exists()  # containers of one machine may each have their own /dev/shm
-            if not all(world.all_gather_json(usable)):
-                reason = problem or "is for CPU ranks on one Linux machine"
+            is_seen = os.path.exists(name)  # containers of one machine may each have their own /dev/shm
+            if problem or not all(world.all_gather_json(is_seen)):
+                reason = problem or "needs ranks that share /dev/shm"
                 raise ConfigError(f"gradient_sync=shared_memory {reason}; type gradient_sync=all_reduce")
             self._open(Path(name), length, dtype)
-        except FileNotFoundError as error:
-            if world.is_rank_zero:
-                raise
-            raise ConnectionError(f"rank 0 is gone, and has removed {error.filename}") from None
         finally:
             if created:  # only the names go: open files stay until the last rank closes them or exits
                 shutil.rmtree(created, ignore_errors=True)
@@ -71,17 +64,15 @@ class SharedMemorySum:
             memory = mmap.mmap(file.fileno(), 0)
         self.slots = torch.frombuffer(memory, dtype=dtype).view(-1, length)  # one per rank, and the sum
         rank, peers = self.world.rank, [rank for rank in range(self.world.size) if rank != self.world.rank]
-        without_waiting = os.O_RDONLY | os.O_NONBLOCK
-        self.readers = {peer: FileIO(os.open(folder / f"{peer}-{rank}", without_waiting)) for peer in peers}
+        flags = os.O_RDONLY | os.O_NONBLOCK
+        self.readers = {peer: FileIO(os.open(folder / f"{peer}-{rank}", flags)) for peer in peers}
         self.world.barrier()  # a pipe can be opened for writing only after it is open for reading
         self.writers = {peer: FileIO(os.open(folder / f"{rank}-{peer}", os.O_WRONLY), "w") for peer in peers}
         self.world.barrier()
 
     def __call__(self, vector: Tensor) -> None:
-        """Sum `vector` (n,) over the ranks, in place.
-
-        Raises TimeoutError for a rank that does not come, and ConnectionError for one that has exited.
-        """
+        """Sum `vector` (n,) in place. Raises TimeoutError for a rank that does not come, ConnectionError for one that
+        has exited."""
         rank, size = self.world.rank, self.world.size
         heartbeat.sums(len(vector))
         for piece in torch.split(vector, self.slots.shape[1]):
@@ -118,7 +109,7 @@ def tree_sum(vectors: list[Tensor]) -> Tensor:
 
 
 def _create_folder(ranks: int, size: int) -> tuple[str, str]:
-    """(a folder in memory, "") or ("", why there is none): with a file of `size` bytes and a pipe for each pair."""
+    """(a folder in memory, why it cannot be used): with a file of `size` bytes and a pipe for each pair."""
     folder = ""
     try:
         folder = tempfile.mkdtemp(prefix="lockstep-", dir="/dev/shm")
@@ -128,5 +119,4 @@ def _create_folder(ranks: int, size: int) -> tuple[str, str]:
             os.posix_fallocate(file.fileno(), 0, size)  # without it a full disk would end a rank by SIGBUS
         return folder, ""
     except OSError as error:  # a container may have 64 MB
-        shutil.rmtree(folder, ignore_errors=True)
-        return "", f"finds no room for {size / 2**20:.1f} MB in /dev/shm ({error.strerror or error})"
+        return folder, f"finds no room for {size / 2**20:.1f} MB in /dev/shm ({error.strerror or error})"

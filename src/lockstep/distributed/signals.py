@@ -12,11 +12,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Self
+from typing import Self
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import remove_temporary_folder
@@ -27,18 +27,30 @@ from lockstep.failures.report import has_failed_rank, leave, newest_snapshot
 
 log = logging.getLogger(__name__)
 
-# SIGHUP: the terminal was closed. SIGUSR1: Slurm's warning before the time limit. Windows, where only --help works,
-# has neither.
-NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
-STOP_SIGNALS = tuple(number for number in signal.Signals if number.name in NAMES)
+# SIGHUP: the terminal was closed. SIGUSR1: Slurm's warning before the time limit. Windows has neither.
+STOP_SIGNALS = tuple(one for one in signal.Signals if one.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"))
 REPEAT_AFTER = 2.0  # seconds: one Ctrl-C can arrive twice, from the terminal and from the launcher
+
+
+class Asked:
+    """The signals that have asked for a stop: the first one and a repeated one, and when, by the monotonic clock."""
+
+    first: int | None = None
+    second: int | None = None
+    first_at = second_at = 0.0
+
+    def note(self, number: int) -> None:
+        now = time.monotonic()
+        if self.first is None:
+            self.first, self.first_at = number, now
+        elif self.second is None and number != signal.SIGUSR1 and now - self.first_at > REPEAT_AFTER:
+            self.second, self.second_at = number, now
 
 
 class _Process:
     """The state of signals in this process."""
 
-    requested_at: float | None = None  # when the first signal came, by the monotonic clock
-    requested_by = 0  # its number
+    asked = Asked()
     saves_first = False  # the ranks save after the first signal, before they end
     launcher: int | None = None  # the process that has started this rank, if it is ours
     run_dir: str | Path = "."
@@ -55,10 +67,8 @@ def end_at_signals() -> None:
 
 
 def listen(run_dir: str | Path = ".") -> None:
-    """Listen in a thread, which gets a signal also while this process waits in torch. For a rank.
-
-    The first signal ends the process, except inside `stop_after_saving`.
-    """
+    """Listen in a thread, which gets a signal also while this process waits in torch. For a rank. The first signal ends
+    the process, except inside `stop_after_saving`."""
     _process.run_dir = run_dir
     # Slurm can preempt a job before it trains. Such a job must not fail, so it stops after its first step.
     _process.saves_first = read_rank_info().started_by == "srun"
@@ -73,8 +83,8 @@ def listen(run_dir: str | Path = ".") -> None:
 
 
 def each_second(look: Callable[[float], object] | None) -> None:
-    """Call `look(time.monotonic())` once a second, in the thread that hears the signals of this rank. A look that ends
-    a hang is waited for."""
+    """Call `look(time.monotonic())` once a second in the thread that hears signals. One that ends a hang is waited
+    for."""
     with _looking:
         _process.look = look
 
@@ -84,14 +94,17 @@ def set_run_folder(run_dir: str | Path) -> None:
     _process.run_dir = run_dir
 
 
-def leave_last_line_to_launcher() -> None:
-    """The process that started this rank prints how it ended, so this one does not."""
-    _process.launcher = os.getppid()
+def is_rank_of(launcher: int) -> None:
+    """This process is a rank of `launcher`, which prints how it ended and removes what its ranks share."""
+    _process.launcher = launcher
 
 
-def remove_folder_of_launcher() -> None:
-    """Remove the temporary folder of a launcher that was killed: only its ranks are left to do that."""
-    if _process.launcher not in (None, os.getppid()) and heartbeat.folder is not None:
+def clean_up() -> None:
+    """Remove what nobody else will when this process ends: also the folder of a launcher that was killed."""
+    if _process.launcher is None:
+        remove_temporary_folder()
+        leave(heartbeat.folder)
+    elif _process.launcher != os.getppid() and heartbeat.folder is not None:
         shutil.rmtree(heartbeat.folder.parent, ignore_errors=True)
 
 
@@ -102,7 +115,7 @@ def stop_listening() -> None:
 
 
 def stop_requested() -> bool:
-    return _process.requested_at is not None
+    return _process.asked.first is not None
 
 
 @contextmanager
@@ -118,10 +131,8 @@ def blocked() -> Iterator[None]:
 
 @contextmanager
 def stop_after_saving() -> Iterator[None]:
-    """Inside the block, and after it, the ranks save after the first signal, and end together.
-
-    An error about a lost rank becomes StoppedEarly, if this rank was asked to stop before.
-    """
+    """Inside the block, and after it, the ranks save after the first signal, and end together. An error about a lost
+    rank becomes StoppedEarly, if this rank was asked to stop before."""
     _process.saves_first = True
     try:
         yield
@@ -129,40 +140,32 @@ def stop_after_saving() -> Iterator[None]:
         # A launcher asks the others to stop when a rank has failed.
         is_stop = stop_requested() and read_rank_info().world_size > 1 and is_echo(error)
         if is_stop and not has_failed_rank(heartbeat.folder):
-            raise unanswered_stop() from error
+            raise stopped_early() from error
         raise
 
 
-def unanswered_stop() -> StoppedEarly:
-    """The error for a stop that a rank did not take part in: it hangs or is gone."""
-    reason = "asked to stop, but not every rank answered"
-    return StoppedEarly(with_newest_snapshot(reason), EXIT_STOPPED_WITHOUT_SNAPSHOT)
-
-
-def with_newest_snapshot(reason: str) -> str:
-    """The sentence for a run whose last step may be in no snapshot. reason: its first words."""
-    folder = Path(_process.run_dir)
-    newest = newest_snapshot(folder)
-    if newest is None:
-        return f"{reason}; no snapshot was saved; start again with the same command"
-    return f"{reason}; the last good snapshot is {newest}; go on there with {go_on_words(folder)}"
-
-
-def ended_at_once(number: int, in_training: bool) -> StoppedEarly:
-    """The error for a process that signal `number` ends at once. in_training: it is a second one, in training."""
+def stopped_early(number: int | None = None, in_training: bool = True) -> StoppedEarly:
+    """The error for a process that signal `number` ends at once, which in training is a second one; for a rank that has
+    not answered a stop, if there is no number. The last step may be in no snapshot."""
     code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED_WITHOUT_SNAPSHOT
-    if in_training:
-        return StoppedEarly(with_newest_snapshot(f"ended at once by a second {_name(number)}"), code)
-    return StoppedEarly(f"ended by {_name(number)}; there is nothing to save", code)
+    if number is not None and not in_training:
+        return StoppedEarly(f"ended by {_name(number)}; there is nothing to save", code)
+    reason = "asked to stop, but not every rank answered"
+    if number is not None:
+        reason = f"ended at once by a second {_name(number)}"
+    if (newest := newest_snapshot(Path(_process.run_dir))) is None:
+        return StoppedEarly(f"{reason}; no snapshot was saved; start again with the same command", code)
+    words = f"the last good snapshot is {newest}; go on there with {go_on_words(_process.run_dir)}"
+    return StoppedEarly(f"{reason}; {words}", code)
 
 
 def _name(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
-def is_repeated(first: float, number: int) -> bool:
-    """Whether signal `number` now is a second request after the one at `first`, by the monotonic clock."""
-    return number != signal.SIGUSR1 and time.monotonic() - first > REPEAT_AFTER
+def _print(line: str) -> None:
+    with suppress(OSError, ValueError):  # the terminal is closed
+        print(line, file=sys.stderr, flush=True)
 
 
 def handle_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
@@ -174,19 +177,12 @@ def handle_signals(handler: Callable[[int, FrameType | None], object] | signal.H
 
 def _on_signal(number: int, frame: FrameType | None = None) -> None:
     """Signal `number` has arrived. SIGUSR1 ends nothing before the training: Slurm sends it long before the end."""
-    if not _process.saves_first and number != signal.SIGUSR1:
+    asked, is_first = _process.asked, _process.asked.first is None
+    asked.note(number)
+    if asked.second is not None or not (_process.saves_first or number == signal.SIGUSR1):
         _end(number)
-    if _process.requested_at is None:
-        _process.requested_at, _process.requested_by = time.monotonic(), number
-        if _process.saves_first and read_rank_info().is_rank_zero:
-            _print(f"{_name(number)}: stopping after this step; a second one ends at once")
-    elif is_repeated(_process.requested_at, number):
-        _end(number)
-
-
-def _print(line: str) -> None:
-    with suppress(OSError, ValueError):  # the terminal is closed
-        print(line, file=sys.stderr, flush=True)
+    if is_first and _process.saves_first and read_rank_info().is_rank_zero:
+        _print(f"{_name(number)}: stopping after this step; a second one ends at once")
 
 
 def _read_signals(reader: int) -> None:
@@ -204,17 +200,14 @@ def _read_signals(reader: int) -> None:
                 _process.look = None
 
 
-def _end(number: int) -> NoReturn:
+def _end(number: int) -> None:
     heartbeat.enter("end")
-    stopped, info = ended_at_once(number, _process.saves_first), read_rank_info()
+    stopped, info = stopped_early(number, _process.saves_first), read_rank_info()
     # One process of a machine prints the last line. The exit code tells a launcher whether the rank tried to save.
     prints = _process.launcher is None and (info.local_rank == 0 or info.started_by == "environment")
     if prints:
         _print(f"lockstep: {stopped}")
-    remove_folder_of_launcher()
-    if _process.launcher is None:
-        remove_temporary_folder()
-        leave(heartbeat.folder)
+    clean_up()
     os._exit(stopped.code if prints or _process.saves_first else 128 + number)
 
 
@@ -225,18 +218,10 @@ def _forget_in_child() -> None:
     _process.writer = None
 
 
-class Relay:
-    """In the process that starts ranks: while the block runs, the signals that ask for a stop go on to the ranks.
+class Relay(Asked):
+    """In the process that starts ranks: while the block runs, the signals that ask for a stop go on to the ranks."""
 
-    pids: the ranks. first, second: the numbers of the first signal and of a repeated one, None if there was none.
-    first_at, second_at: when they came, by the monotonic clock.
-    """
-
-    def __init__(self) -> None:
-        self.pids: list[int] = []
-        self.first: int | None = None
-        self.second: int | None = None
-        self.first_at = self.second_at = 0.0
+    pids: Sequence[int] = ()
 
     def start(self, pids: list[int]) -> None:
         """These are the ranks now. Those that are new get a signal that came before."""
@@ -244,25 +229,22 @@ class Relay:
         if self.first is not None:
             self.send(self.first, new)
 
+    def send(self, number: int, pids: Sequence[int]) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.note(number)
+        self.send(number, self.pids)
+
     def __enter__(self) -> Self:
         self.before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         handle_signals(self._pass_on)
-        if _process.requested_at is not None:  # by SIGUSR1, which Slurm sends, and which ends no process so early
-            self.first, self.first_at = _process.requested_by, _process.requested_at
+        if _process.asked.first is not None:  # by SIGUSR1, which Slurm sends, and which ends no process so early
+            self.note(_process.asked.first)
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        if self.first is None:
-            self.first, self.first_at = number, time.monotonic()
-        elif self.second is None and is_repeated(self.first_at, number):
-            self.second, self.second_at = number, time.monotonic()
-        self.send(number, self.pids)
-
-    def send(self, number: int, pids: list[int]) -> None:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)

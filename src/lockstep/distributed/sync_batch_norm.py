@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep import compat
-from lockstep.distributed.shared_memory import SumInPlace, sum_of_vectors
+from lockstep.distributed.shared_memory import sum_of_vectors
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 
@@ -30,33 +30,22 @@ def convert_sync_batch_norm(module: nn.Module, world: World, kind: type[Any] = B
     """
     norms = {name: norm for name, norm in module.named_modules() if isinstance(norm, kind)}
     for name, norm in norms.items():
-        is_plain = type(norm).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward)
-        if not (is_plain or has_activation(norm)):
+        forward = type(norm).forward
+        norm.has_activation = (forward.__module__, forward.__qualname__) == WITH_ACTIVATION
+        if not norm.has_activation and forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward):
             raise ConfigError(
                 f"sync_bn puts torch's batch norm over all ranks in place of {name}, and {type(norm).__name__} has a "
                 f"forward pass of its own, which would be lost; type sync_bn=off"
             )
-    if norms:
-        longest = world.size * (2 * max(norm.num_features for norm in norms.values()) + 1)
-        sum_in_place = sum_of_vectors(world, longest, torch.float64)
-        for norm in norms.values():
-            SyncBatchNorm.take_over(norm, world, sum_in_place)
-
-
-def has_activation(norm: nn.Module) -> bool:
-    forward = type(norm).forward
-    return (forward.__module__, forward.__qualname__) == WITH_ACTIVATION
+    longest = world.size * (2 * max((norm.num_features for norm in norms.values()), default=0) + 1)
+    sum_in_place = sum_of_vectors(world, longest, torch.float64) if norms else None
+    for norm in norms.values():
+        norm.__class__ = SyncBatchNorm  # as torch does with lazy layers
+        norm.rank, norm.size, norm.sum_in_place, norm.counts_inputs = world.rank, world.size, sum_in_place, True
 
 
 class SyncBatchNorm(BatchNorm):  # type: ignore[misc, valid-type]
-    """Batch norm whose training statistics cover every rank's share of the batch."""
-
-    @classmethod
-    def take_over(cls, norm: Any, world: World, sum_in_place: SumInPlace) -> None:
-        """Change the class of `norm`, as torch does with lazy layers. sum_in_place: over the ranks."""
-        norm.has_activation = has_activation(norm)
-        norm.__class__ = cls
-        norm.rank, norm.size, norm.sum_in_place, norm.counts_inputs = world.rank, world.size, sum_in_place, True
+    """Batch norm whose training statistics cover every rank's share of the batch. See `convert_sync_batch_norm`."""
 
     @contextmanager
     def without_samples(self) -> Iterator[None]:

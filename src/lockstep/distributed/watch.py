@@ -24,20 +24,17 @@ CONNECT_TIME = timedelta(seconds=10)  # to a store, which may be in the process 
 
 
 def watch(world: World, run_dir: str | Path, timeout: float | None, on_hang: str) -> None:
-    """Begin to look after the ranks. A collective, before the first step. timeout, on_hang: see `Watchdog`.
-
-    Ranks of one machine that have no folder in common get one. The report of an earlier start goes.
-    """
+    """Begin to look after the ranks, see `Watchdog`. A collective, before the first step. Ranks of one machine that
+    have no folder in common get one. The report of an earlier start goes."""
     info, before, run_dir = read_rank_info(), read_report(Path(run_dir)), os.path.abspath(run_dir)
-    is_launched, own = heartbeat.folder is not None, ""
-    if not is_launched and world.local_rank == 0 and world.local_size > 1:
-        own = tempfile.mkdtemp(prefix="lockstep-")
-    of_ranks = world.all_gather_json([own, uuid.uuid4().hex])
+    is_launched = heartbeat.folder is not None
+    makes = not is_launched and world.local_rank == 0 and world.local_size > 1
+    of_ranks = world.all_gather_json([tempfile.mkdtemp(prefix="lockstep-") if makes else "", uuid.uuid4().hex])
     if not is_launched:
         folder = of_ranks[min(world.here)][0]
         heartbeat.share(Path(folder) if os.path.isdir(folder) else None)
-    log_file = os.path.join(run_dir, "logs", f"rank{world.rank}.log")
-    heartbeat.note(run_dir=run_dir, log=log_file, before=None if before is None else identity(before["first"]))
+    log, before = os.path.join(run_dir, "logs", f"rank{world.rank}.log"), before and identity(before["first"])
+    heartbeat.note(run_dir=run_dir, log=log, before=before)
     if world.is_rank_zero:
         with suppress(OSError):
             Path(run_dir, FILE).unlink(missing_ok=True)
@@ -53,7 +50,6 @@ def watch(world: World, run_dir: str | Path, timeout: float | None, on_hang: str
         with suppress(OSError, ValueError):  # nobody reads stderr any more
             print(screen(report), file=sys.stderr, flush=True)
 
-    printing = None if is_launched else show
     ranks = world.here, world.size, heartbeat, list(world.machines)
-    dog = Watchdog(*ranks, store, timeout, on_hang, world.timeout, printing)
-    signals.each_second(dog.look)
+    prints = None if is_launched else show
+    signals.each_second(Watchdog(*ranks, store, timeout, on_hang, world.timeout, prints).look)

@@ -33,9 +33,9 @@ PREPARE_TIMEOUT = timedelta(days=2)  # for a download or a conversion of data, w
 class World:
     """This rank's place among the ranks that train together, and the collectives they use.
 
-    device: of its tensors. store: the keys and values that all ranks of this world share. timeout: seconds that a
-    collective waits for a rank. control: the group of tensors of the CPU. It is gloo's, beside the backend's own, and
-    never makes a GPU wait. here: {rank: its process} of this machine. machines: the lowest rank of each machine.
+    device: of its tensors. store: keys and values that all ranks share. timeout: seconds that a collective waits for a
+    rank. control: gloo's group of tensors of the CPU, which never makes a GPU wait. here: {rank: its process} of this
+    machine. machines: the lowest rank of each machine.
     """
 
     rank: int
@@ -83,8 +83,8 @@ class World:
         return found.bool().tolist()
 
     def all_gather_samples(self, tensor: Tensor) -> tuple[Tensor, int]:
-        """(the rows of every rank's `tensor` of numbers (n, ...), on every rank, as (N, ...) in the order of ranks, and
-        where among them this rank's begin). n may differ, and be 0. It is for a loss that compares samples of a batch.
+        """(the rows of every rank's `tensor` of numbers (n, ...), as (N, ...) in the order of ranks, and where among
+        them this rank's begin). n may differ, and be 0. It is for a loss that compares samples of a batch.
 
         A row's gradient is the sum of its gradients on all ranks. So a rank's loss must be its share of the whole one:
         the losses of its own n samples alone. Raises ValueError, on all ranks, for rows of several shapes or types.
@@ -139,10 +139,8 @@ class World:
         self.control.barrier(options).wait()
 
     def once_per_machine(self, work: Callable[[], object]) -> None:
-        """Run `work` in the first rank of each machine, such as a download. The others wait as long as it takes.
-
-        Raises a ConfigError of `work` on all ranks. After another error all ranks fail at once.
-        """
+        """Run `work` in the first rank of each machine, such as a download. The others wait as long as it takes. A
+        ConfigError of `work` is raised on all ranks."""
         problem = None
         if self.local_rank == 0:
             try:
@@ -151,7 +149,7 @@ class World:
                 problem = str(error), isinstance(error, CannotStartNow)
         self.barrier(PREPARE_TIMEOUT)
         for sentence, may_pass in filter(None, self.all_gather_json(problem)):
-            raise CannotStartNow(sentence) if may_pass else ConfigError(sentence)
+            raise (CannotStartNow if may_pass else ConfigError)(sentence)
 
 
 class _Sum(torch.autograd.Function):
@@ -179,9 +177,8 @@ def join_world(
 ) -> Iterator[World]:
     """Form a process group with the other ranks, and destroy it however the block ends.
 
-    name: auto, gloo, nccl or mpi. timeout: seconds that a collective waits for a rank. threads: see
-    `number_of_threads`. socket_ifname, nccl: see `backend_environment`. bind_device: False if this rank computes on
-    several GPUs. Raises ConfigError as `choose_backend` does.
+    The keys are those of the config's `backend`, see `lockstep.distributed.backend`, which raises ConfigError.
+    bind_device: False if this rank computes on several GPUs.
     """
     info, wait = read_rank_info(), timedelta(seconds=timeout)
     if heartbeat.folder is None:
@@ -191,31 +188,26 @@ def join_world(
     if info.world_size > 1:
         export_rank_info(info)
     keep_freed_memory()
-    with backends.backend_environment(socket_ifname or backends.usual_interface(info.on_one_machine), **nccl):
-        try:
-            store = form_group(info, wait)
-            device = backends.choose_device(backend, info, name)
-            # NCCL that is bound to a device starts at once. A rank by itself may never call it.
-            bound = device if backend == "nccl" and bind_device and info.world_size > 1 else None
-            dist.init_process_group(
-                backend, store=store, rank=info.rank, world_size=info.world_size, timeout=wait, device_id=bound
-            )
-            control: Any = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=wait)
-            world, machine = World(info.rank, info.world_size, device, store, timeout, control), name_of_machine()
-            cores = format(sum(1 << core for core in usable_cores()), "x")
-            everyone = world.all_gather_json([machine, os.getpid(), cores])
-            firsts = {of: rank for rank, (of, *_) in reversed([*enumerate(everyone)])}
-            here = {rank: pid for rank, (of, pid, _) in enumerate(everyone) if of == machine}
-            world = replace(world, here=here, machines=sorted(firsts.values()))
-            sharing = [[of, used] for of, _, used in everyone].count([machine, cores])
-            torch.set_num_threads(backends.number_of_threads(threads, sharing, info.started_by))
-            yield world
-        finally:
-            if dist.is_initialized():  # a rank that still waits for this one gets an error at once
-                dist.destroy_process_group()
-
-
-# What all ranks must have alike.
+    backends.set_variables(info.on_one_machine, socket_ifname, **nccl)
+    try:
+        store = form_group(info, wait)
+        device = backends.choose_device(backend, info, name)
+        # NCCL that is bound to a device starts at once. A rank by itself may never call it.
+        bound = device if backend == "nccl" and bind_device and info.world_size > 1 else None
+        dist.init_process_group(
+            backend, store=store, rank=info.rank, world_size=info.world_size, timeout=wait, device_id=bound
+        )
+        control: Any = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=wait)
+        world, machine = World(info.rank, info.world_size, device, store, timeout, control), name_of_machine()
+        everyone = world.all_gather_json([machine, usable_cores(), os.getpid()])
+        firsts = {of: rank for rank, (of, *_) in reversed([*enumerate(everyone)])}
+        here = {rank: pid for rank, (of, _, pid) in enumerate(everyone) if of == machine}
+        sharing = [where for *where, _ in everyone].count([machine, usable_cores()])
+        torch.set_num_threads(backends.number_of_threads(threads, sharing, info.started_by))
+        yield replace(world, here=here, machines=sorted(firsts.values()))
+    finally:
+        if dist.is_initialized():  # a rank that still waits for this one gets an error at once
+            dist.destroy_process_group()
 
 
 def require_same_config(world: World, flat: dict[str, Any], shown: dict[str, Any], hint: str) -> None:
@@ -233,23 +225,12 @@ def require_same_config(world: World, flat: dict[str, Any], shown: dict[str, Any
             raise ConfigError(f"{key} differs between ranks: {on_zero!r} on rank 0 and {here!r} on rank {rank}; {hint}")
 
 
-class OtherData(ConfigError):
-    """A data set is not alike on all ranks. name: "training data" or "test data"."""
-
-    def __init__(self, sentence: str, name: str) -> None:
-        super().__init__(sentence)
-        self.name = name
-
-
 def require_same_data(world: World, name: str, length: int, fingerprint: str) -> None:
-    """Raise OtherData, on all ranks, if a data set differs between ranks. A collective.
-
-    fingerprint: see `lockstep.snapshots.fingerprint`.
-    """
+    """Raise ConfigError, on all ranks, if a data set differs between ranks. A collective."""
     (count, first), *others = world.all_gather_json([length, fingerprint])
     for rank, (samples, other) in enumerate(others, start=1):
         what = f"the {name} has {samples} samples on rank {rank} and {count} on rank 0"
         if samples == count:
             what = f"the {name} of rank {rank} is not that of rank 0: as many samples, but other ones"
         if (samples, other) != (count, first):
-            raise OtherData(f"{what}; copy the same data to every machine and type the command again", name)
+            raise ConfigError(f"{what}; copy the same data to every machine and type the command again")

@@ -16,12 +16,14 @@ Worker = Callable[..., Any]
 
 
 class Launcher:
-    """What `preflight` and `train.py` call, in this order: `validate`, `num_ranks`, `launch`."""
+    """What `preflight` and `train.py` call, in this order: `validate`, `num_ranks`, `launch`.
 
-    starts_processes: bool = False
-    """Whether `launch` starts the ranks as processes of this machine."""
-    runs_elsewhere: bool = False
-    """Whether the ranks run later, perhaps on machines that are unlike this one."""
+    starts_processes: whether `launch` starts the ranks as processes of this machine. runs_elsewhere: whether the ranks
+    run later, perhaps on machines that are unlike this one.
+    """
+
+    starts_processes = False
+    runs_elsewhere = False
 
     def validate(self) -> None:
         """Raise ConfigError for whatever would make `launch` fail."""
@@ -42,10 +44,8 @@ def refuse_nesting() -> None:
     """Raise ConfigError if another launcher has started this process as a rank already."""
     info = read_rank_info()
     if not info.may_start_ranks:
-        raise ConfigError(
-            f"a launcher inside {info.started_by} would start every rank several times; "
-            f"type launch=env, or leave {info.started_by} out"
-        )
+        what = f"a launcher inside {info.started_by} would start every rank several times"
+        raise ConfigError(f"{what}; type launch=env, or leave {info.started_by} out")
 
 
 def print_line(text: object, stream: TextIO) -> None:

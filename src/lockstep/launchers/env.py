@@ -29,12 +29,10 @@ class EnvLauncher(Launcher):
         heartbeat.begin(info.rank, info.world_size)
         try:
             return worker(*args)
-        except (ConfigError, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt) as error:
             heartbeat.fails(error)
-            raise
-        except Exception as error:
-            heartbeat.fails(error)
-            if heartbeat.failure["run_dir"] is None:  # it has not met the others
+            # A sentence needs no report; a rank that has not met the others is the only one to know.
+            if isinstance(error, ConfigError | KeyboardInterrupt) or heartbeat.failure["run_dir"] is None:
                 raise
             report, prints = tell(heartbeat.failure, heartbeat.folder, typed_command(info.started_by))
             _tell_torchrun(report, info.rank)
@@ -49,9 +47,8 @@ class EnvLauncher(Launcher):
 
 def _tell_torchrun(report: dict[str, Any], rank: int) -> None:
     """Of the ranks' errors torchrun names the earliest, by whole seconds."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        delay = 0 if report["first"]["rank"] == rank else ECHO_DELAY
-        message = screen(report).partition("\n")[0].removeprefix("lockstep: ")
-        root_cause = {"message": message, "timestamp": str(int(time.time()) + delay)}
-        with suppress(OSError):
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(root_cause))
+    delay = 0 if report["first"]["rank"] == rank else ECHO_DELAY
+    message = screen(report).partition("\n")[0].removeprefix("lockstep: ")
+    with suppress(OSError, KeyError):
+        file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        file.write_text(json.dumps({"message": message, "timestamp": str(int(time.time()) + delay)}))

@@ -10,7 +10,6 @@ import gc
 import importlib
 import itertools
 import math
-import multiprocessing
 import multiprocessing.connection
 import multiprocessing.resource_tracker
 import multiprocessing.util
@@ -19,32 +18,18 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 from annotated_types import Ge, Le
 
+from lockstep import errors
 from lockstep.config.schema import Count, Ranks, StartMethod, Whole
 from lockstep.distributed import signals
 from lockstep.distributed.environment import DEFAULT_PORT, LOOPBACK, STARTED_BY, STORE_FILE, node_rank_info
 from lockstep.distributed.host import cpu_count, end_with_parent
 from lockstep.distributed.rendezvous import shared_store
-from lockstep.distributed.signals import STOP_SIGNALS, Relay
-from lockstep.errors import (
-    EXIT_FAILED,
-    EXIT_FINISHED,
-    EXIT_HANG,
-    EXIT_RESUMABLE,
-    EXIT_STOPPED_WITHOUT_SNAPSHOT,
-    RAISED_BY_ALL,
-    CannotStartNow,
-    ConfigError,
-    RankFailed,
-    RankMissing,
-    StoppedEarly,
-)
+from lockstep.errors import CannotStartNow, ConfigError, RankFailed, StoppedEarly
 from lockstep.failures.record import FOLDER, heartbeat, phase_of
 from lockstep.failures.report import End, failures_in, make_report, publish, screen, typed_command
 from lockstep.launchers.base import Launcher, Worker, flush_output, print_line, refuse_nesting
@@ -53,15 +38,12 @@ POLL_SECONDS = 0.2  # where a process that a rank has forked hides the rank's en
 AFTER_SECOND_SIGNAL = 1.5  # seconds until ranks that have not ended are killed
 # The same after the end of a rank, by its exit code; and longer while a rank saves.
 GRACE, LONGER_WHILE_SAVING = 5.0, 25.0
-GRACES = {EXIT_FINISHED: math.inf, EXIT_RESUMABLE: 30.0, EXIT_HANG: 0.0}  # of the first two, rank 0 closes its loggers
-STOP_EXITS = (EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT)
+GRACES = {errors.EXIT_FINISHED: math.inf, errors.EXIT_RESUMABLE: 30.0}  # rank 0 closes its loggers
+STOP_EXITS = (errors.EXIT_RESUMABLE, errors.EXIT_STOPPED_WITHOUT_SNAPSHOT)
 
 
 def resolve_nproc(nproc_per_node: int | str) -> int:
-    """The number of ranks on this machine, by torchrun's rules.
-
-    cpu: one per core. gpu: one per GPU. auto: one per GPU if there are any, else one per core. Raises ConfigError.
-    """
+    """The number of ranks on this machine, by torchrun's rules. Raises ConfigError."""
     if isinstance(nproc_per_node, int):
         return nproc_per_node
     if nproc_per_node == "cpu":
@@ -75,16 +57,8 @@ def resolve_nproc(nproc_per_node: int | str) -> int:
 
 
 class LocalLauncher(Launcher):
-    """Ranks on this machine, and those of one run on several nodes: there the same command runs on each.
-
-    start_method: fork: a copy of this process; spawn: a fresh interpreter for each rank.
-    nproc_per_node: ranks on this machine, the same number on each; gpu: as many as GPUs; auto: GPUs, else CPUs.
-    max_restarts: how often failed ranks are started again, all together, on one machine.
-    nnodes: machines; run the same command on each with its own node_rank.
-    node_rank: number of this machine.
-    master_addr: address of the machine with node_rank 0.
-    master_port: port there.
-    """
+    """Ranks on this machine, and those of one run on several nodes: there the same command runs on each, with its own
+    `node_rank`. conf/launch/fork.yaml and spawn.yaml describe the keys."""
 
     starts_processes = True
 
@@ -105,7 +79,7 @@ class LocalLauncher(Launcher):
         resolve_nproc(self.nproc_per_node)
         refuse_nesting()
         if self.nnodes > 1:
-            node_rank_info(*self.node)
+            node_rank_info(*self.node)  # refuses a number that does not fit
             if self.start_method == "fork" or self.max_restarts:  # their store has threads, and no forks beside them
                 raise ConfigError(
                     "several nodes need launch=spawn, and launch.max_restarts=0: torchrun --max-restarts can do that"
@@ -122,29 +96,19 @@ class LocalLauncher(Launcher):
         else:  # else the start of the first process starts it, and that unblocks the signals of `signals.blocked`
             multiprocessing.resource_tracker.ensure_running()
         world_size, ranks_here = self.num_ranks()
-        numbers = range(self.node_rank * ranks_here, (self.node_rank + 1) * ranks_here)
-        env = {
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(ranks_here),
-            STARTED_BY: self.start_method,
-        }
+        env = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(ranks_here), STARTED_BY: self.start_method}
         if self.nnodes > 1:  # the parent of the first node hosts the store
             node = node_rank_info(*self.node)
             env |= {"MASTER_ADDR": node.master_addr, "MASTER_PORT": str(node.master_port)}
             env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
             if node.is_rank_zero:
                 shared_store(node)
-        # Made before the ranks, the folder of multiprocessing is theirs, too: it goes with the last of them.
-        temporary = multiprocessing.util.get_temp_dir()
-        with Relay() as relay:
+        with signals.Relay() as relay:
             for attempt in itertools.count():
-                folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=temporary))
-                here = {FOLDER: str(folder), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-                here |= {STORE_FILE: str(folder / "store")} if self.nnodes == 1 else {}
                 try:
-                    return RankProcesses(self.start_method, numbers, folder, relay).run(env | here, worker, args)
+                    return self._run(env | {"TORCHELASTIC_RESTART_COUNT": str(attempt)}, relay, worker, args)
                 except RankFailed as failed:
-                    is_alike = failed.report.get("first", {}).get("kind") in RAISED_BY_ALL
+                    is_alike = failed.report.get("first", {}).get("kind") in errors.RAISED_BY_ALL
                     if attempt == self.max_restarts or relay.first is not None or is_alike:
                         raise
                     if failed.report.get("will_fail_again"):
@@ -152,39 +116,29 @@ class LocalLauncher(Launcher):
                         raise
                     headline = str(failed).partition("\n")[0]
                     print_line(f"{headline}\nlockstep: restart {attempt + 1} of {self.max_restarts}", sys.stdout)
-                finally:
-                    shutil.rmtree(folder, ignore_errors=True)
 
-
-@dataclass
-class RankProcesses:
-    """The ranks of one start. folder: that they share. relay: gives them the signals of this process."""
-
-    start_method: str
-    numbers: range
-    folder: Path
-    relay: Relay
-    ends: dict[int, End] = field(default_factory=dict)
-
-    def run(self, env: dict[str, str], worker: Worker, args: tuple[Any, ...]) -> Any:
-        """Start all ranks and wait for them. Returns rank 0's value."""
+    def _run(self, env: dict[str, str], relay: signals.Relay, worker: Worker, args: tuple[Any, ...]) -> Any:
+        """Start the ranks of this machine once, and wait for them. Returns rank 0's value."""
         from torch import multiprocessing as torch_multiprocessing  # it shares tensors that are sent between processes
 
+        # Made before the ranks, the folder of multiprocessing is theirs, too: it goes with the last of them.
+        folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=multiprocessing.util.get_temp_dir()))
+        env |= {FOLDER: str(folder)} | ({STORE_FILE: str(folder / "store")} if self.nnodes == 1 else {})
         context: Any = torch_multiprocessing.get_context(self.start_method)
-        reader, writer = multiprocessing.Pipe(duplex=False)
+        reader, writer = context.Pipe(duplex=False)
+        ranks_here = int(env["LOCAL_WORLD_SIZE"])
         processes = {
-            rank: context.Process(target=run_rank, args=(local, rank, env, writer, worker, args))
-            for local, rank in enumerate(self.numbers)
+            rank: context.Process(target=run_rank, args=(rank, rank % ranks_here, env, writer, worker, args))
+            for rank in range(self.node_rank * ranks_here, (self.node_rank + 1) * ranks_here)
         }
         try:
             with signals.blocked():
                 for process in processes.values():
                     process.start()
-                self.relay.start([process.pid for process in processes.values()])
-            value = self._wait(processes, reader)
-            failure = self._failure()
-            if failure is not None:
-                raise failure
+                relay.start([process.pid for process in processes.values()])
+            value, ends = wait(processes, reader, folder, relay)
+            if (error := outcome(folder, ends, relay)) is not None:
+                raise error
             return value
         finally:
             for process in processes.values():
@@ -192,94 +146,87 @@ class RankProcesses:
                     process.kill()
             reader.close()
             writer.close()
+            shutil.rmtree(folder, ignore_errors=True)
 
-    def _wait(self, processes: dict[int, Any], results: "Connection[Any, Any]") -> Any:
-        """Wait until all ranks have ended. Returns rank 0's value, which may be larger than a pipe holds.
 
-        Kills those that do not end, after a failure or while the others have stopped.
-        """
-        value, relay, waiting, killed, deadline = None, self.relay, dict(processes), set[int](), math.inf
-        while waiting:
-            sentinels = [process.sentinel for process in waiting.values()]
-            multiprocessing.connection.wait([*sentinels, results], POLL_SECONDS)
-            value = results.recv() if results.poll() else value
-            now = time.monotonic()
-            for rank in [rank for rank, process in waiting.items() if not process.is_alive()]:
-                code = waiting.pop(rank).exitcode
-                self.ends[rank] = End(code, time.time(), rank in killed)
-                counts = code == EXIT_HANG or phase_of(self.folder, rank) == "end"  # else it has left without a word
-                deadline = min(deadline, now + (GRACES.get(code, GRACE) if counts else GRACE))
-            if relay.second is not None:
-                deadline = min(deadline, relay.second_at + AFTER_SECOND_SIGNAL)
-            for rank, process in waiting.items():
-                may_save = relay.second is None and EXIT_HANG not in [end.code for end in self.ends.values()]
-                saves = may_save and phase_of(self.folder, rank) in ("snapshot", "disk")
-                if now > deadline + LONGER_WHILE_SAVING * saves:
-                    killed.add(rank)
-                    process.kill()
-        return results.recv() if results.poll() else value
-
-    def _failure(self) -> BaseException | None:
-        """What the exit codes of the ranks and their records say; None if all have finished."""
-        codes, relay = [end.code for end in self.ends.values()], self.relay
-        before_training = [number for number in STOP_SIGNALS if 128 + number in codes]
-        have_stopped = any(code in STOP_EXITS for code in codes)
-        stopped = None
+def wait(processes: dict[int, Any], results: Any, folder: Path, relay: signals.Relay) -> tuple[Any, dict[int, End]]:
+    """Wait until all ranks have ended. Returns rank 0's value, which may be larger than a pipe holds, and their ends.
+    Kills those that do not end, after a failure or while the others have stopped."""
+    value, ends, waiting, killed, deadline = None, dict[int, End](), dict(processes), set[int](), math.inf
+    while waiting or results.poll():
+        sentinels = [process.sentinel for process in waiting.values()]
+        multiprocessing.connection.wait([*sentinels, results], POLL_SECONDS)
+        value = results.recv() if results.poll() else value
+        now = time.monotonic()
+        for rank in [rank for rank, process in waiting.items() if not process.is_alive()]:
+            code = waiting.pop(rank).exitcode
+            ends[rank] = End(code, time.time(), rank in killed)
+            ends_well = phase_of(folder, rank) == "end"  # else it has left without a word
+            grace = 0.0 if code == errors.EXIT_HANG else GRACES.get(code, GRACE) if ends_well else GRACE
+            deadline = min(deadline, now + grace)
         if relay.second is not None:
-            stopped = signals.ended_at_once(relay.second, in_training=True)
-        elif have_stopped and all(code in (EXIT_FINISHED, *STOP_EXITS) for code in codes):
-            return StoppedEarly("the ranks stopped early", max(code or 0 for code in codes))  # rank 0 has said so
-        elif before_training:
-            stopped = signals.ended_at_once(before_training[0], in_training=False)
-        elif have_stopped and relay.first is not None:
-            stopped = signals.unanswered_stop()
-        if stopped is not None:
-            print_line(f"lockstep: {stopped}", sys.stderr)
-            return stopped
-        failures, command = failures_in(self.folder, self.ends), typed_command()
-        report = make_report(failures, command)
-        if report is None:
-            what = "lockstep: a rank ended before it could say why; its own words are above"
-            return RankFailed(what, {}) if any(codes) else None
-        report, _ = publish(report, command, is_part=len(failures) < report["world_size"])
-        first = report["first"]
-        if first["kind"] != "config":
-            return RankFailed(screen(report), report)
-        can_start_later = first.get("type") in (CannotStartNow.__name__, RankMissing.__name__)
-        return (CannotStartNow if can_start_later else ConfigError)(first["message"])
+            deadline = min(deadline, relay.second_at + AFTER_SECOND_SIGNAL)
+        may_save = relay.second is None and errors.EXIT_HANG not in [end.code for end in ends.values()]
+        for rank, process in waiting.items():
+            saves = may_save and phase_of(folder, rank) in ("snapshot", "disk")
+            if now > deadline + LONGER_WHILE_SAVING * saves:
+                killed.add(rank)
+                process.kill()
+    return value, ends
+
+
+def outcome(folder: Path, ends: dict[int, End], relay: signals.Relay) -> BaseException | None:
+    """What the exit codes of the ranks and their records in the folder say; None if all have finished."""
+    codes, stopped = [end.code for end in ends.values()], None
+    before_training = [number for number in signals.STOP_SIGNALS if 128 + number in codes]
+    have_stopped = any(code in STOP_EXITS for code in codes)
+    if relay.second is not None:
+        stopped = signals.stopped_early(relay.second)
+    elif have_stopped and all(code in (errors.EXIT_FINISHED, *STOP_EXITS) for code in codes):
+        return StoppedEarly("the ranks stopped early", max(code or 0 for code in codes))  # rank 0 has said so
+    elif before_training:
+        stopped = signals.stopped_early(before_training[0], in_training=False)
+    elif have_stopped and relay.first is not None:
+        stopped = signals.stopped_early()
+    if stopped is not None:
+        print_line(f"lockstep: {stopped}", sys.stderr)
+        return stopped
+    failures, command = failures_in(folder, ends), typed_command()
+    report = make_report(failures, command)
+    if report is None:
+        what = "lockstep: a rank ended before it could say why; its own words are above"
+        return RankFailed(what, {}) if any(codes) else None
+    report, _ = publish(report, command, is_part=len(failures) < report["world_size"])
+    first = report["first"]
+    if first["kind"] != "config":
+        return RankFailed(screen(report), report)
+    can_start_later = first.get("type") in ("CannotStartNow", "RankMissing")
+    return (CannotStartNow if can_start_later else ConfigError)(first["message"])
 
 
 def run_rank(
-    local_rank: int,
-    rank: int,
-    env: dict[str, str],
-    results: "Connection[Any, Any]",
-    worker: Worker,
-    args: tuple[Any, ...],
+    rank: int, local_rank: int, env: dict[str, str], results: Any, worker: Worker, args: tuple[Any, ...]
 ) -> NoReturn:
-    """What a rank process runs: `worker(*args)`, then an exit that skips the interpreter's teardown.
-
-    results: takes rank 0's value. How the rank ends stands in the folder of ranks, and the launcher shows it. The
-    teardown is skipped since gloo's threads sometimes abort it, and a finished run would count as failed.
-    """
+    """What a rank process runs: `worker(*args)`, then an exit that skips the interpreter's teardown, which gloo's
+    threads sometimes abort. results: takes rank 0's value. The folder of ranks tells how this one ends."""
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(local_rank))
     gc.freeze()  # a collection writes to every object, and memory shared with the parent is copied when written to
-    signals.leave_last_line_to_launcher()
+    signals.is_rank_of(os.getppid())
     end_with_parent()
     heartbeat.begin(rank, int(env["WORLD_SIZE"]))
     heartbeat.share(Path(env[FOLDER]))
+    code = errors.EXIT_FINISHED
     try:
         value = worker(*args)
         if rank == 0:
             results.send(value)
         heartbeat.enter("end")
-        code = EXIT_FINISHED
     except StoppedEarly as stopped:
         heartbeat.enter("end")
         code = stopped.code
     except BaseException as error:  # SystemExit, too: leaving before the end is a failure
         heartbeat.fails(error)
-        code = EXIT_FAILED
+        code = errors.EXIT_FAILED
     flush_output()
-    signals.remove_folder_of_launcher()
+    signals.clean_up()
     os._exit(code)
