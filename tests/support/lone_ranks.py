@@ -53,12 +53,12 @@ def share(folder: Path, rank: int) -> dict[int, int]:
     ranks.mkdir(exist_ok=True)
     heartbeat.share(ranks)
     heartbeat.note(run_dir=str(folder), log=str(folder / f"rank{rank}.log"))
-    while len([*ranks.glob("*.who")]) < 2:
+    while len([*ranks.glob("*.json")]) < 2:
         time.sleep(0.01)
     time.sleep(0.1)
     heartbeat.enter("train", lambda: [1, 2, 3], 1)
     heartbeat.step_ended(1, 5)
-    return {number: json.loads((ranks / f"rank{number}.who").read_text())["pid"] for number in (0, 1)}
+    return {number: json.loads((ranks / f"rank{number}.json").read_text())["pid"] for number in (0, 1)}
 
 
 def hang(folder: Path, rank: int, what: str) -> None:

@@ -14,7 +14,7 @@ from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.rendezvous import client_of_store
 from lockstep.distributed.world import World
 from lockstep.failures.record import heartbeat
-from lockstep.failures.report import FILE, identity, make_report, publish, read_report, screen, typed_command
+from lockstep.failures.report import FILE, identity, read_report, screen, tell, typed_command
 from lockstep.failures.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ def watch(world: World, run_dir: str | Path, timeout: float | None, on_hang: str
         return PrefixStore(f"watchdog/{of_ranks[0][1]}", client_of_store(info, CONNECT_TIME))
 
     def show(failure: dict[str, Any]) -> None:
-        command = typed_command(info.started_by)
-        report, _ = publish(make_report([failure], command) or {}, command, is_part=False)
+        report, prints = tell(failure, heartbeat.folder, typed_command(info.started_by))
         with suppress(OSError, ValueError):  # nobody reads stderr any more
-            print(screen(report), file=sys.stderr, flush=True)
+            print(screen(report) if prints else "", file=sys.stderr, flush=True)
 
     printing = None if is_launched else show
     ranks = world.here, world.size, heartbeat, list(world.machines)
     dog = Watchdog(*ranks, store, timeout, on_hang, world.timeout, printing)
-    signals.each_second(dog.look)
+    if sys.platform == "linux":  # which shows processes to each other
+        signals.each_second(dog.look)

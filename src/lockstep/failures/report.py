@@ -10,19 +10,17 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import EXIT_FAILED, KIND_CODES, RAISED_BY_ALL, path_value
-from lockstep.failures.explain import explain_exception, explain_exit
-from lockstep.failures.processes import ENDED, oom_kills, process_state
-from lockstep.failures.record import last_lines, phase_of, read_place
+from lockstep.failures.explain import explain_exit
+from lockstep.failures.record import heartbeat, last_lines, oom_kills, read_place
+from lockstep.failures.verdict import parse_stack
 from lockstep.files import write_whole
 
 FILE = "failure.json"  # in the run folder
-VERDICT, PRINTED = "verdict.json", "printed"  # in the folder of ranks: of a hang; a rank prints the report
+PRINTED = "printed"  # in the folder of ranks: one of them prints the report
 SCHEMA = 4
 ECHO_SECONDS, END_SECONDS = 2.0, 0.5  # for the report of the rank that failed first, and for what follows from it
 LINES, COLUMNS = 40, 160  # of the screen
@@ -30,66 +28,53 @@ LOG_LINES, CONSEQUENCES, SAMPLES, STACK_LINES, HANG_ROWS = 7, 6, 12, 8, 18
 MPI_LAUNCHERS = ("mpirun", "mpiexec", "orterun")
 CRASH = "Fatal Python error: "  # faulthandler's words before the stack of a crash
 CRASHES = {"Segmentation fault": -11, "Aborted": -6, "Bus error": -7, "Illegal instruction": -4}
+ENDED = ("", "Z", "X")  # states of a process
 
 Report = dict[str, Any]
 """What failure.json holds, see `docs/failures.md` for each key."""
 
 
-@dataclass(frozen=True)
-class End:
-    """How a rank's process has ended, as who saw it knows. code: None if it is not known. time: since 1970.
-
-    is_ours: the launcher ended it, after another one had failed.
-    """
-
-    code: int | None
-    time: float
-    is_ours: bool = False
+def process_state(pid: int) -> str:
+    """The state letter of a process: R runs, S sleeps, D waits for the disk, T is stopped, Z has ended; "" is gone."""
+    with suppress(OSError):
+        # The name of the program stands in parentheses and may contain spaces.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "" if os.path.exists("/proc/self/stat") else "?"
 
 
-def failures_in(folder: Path, ends: Mapping[int, End]) -> list[dict[str, Any]]:
-    """The record of each rank of this machine that has failed: its own, or of an end without a word."""
-    found: list[dict[str, Any]] = []
-    with suppress(OSError, ValueError):
-        found.append(json.loads((folder / VERDICT).read_text()))
-    hanging = [one["rank"] for one in found]
-    for file in sorted(folder.glob("rank*.who")):
-        with suppress(OSError, ValueError):
-            who = json.loads(file.read_text())
-            if who["rank"] in hanging:
-                continue
-            if (own := file.with_suffix(".json")).exists():
-                found.append(json.loads(own.read_text()))
-            elif who["rank"] in ends and (place := read_place(folder, who["rank"])).name != "end":
-                position = {"epoch": place.epoch, "step": place.step, "phase": place.name}
-                of_end = _of_end(who, ends[who["rank"]], place.name, file.with_suffix(".stacks"))
-                found.append(who | position | of_end | {"log_lines": last_lines(who["log"])})
+def records_in(folder: Path | None) -> list[dict[str, Any]]:
+    """Of the ranks of this machine, and of a hang."""
+    found = []
+    for file in sorted(folder.glob("rank*.json") if folder else []):
+        with suppress(OSError, ValueError):  # another rank removes the folder
+            found.append(json.loads(file.read_text()))
     return found
 
 
-def _of_end(who: Mapping[str, Any], end: End, phase: str, stacks: Path) -> dict[str, Any]:
-    text = stacks.read_text(errors="replace").rpartition(CRASH)[2]
-    crash, _, frames = text.partition("\n") if text.partition("\n")[0] in CRASHES else ("", "", "")
-    code = end.code if end.code is not None or not crash else CRASHES[crash]
-    name, meaning, advice = explain_exit(code, phase, oom_kills(who["oom"][0]) > who["oom"][1])
-    thread = re.search(r"Current thread .*\n((?:  File .*\n?)+)", frames) or re.search(r"((?:  File .*\n?)+)", frames)
-    stack = [CRASH + crash, *map(str.strip, thread[1].splitlines() if thread else [])] if crash else []
-    kind = "left" if code is not None and code >= 0 else "killed"
-    described = {"kind": kind, "signal": name, "exit_code": code, "stack": stack, "meaning": meaning, "advice": advice}
-    return described | {"time": end.time, "is_echo": end.is_ours}
+def failures_in(folder: Path | None, ends: Mapping[int, dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """The record of each rank of this machine that has failed: its own, or of an end without a word.
 
-
-def has_failed_rank(folder: Path | None) -> bool:
-    """Whether a rank of this machine has failed by itself, or has gone without a word."""
-    found = [] if folder is None else failures_in(folder, _gone(folder))
-    return any(not one["is_echo"] for one in found)
-
-
-def _gone(folder: Path) -> dict[int, End]:
-    """How the ranks of this machine whose processes are gone have ended."""
-    siblings = [json.loads(file.read_text()) for file in folder.glob("rank*.who")]
-    gone = [one["rank"] for one in siblings if process_state(one["pid"]) in ENDED]
-    return dict.fromkeys(gone, End(None, time.time()))  # its starter alone knows the code
+    ends: exit_code, time and is_echo (the launcher has ended it) of each rank that has ended. None: of those that are
+    gone; their starter alone knows the code.
+    """
+    records, found = records_in(folder), list[dict[str, Any]]()
+    if ends is None:
+        gone = [one["rank"] for one in records if process_state(one["pid"]) in ENDED]
+        ends = dict.fromkeys(gone, {"exit_code": None, "time": time.time(), "is_echo": False})
+    for one in records:
+        if "kind" in one:
+            found.append(one)
+        elif folder and one["rank"] in ends and (place := read_place(folder, one["rank"])).name != "end":
+            one |= ends[one["rank"]] | {"epoch": place.epoch, "step": place.step, "phase": place.name}
+            stacks = (folder / f"rank{one['rank']}.stacks").read_text(errors="replace")
+            crash, _, frames = stacks.rpartition(CRASH)[2].partition("\n")
+            code = CRASHES.get(crash) if one["exit_code"] is None else one["exit_code"]
+            one["stack"] = [CRASH + crash, *map(str, parse_stack(frames, of_crash=True))] if crash in CRASHES else []
+            explained = explain_exit(code, place.name, out_of_memory=oom_kills() > heartbeat.oom_kills)
+            one["signal"], one["meaning"], one["advice"] = explained
+            kind = "left" if code is not None and code >= 0 else "killed"
+            found.append(one | {"kind": kind, "log_lines": last_lines(one["log"])})
+    return found
 
 
 def make_report(failures: Sequence[dict[str, Any]], command: list[str]) -> Report | None:
@@ -101,45 +86,28 @@ def make_report(failures: Sequence[dict[str, Any]], command: list[str]) -> Repor
     if not failures:
         return None
     first = min(failures, key=lambda one: (one["kind"] != "hang", one["is_echo"], one["time"]))
-    if first["kind"] not in ("hang", "killed", "left"):
-        first["meaning"], first["advice"] = explain_exception(first)
-    others = sorted((one for one in failures if one is not first), key=lambda one: float(one["time"]))
-    folder = None if first["run_dir"] is None else Path(first["run_dir"])
-    newest, saved_step = first["resumed"] or (None, 0)
-    if folder is not None and (own := newest_snapshot(folder)) is not None:
+    consequences = []
+    for one in sorted(failures, key=lambda one: float(one["time"])):
+        what = "was ended" if first["kind"] == "hang" or one["is_echo"] else f"ended ({one.get('signal')})"
+        if "type" in one:
+            what = f"{one['type']}: {one['message'].partition(chr(10))[0]}"
+        later = {"seconds_later": round(max(0.0, one["time"] - first["time"]), 3), "what": what}
+        if one["rank"] != first["rank"]:
+            consequences.append({key: one[key] for key in ("rank", "host", "pid")} | later)
+    (newest, saved_step), folder = first["resumed"] or (None, 0), first["run_dir"]
+    if folder is not None and (own := newest_snapshot(Path(folder))) is not None:
         newest, saved_step = str(own), int(own.name.removeprefix("step_"))
-    report = {
-        "schema": SCHEMA,
-        "first": first,
-        "consequences": [_consequence(one, first) for one in others],
-        "world_size": first["world_size"],
-        "exit_code": KIND_CODES.get(first["kind"], EXIT_FAILED),
-        "will_fail_again": first["before"] is not None and first["before"] == identity(first),
-    }
-    run = {"folder": first["run_dir"], "newest_snapshot": newest, "time": time.time()}
-    report["run"] = run | {"steps_lost": max(0, first["step"] - saved_step), "resume": ""}
-    return _with_resume(report, command)
-
-
-def _with_resume(report: Report, command: list[str]) -> Report:
-    """With the command that goes on, in the same folder; without one where it would not help."""
-    run = report["run"]
-    helps = run["newest_snapshot"] is not None and not report["will_fail_again"]
-    return report | {"run": run | {"resume": resume_command(command, run["folder"]) if helps else ""}}
+    again = first["before"] is not None and first["before"] == identity(first)
+    run = {"folder": folder, "newest_snapshot": newest, "steps_lost": max(0, first["step"] - saved_step)}
+    run |= {"resume": "" if newest is None or again else resume_command(command, folder), "time": time.time()}
+    report = {"schema": SCHEMA, "first": first, "consequences": consequences, "run": run, "will_fail_again": again}
+    return report | {"world_size": first["world_size"], "exit_code": KIND_CODES.get(first["kind"], EXIT_FAILED)}
 
 
 def identity(first: Mapping[str, Any]) -> dict[str, Any] | None:
     """What is alike in a failure that a restart cannot pass; None if a restart may."""
     keys = ("kind", "type", "file", "line", "step", *(("meaning",) if first["kind"] == "hang" else ()))
     return {key: first.get(key) for key in keys} if first["kind"] not in ("killed", "left", "config") else None
-
-
-def _consequence(one: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    seconds = round(max(0.0, one["time"] - first["time"]), 3)
-    what = "was ended" if first["kind"] == "hang" or one["is_echo"] else f"ended ({one.get('signal')})"
-    if "type" in one:
-        what = f"{one['type']}: {one['message'].partition(chr(10))[0]}"
-    return {key: one[key] for key in ("rank", "host", "pid")} | {"seconds_later": seconds, "what": what}
 
 
 def publish(report: Report, command: list[str], is_part: bool) -> tuple[Report, bool]:
@@ -151,11 +119,12 @@ def publish(report: Report, command: list[str], is_part: bool) -> tuple[Report, 
     folder, is_echo = report["run"]["folder"], report["first"]["is_echo"]
     if folder is None or report["first"]["kind"] == "config":
         return report, False
-    deadline = time.monotonic() + (ECHO_SECONDS if is_part and is_echo else 0.0)
+    deadline = time.monotonic() + ECHO_SECONDS * (is_part and is_echo)
     while (others := read_report(Path(folder))) is None and time.monotonic() < deadline:
         time.sleep(0.02)
     if others is not None and (is_echo or not others["first"]["is_echo"]):
-        return _with_resume(others, command), False
+        run = others["run"]
+        return others | {"run": run | {"resume": run["resume"] and resume_command(command, folder)}}, False
     with suppress(OSError):  # a full disk costs the file
         write_whole(Path(folder, FILE), json.dumps(report, indent=1) + "\n", sync=False)
     return report, others is not None
@@ -163,21 +132,17 @@ def publish(report: Report, command: list[str], is_part: bool) -> tuple[Report, 
 
 def tell(own: dict[str, Any], folder: Path | None, command: list[str]) -> tuple[Report, bool]:
     """The report of ranks that another program has started, by the one of them that fails with the record `own`, and
-    whether this rank has to print it: one of each machine does, and who knows better than an earlier report.
-    """
-    failures, is_first = [own], True
-    deadline = time.monotonic() + (ECHO_SECONDS if own["is_echo"] else END_SECONDS)
+    whether this rank has to print it: one of each machine does, and who knows better than an earlier report."""
+    failures, deadline = [own], time.monotonic() + (ECHO_SECONDS if own["is_echo"] else END_SECONDS)
     while folder is not None and time.monotonic() < deadline:
-        failures = failures_in(folder, _gone(folder))
-        if len(failures) == len([*folder.glob("rank*.who")]):
+        failures = failures_in(folder)
+        if len(failures) == len(records_in(folder)):
             break
         time.sleep(0.02)
-    report = make_report(failures, command)
-    assert report is not None
+    report = make_report(failures or [own], command) or {}
     if report["first"]["kind"] == "config":  # that rank shows its sentence itself
         return report, False
-    if folder is not None:
-        is_first = claim(folder / PRINTED)
+    is_first = folder is None or claim(folder / PRINTED)
     report, has_replaced = publish(report, command, is_part=len(failures) < own["world_size"])
     return report, is_first or has_replaced
 
@@ -192,20 +157,17 @@ def claim(path: Path) -> bool:
 
 def leave(folder: Path | None) -> None:
     """Remove the folder that ranks of another program's share, in the last of them that ends."""
-    with suppress(OSError, ValueError):
-        siblings = [json.loads(file.read_text()) for file in folder.glob("rank*.who")] if folder is not None else []
-        alive = [one["rank"] for one in siblings if process_state(one["pid"]) not in ENDED]
-        if folder is not None and all(phase_of(folder, rank) == "end" for rank in alive):
-            shutil.rmtree(folder, ignore_errors=True)
+    alive = [one["rank"] for one in records_in(folder) if process_state(one["pid"]) not in ENDED]
+    if folder is not None and all(read_place(folder, rank).name == "end" for rank in alive):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_report(folder: Path) -> Report | None:
     """What failure.json in the run folder holds."""
-    try:
+    with suppress(OSError, ValueError, AttributeError):
         contents = json.loads((folder / FILE).read_text())
-    except (OSError, ValueError):
-        return None
-    return contents if isinstance(contents, dict) and contents.get("schema") == SCHEMA else None
+        return dict(contents) if contents.get("schema") == SCHEMA else None
+    return None
 
 
 # How to go on.
@@ -230,19 +192,16 @@ def typed_command(started_by: str = "python") -> list[str]:
 
     started_by: see `RankInfo`. Only of srun the words are not known: it runs on another machine.
     """
-    own = [os.path.basename(sys.executable), *sys.argv]
-    if started_by == "srun":
-        return ["srun", *own]
-    words: list[str] = []
-    if started_by in ("torchrun", "mpirun"):
-        with suppress(OSError):
-            words = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
-    if not words or (started_by == "mpirun" and os.path.basename(words[0]) not in MPI_LAUNCHERS):
-        return own
-    pairs = pairwise(words)  # `-x NAME` for `-x NAME=VALUE`, which may be a secret; where the ranks meet is none
-    hides = [before == "-x" and not word.startswith("MASTER_") for before, word in pairs]
-    shown = [word.partition("=")[0] if is_hidden else word for word, is_hidden in zip(words[1:], hides, strict=True)]
-    return [os.path.basename(words[0]), *shown]
+    words = [os.path.basename(sys.executable), *sys.argv]
+    if started_by not in ("torchrun", "mpirun"):
+        return ["srun"] * (started_by == "srun") + words
+    with suppress(OSError):
+        program, *typed = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+        if started_by == "torchrun" or os.path.basename(program) in MPI_LAUNCHERS:
+            words = [os.path.basename(program)]
+            for word in typed:  # `-x NAME` for `-x NAME=VALUE`, which may be a secret; where the ranks meet is none
+                words.append(word.partition("=")[0] if words[-1] == "-x" and word[:7] != "MASTER_" else word)
+    return words
 
 
 # The screen.
@@ -263,27 +222,27 @@ def screen(report: Report) -> str:
     first, run = report["first"], report["run"]
     if first["kind"] == "config":
         return f"lockstep: {first['message']}"
-    who, process = f"rank {first['rank']} of {report['world_size']}", f"({first['host']}, pid {first['pid']})"
+    who = f"rank {first['rank']} of {report['world_size']}"
     epoch = f", in epoch {first['epoch']}, after step {first['step']}" if first["epoch"] else ""
-    position, consequences = f"{epoch}, in the phase {first['phase']}", report["consequences"]
+    where = f"({first['host']}, pid {first['pid']}){epoch}, in the phase {first['phase']}"
     if first["kind"] in RAISED_BY_ALL:
-        sentence = f"lockstep: {first['message']}".splitlines()
-        lines = [*sentence, f"  raised by all ranks, first by {who} {process}{position}"]
-        alike = f"{first['type']}: {first['message']}"
-        consequences = [other for other in consequences if other["what"] != alike]
+        lines = [*f"lockstep: {first['message']}".splitlines(), f"  raised by all ranks, first by {who} {where}"]
     else:
-        happened = f"{who} {'hangs' if first['kind'] == 'hang' else 'failed first'}"
-        lines = [f"lockstep: {happened} {process}{position}", *(f"  {line}" for line in _evidence(first))]
+        happened = "hangs" if first["kind"] == "hang" else "failed first"
+        lines = [f"lockstep: {who} {happened} {where}", *(f"  {line}" for line in _evidence(first))]
         for line in (f"what it means: {first['meaning']}", f"what to do: {first['advice']}"):
             lines += textwrap.wrap(line, COLUMNS, subsequent_indent="  ", break_long_words=False)
     if report["will_fail_again"]:
         lines.append("the start before ended with the same failure at the same step: it will fail again")
-    lines += ["consequences:"] * bool(consequences)
-    for other in consequences[:CONSEQUENCES]:
-        process = f"rank {other['rank']} ({other['host']}, pid {other['pid']})"
-        lines.append(f"  {process} {other['seconds_later']:.2f} s later: {other['what']}")
-    if len(consequences) > CONSEQUENCES:
-        lines.append(f"  and {len(consequences) - CONSEQUENCES} other ranks")
+    alike = f"{first.get('type')}: {first.get('message')}"
+    others = [one for one in report["consequences"] if first["kind"] not in RAISED_BY_ALL or one["what"] != alike]
+    lines += ["consequences:"] * bool(others)
+    for one in others[:CONSEQUENCES]:
+        lines.append(
+            f"  rank {one['rank']} ({one['host']}, pid {one['pid']}) {one['seconds_later']:.2f} s later: {one['what']}"
+        )
+    if len(others) > CONSEQUENCES:
+        lines.append(f"  and {len(others) - CONSEQUENCES} other ranks")
     ends = [f"run folder: {run['folder'] or 'none yet'}"]
     ends.append(f"newest snapshot: {run['newest_snapshot'] or 'none'}; steps lost: {run['steps_lost']}")
     ends += [f"resume: {run['resume']}"] if run["resume"] else []
@@ -291,9 +250,8 @@ def screen(report: Report) -> str:
         room = max(1, min(LOG_LINES, LINES - len(lines) - len(ends) - 1))
         lines.append(f"its log, {_shown(first['log'])}, ends with:")
         lines += [f"  {line}" for line in first["log_lines"][-room:]]
-    lines = lines[: LINES - len(ends)]
-    is_short = {line: len(line) <= COLUMNS or line.startswith("lockstep: ") for line in lines}
-    return "\n".join([*(line if is_short[line] else f"{line[: COLUMNS - 3]}..." for line in lines), *ends])
+    shown = [line if line.startswith("lockstep: ") else _cut(line) for line in lines[: LINES - len(ends)]]
+    return "\n".join([*shown, *ends])
 
 
 def _evidence(first: Mapping[str, Any]) -> list[str]:
@@ -301,15 +259,13 @@ def _evidence(first: Mapping[str, Any]) -> list[str]:
     if "table" in first:
         silence = f"no rank has made progress for {first['silent_seconds']:.0f} s"
         return [silence, *first["table"][:HANG_ROWS], f"verdict: {first['verdict']}"]
+    lines = [f"it ended: {first.get('signal')}", *first.get("stack", [])[:STACK_LINES]]
     if "type" in first:
         message = [line for line in first["message"].splitlines() if line.strip()][:4] or [""]
         lines = [f"{first['type']}: {message[0]}", *message[1:]]
-    else:
-        lines = [f"it ended: {first['signal']}"]
-    lines += first.get("stack", [])[:STACK_LINES]
     if "file" in first:
         lines.append(f"at {_shown(first['file'])}:{first['line']} in {first['function']}: {first['code']}")
-        lines += [f"  {name}: {text}" for name, text in list(first.get("operands", {}).items())[:5]]
+        lines += [f"  {name}: {text}" for name, text in list(first["operands"].items())[:5]]
     if samples := first.get("samples", []):
         more = f", ... ({len(samples)} in all)" if len(samples) > SAMPLES else ""
         lines.append(f"its batch held the samples {', '.join(map(str, samples[:SAMPLES]))}{more}")
@@ -319,3 +275,7 @@ def _evidence(first: Mapping[str, Any]) -> list[str]:
 def _shown(path: str) -> str:
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= COLUMNS else f"{line[: COLUMNS - 3]}..."

@@ -34,16 +34,16 @@ class EnvLauncher(Launcher):
             raise
         except Exception as error:
             heartbeat.fails(error)
-            if heartbeat.failure["run_dir"] is None:  # it has not met the others
+            if heartbeat.record["run_dir"] is None:  # it has not met the others
                 raise
-            report, prints = tell(heartbeat.failure, heartbeat.folder, typed_command(info.started_by))
+            report, prints = tell(heartbeat.record, heartbeat.folder, typed_command(info.started_by))
             _tell_torchrun(report, info.rank)
             raise RankFailed(screen(report) if prints else "", report) from error
         finally:
             signals.each_second(None)
             heartbeat.enter("end")
             folder = heartbeat.folder
-            heartbeat.leave()
+            heartbeat.begin()
             leave(folder)
 
 

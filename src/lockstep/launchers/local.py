@@ -45,8 +45,8 @@ from lockstep.errors import (
     RankMissing,
     StoppedEarly,
 )
-from lockstep.failures.record import FOLDER, heartbeat, phase_of
-from lockstep.failures.report import End, failures_in, make_report, publish, screen, typed_command
+from lockstep.failures.record import FOLDER, heartbeat, read_place
+from lockstep.failures.report import failures_in, make_report, publish, screen, typed_command
 from lockstep.launchers.base import Launcher, Worker, flush_output, print_line, refuse_nesting
 
 POLL_SECONDS = 0.2  # where a process that a rank has forked hides the rank's end
@@ -164,12 +164,13 @@ class RankProcesses:
     numbers: range
     folder: Path
     relay: Relay
-    ends: dict[int, End] = field(default_factory=dict)
+    ends: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def run(self, env: dict[str, str], worker: Worker, args: tuple[Any, ...]) -> Any:
         """Start all ranks and wait for them. Returns rank 0's value."""
         from torch import multiprocessing as torch_multiprocessing  # it shares tensors that are sent between processes
 
+        heartbeat.begin()
         context: Any = torch_multiprocessing.get_context(self.start_method)
         reader, writer = multiprocessing.Pipe(duplex=False)
         processes = {
@@ -206,14 +207,16 @@ class RankProcesses:
             now = time.monotonic()
             for rank in [rank for rank, process in waiting.items() if not process.is_alive()]:
                 code = waiting.pop(rank).exitcode
-                self.ends[rank] = End(code, time.time(), rank in killed)
-                counts = code == EXIT_HANG or phase_of(self.folder, rank) == "end"  # else it has left without a word
+                self.ends[rank] = {"exit_code": code, "time": time.time(), "is_echo": rank in killed}
+                counts = (
+                    code == EXIT_HANG or read_place(self.folder, rank).name == "end"
+                )  # else it has left without a word
                 deadline = min(deadline, now + (GRACES.get(code, GRACE) if counts else GRACE))
             if relay.second is not None:
                 deadline = min(deadline, relay.second_at + AFTER_SECOND_SIGNAL)
             for rank, process in waiting.items():
-                may_save = relay.second is None and EXIT_HANG not in [end.code for end in self.ends.values()]
-                saves = may_save and phase_of(self.folder, rank) in ("snapshot", "disk")
+                may_save = relay.second is None and EXIT_HANG not in [end["exit_code"] for end in self.ends.values()]
+                saves = may_save and read_place(self.folder, rank).name in ("snapshot", "disk")
                 if now > deadline + LONGER_WHILE_SAVING * saves:
                     killed.add(rank)
                     process.kill()
@@ -221,7 +224,7 @@ class RankProcesses:
 
     def _failure(self) -> BaseException | None:
         """What the exit codes of the ranks and their records say; None if all have finished."""
-        codes, relay = [end.code for end in self.ends.values()], self.relay
+        codes, relay = [end["exit_code"] for end in self.ends.values()], self.relay
         before_training = [number for number in STOP_SIGNALS if 128 + number in codes]
         have_stopped = any(code in STOP_EXITS for code in codes)
         stopped = None
