@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 from lockstep.errors import ConfigError, RankFailed, exit_code_of
 from lockstep.failures.record import heartbeat
@@ -62,7 +63,8 @@ def share(folder: Path, rank: int) -> dict[int, int]:
 
 
 def hang(folder: Path, rank: int, what: str) -> None:
-    watchdog = Watchdog(share(folder, rank), 2, heartbeat, [0], lambda: None, 2.0, "stop", 300.0, None)  # type: ignore
+    world = SimpleNamespace(here=share(folder, rank), rank=rank, size=2, machines=[0], timeout=300.0)
+    watchdog = Watchdog(world, lambda: None, 2.0, "stop", None)
     watchdog.look(time.monotonic())
     for step in (6, 7):
         heartbeat.step_ended(1, step)

@@ -53,7 +53,6 @@ def watch(world: World, run_dir: str | Path, timeout: float | None, on_hang: str
             print(screen(report) if prints else "", file=sys.stderr, flush=True)
 
     printing = None if is_launched else show
-    ranks = world.here, world.size, heartbeat, list(world.machines)
-    dog = Watchdog(*ranks, store, timeout, on_hang, world.timeout, printing)
+    dog = Watchdog(world, store, timeout, on_hang, printing)
     if sys.platform == "linux":  # which shows processes to each other
         signals.each_second(dog.look)

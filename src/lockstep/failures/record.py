@@ -32,7 +32,7 @@ from lockstep.source_code import PROJECT, is_library, is_project, is_users
 FOLDER = "LOCKSTEP_RANK_FOLDER"  # the environment variable with the folder that a launcher has made
 PHASES: tuple[str, ...] = ("start", "meeting", "prepare", "build", "resume", "train", "evaluation", "snapshot")
 PHASES += ("disk", "export", "mode", "end")
-STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
+STACK_SIGNAL = getattr(signal, "SIGUSR2", 0)  # Windows, where only --help works, has none
 LONGEST_MESSAGE, LOG_LINES, MOST_SAMPLES = 4000, 20, 1000  # characters; the last ones; of a batch
 
 
@@ -82,9 +82,8 @@ def oom_kills() -> int:
     found = ""
     with suppress(OSError):
         for kind, group in re.findall(r"^\d+:(memory|):(.*)$", Path("/proc/self/cgroup").read_text(), re.M):
-            found += Path(
-                f"/sys/fs/cgroup/{kind}{group}", "memory.oom_control" if kind else "memory.events"
-            ).read_text()
+            name = "memory.oom_control" if kind else "memory.events"
+            found += Path(f"/sys/fs/cgroup/{kind}{group}", name).read_text()
     return sum(map(int, re.findall(r"^oom_kill (\d+)", found, re.M)))
 
 
@@ -100,8 +99,7 @@ class Heartbeat:
         """This process is a rank from here on, which has not failed, and shares nothing with others."""
         if self.stacks is not None:
             faulthandler.disable()
-            if STACK_SIGNAL is not None:
-                faulthandler.unregister(STACK_SIGNAL)
+            faulthandler.unregister(STACK_SIGNAL)
             self.stacks.close()
         self.memory: Any = memoryview(bytearray(8 * len(Place()))).cast("q")
         self.folder: Path | None = None
@@ -114,29 +112,26 @@ class Heartbeat:
     def share(self, folder: Path | None) -> None:
         """Let other processes of this machine see where this rank is, its stacks, and its failure. None: there is no
         other rank, and the stack of a crash goes to stderr."""
-        self.folder = folder
+        self.folder, name = folder, f"rank{self.record['rank']}"
         if folder is None:
             self.stacks = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  (it stays open)
-            with suppress(Exception):  # stderr is closed, or no file
-                faulthandler.enable()
         else:
-            name = f"rank{self.record['rank']}"
             write_whole(folder / f"{name}.at", bytes(self.memory), sync=False)
             with (folder / f"{name}.at").open("r+b") as file:
                 self.memory = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
             self.stacks = (folder / f"{name}.stacks").open("a+b", buffering=0)
             self.note()
-            faulthandler.enable(self.stacks)
-        if STACK_SIGNAL is not None:  # loader workers that are forked from this rank inherit the file and the handler
-            faulthandler.register(STACK_SIGNAL, file=self.stacks, all_threads=True)
+        with suppress(Exception):  # stderr is closed, or no file
+            faulthandler.enable(self.stacks if folder else sys.stderr)
+        # Loader workers that are forked from this rank inherit the file and the handler.
+        faulthandler.register(STACK_SIGNAL, file=self.stacks, all_threads=True)
 
     def note(self, **facts: Any) -> None:
         """Add to the record: such as run_dir, log, the snapshot and the step that this rank has `resumed` from."""
         self.record |= facts
         if self.folder is not None:
             with suppress(OSError):
-                path = self.folder / f"rank{self.record['rank']}.json"
-                write_whole(path, json.dumps(self.record), sync=False)
+                write_whole(self.folder / f"rank{self.record['rank']}.json", json.dumps(self.record), sync=False)
 
     @property
     def place(self) -> Place:
@@ -168,7 +163,7 @@ class Heartbeat:
         self.memory[4] = step
 
     def sums(self, values: int) -> None:
-        """This rank begins a sum over ranks through shared memory, or has ended it: 0."""
+        """A sum over ranks through shared memory begins, or has ended: 0."""
         self.memory[1] = values
 
     @contextmanager

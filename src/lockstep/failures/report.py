@@ -24,7 +24,7 @@ PRINTED = "printed"  # in the folder of ranks: one of them prints the report
 SCHEMA = 4
 ECHO_SECONDS, END_SECONDS = 2.0, 0.5  # for the report of the rank that failed first, and for what follows from it
 LINES, COLUMNS = 40, 160  # of the screen
-LOG_LINES, CONSEQUENCES, SAMPLES, STACK_LINES, HANG_ROWS = 7, 6, 12, 8, 18
+LOG_LINES, CONSEQUENCES, SAMPLES, STACK_LINES = 7, 6, 12, 8
 MPI_LAUNCHERS = ("mpirun", "mpiexec", "orterun")
 CRASH = "Fatal Python error: "  # faulthandler's words before the stack of a crash
 CRASHES = {"Segmentation fault": -11, "Aborted": -6, "Bus error": -7, "Illegal instruction": -4}
@@ -34,21 +34,23 @@ Report = dict[str, Any]
 """What failure.json holds, see `docs/failures.md` for each key."""
 
 
+def read(path: Path) -> str:
+    """The text of a file; "" if it is gone."""
+    with suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
+
+
 def process_state(pid: int) -> str:
     """The state letter of a process: R runs, S sleeps, D waits for the disk, T is stopped, Z has ended; "" is gone."""
-    with suppress(OSError):
-        # The name of the program stands in parentheses and may contain spaces.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return "" if os.path.exists("/proc/self/stat") else "?"
+    _, is_known, rest = read(Path(f"/proc/{pid}/stat")).rpartition(")")  # the name before it may contain spaces
+    return rest[1:2] if is_known or os.path.exists("/proc/self") else "?"
 
 
 def records_in(folder: Path | None) -> list[dict[str, Any]]:
     """Of the ranks of this machine, and of a hang."""
-    found = []
-    for file in sorted(folder.glob("rank*.json") if folder else []):
-        with suppress(OSError, ValueError):  # another rank removes the folder
-            found.append(json.loads(file.read_text()))
-    return found
+    texts = [read(file) for file in sorted(folder.glob("rank*.json"))] if folder else []
+    return [json.loads(text) for text in texts if text]
 
 
 def failures_in(folder: Path | None, ends: Mapping[int, dict[str, Any]] | None = None) -> list[dict[str, Any]]:
@@ -66,7 +68,7 @@ def failures_in(folder: Path | None, ends: Mapping[int, dict[str, Any]] | None =
             found.append(one)
         elif folder and one["rank"] in ends and (place := read_place(folder, one["rank"])).name != "end":
             one |= ends[one["rank"]] | {"epoch": place.epoch, "step": place.step, "phase": place.name}
-            stacks = (folder / f"rank{one['rank']}.stacks").read_text(errors="replace")
+            stacks = read(folder / f"rank{one['rank']}.stacks")
             crash, _, frames = stacks.rpartition(CRASH)[2].partition("\n")
             code = CRASHES.get(crash) if one["exit_code"] is None else one["exit_code"]
             one["stack"] = [CRASH + crash, *map(str, parse_stack(frames, of_crash=True))] if crash in CRASHES else []
@@ -86,14 +88,10 @@ def make_report(failures: Sequence[dict[str, Any]], command: list[str]) -> Repor
     if not failures:
         return None
     first = min(failures, key=lambda one: (one["kind"] != "hang", one["is_echo"], one["time"]))
-    consequences = []
-    for one in sorted(failures, key=lambda one: float(one["time"])):
-        what = "was ended" if first["kind"] == "hang" or one["is_echo"] else f"ended ({one.get('signal')})"
-        if "type" in one:
-            what = f"{one['type']}: {one['message'].partition(chr(10))[0]}"
-        later = {"seconds_later": round(max(0.0, one["time"] - first["time"]), 3), "what": what}
-        if one["rank"] != first["rank"]:
-            consequences.append({key: one[key] for key in ("rank", "host", "pid")} | later)
+    others = sorted((one for one in failures if one["rank"] != first["rank"]), key=lambda one: float(one["time"]))
+    consequences = [{key: one[key] for key in ("rank", "host", "pid")} for one in others]
+    for consequence, one in zip(consequences, others, strict=True):
+        consequence |= {"seconds_later": round(max(0.0, one["time"] - first["time"]), 3), "what": _what(one)}
     (newest, saved_step), folder = first["resumed"] or (None, 0), first["run_dir"]
     if folder is not None and (own := newest_snapshot(Path(folder))) is not None:
         newest, saved_step = str(own), int(own.name.removeprefix("step_"))
@@ -164,9 +162,9 @@ def leave(folder: Path | None) -> None:
 
 def read_report(folder: Path) -> Report | None:
     """What failure.json in the run folder holds."""
-    with suppress(OSError, ValueError, AttributeError):
-        contents = json.loads((folder / FILE).read_text())
-        return dict(contents) if contents.get("schema") == SCHEMA else None
+    with suppress(ValueError, AttributeError):
+        contents: Report = json.loads(read(folder / FILE) or "{}")
+        return contents if contents.get("schema") == SCHEMA else None
     return None
 
 
@@ -195,12 +193,11 @@ def typed_command(started_by: str = "python") -> list[str]:
     words = [os.path.basename(sys.executable), *sys.argv]
     if started_by not in ("torchrun", "mpirun"):
         return ["srun"] * (started_by == "srun") + words
-    with suppress(OSError):
-        program, *typed = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
-        if started_by == "torchrun" or os.path.basename(program) in MPI_LAUNCHERS:
-            words = [os.path.basename(program)]
-            for word in typed:  # `-x NAME` for `-x NAME=VALUE`, which may be a secret; where the ranks meet is none
-                words.append(word.partition("=")[0] if words[-1] == "-x" and word[:7] != "MASTER_" else word)
+    program, *typed = read(Path(f"/proc/{os.getppid()}/cmdline")).rstrip("\0").split("\0")
+    if os.path.basename(program) in MPI_LAUNCHERS or (program and started_by == "torchrun"):
+        words = [os.path.basename(program)]
+        for word in typed:  # `-x NAME` for `-x NAME=VALUE`, which may be a secret; where the ranks meet is none
+            words.append(word.partition("=")[0] if words[-1] == "-x" and word[:7] != "MASTER_" else word)
     return words
 
 
@@ -212,70 +209,60 @@ def in_one_line(report: Report) -> str:
     first = report["first"]
     if first["kind"] in RAISED_BY_ALL:
         return str(first["message"])
-    what = f"hangs: {first['verdict']}" if "verdict" in first else _evidence(first)[0]
     why = f": {first['meaning']}" if first["kind"] == "killed" else ""
-    return f"rank {first['rank']} of {report['world_size']}: {what}{why}"
+    return f"rank {first['rank']} of {report['world_size']}: {_what(first)}{why}"
+
+
+def _what(one: Mapping[str, Any]) -> str:
+    if "type" in one:
+        return f"{one['type']}: {one['message'].partition(chr(10))[0]}"
+    return f"hangs: {one['verdict']}" if one["kind"] == "hang" else f"it ended: {one['signal']}"
 
 
 def screen(report: Report) -> str:
     """At most 40 lines: what failed, what it means, what to type; what followed; the log; where the run is."""
-    first, run = report["first"], report["run"]
+    first, run, others = report["first"], report["run"], report["consequences"]
     if first["kind"] == "config":
         return f"lockstep: {first['message']}"
     who = f"rank {first['rank']} of {report['world_size']}"
     epoch = f", in epoch {first['epoch']}, after step {first['step']}" if first["epoch"] else ""
     where = f"({first['host']}, pid {first['pid']}){epoch}, in the phase {first['phase']}"
     if first["kind"] in RAISED_BY_ALL:
-        lines = [*f"lockstep: {first['message']}".splitlines(), f"  raised by all ranks, first by {who} {where}"]
+        head, *more = f"lockstep: {first['message']}".splitlines()
+        lines = [*more, f"  raised by all ranks, first by {who} {where}"]
+        others = [one for one in others if one["what"] != f"{first['type']}: {first['message']}"]
     else:
-        happened = "hangs" if first["kind"] == "hang" else "failed first"
-        lines = [f"lockstep: {who} {happened} {where}", *(f"  {line}" for line in _evidence(first))]
+        head = f"lockstep: {who} {'hangs' if first['kind'] == 'hang' else 'failed first'} {where}"
+        lines = [f"  {line}" for line in _evidence(first)]
         for line in (f"what it means: {first['meaning']}", f"what to do: {first['advice']}"):
             lines += textwrap.wrap(line, COLUMNS, subsequent_indent="  ", break_long_words=False)
     if report["will_fail_again"]:
         lines.append("the start before ended with the same failure at the same step: it will fail again")
-    alike = f"{first.get('type')}: {first.get('message')}"
-    others = [one for one in report["consequences"] if first["kind"] not in RAISED_BY_ALL or one["what"] != alike]
     lines += ["consequences:"] * bool(others)
     for one in others[:CONSEQUENCES]:
-        lines.append(
-            f"  rank {one['rank']} ({one['host']}, pid {one['pid']}) {one['seconds_later']:.2f} s later: {one['what']}"
-        )
-    if len(others) > CONSEQUENCES:
-        lines.append(f"  and {len(others) - CONSEQUENCES} other ranks")
+        process = f"rank {one['rank']} ({one['host']}, pid {one['pid']})"
+        lines.append(f"  {process} {one['seconds_later']:.2f} s later: {one['what']}")
+    lines += [f"  and {len(others) - CONSEQUENCES} other ranks"] * (len(others) > CONSEQUENCES)
+    if first["log"]:
+        lines += [f"its log, {first['log']}, ends with:", *(f"  {line}" for line in first["log_lines"][-LOG_LINES:])]
     ends = [f"run folder: {run['folder'] or 'none yet'}"]
     ends.append(f"newest snapshot: {run['newest_snapshot'] or 'none'}; steps lost: {run['steps_lost']}")
     ends += [f"resume: {run['resume']}"] if run["resume"] else []
-    if first["log"]:
-        room = max(1, min(LOG_LINES, LINES - len(lines) - len(ends) - 1))
-        lines.append(f"its log, {_shown(first['log'])}, ends with:")
-        lines += [f"  {line}" for line in first["log_lines"][-room:]]
-    shown = [line if line.startswith("lockstep: ") else _cut(line) for line in lines[: LINES - len(ends)]]
-    return "\n".join([*shown, *ends])
+    shown = [line.replace(f"{os.getcwd()}/", "")[:COLUMNS] for line in lines[: LINES - 1 - len(ends)]]
+    return "\n".join([head, *shown, *ends])
 
 
 def _evidence(first: Mapping[str, Any]) -> list[str]:
     """What was seen: the table of a hang, the exception and its place, or how the process ended and its stack."""
-    if "table" in first:
+    if first["kind"] == "hang":
         silence = f"no rank has made progress for {first['silent_seconds']:.0f} s"
-        return [silence, *first["table"][:HANG_ROWS], f"verdict: {first['verdict']}"]
-    lines = [f"it ended: {first.get('signal')}", *first.get("stack", [])[:STACK_LINES]]
-    if "type" in first:
-        message = [line for line in first["message"].splitlines() if line.strip()][:4] or [""]
-        lines = [f"{first['type']}: {message[0]}", *message[1:]]
+        return [silence, *first["table"], f"verdict: {first['verdict']}"]
+    lines = [_what(first), *first.get("stack", [])[:STACK_LINES]]
+    lines += [line for line in first.get("message", "").splitlines()[1:] if line.strip()][:3]
     if "file" in first:
-        lines.append(f"at {_shown(first['file'])}:{first['line']} in {first['function']}: {first['code']}")
+        lines.append(f"at {first['file']}:{first['line']} in {first['function']}: {first['code']}")
         lines += [f"  {name}: {text}" for name, text in list(first["operands"].items())[:5]]
     if samples := first.get("samples", []):
         more = f", ... ({len(samples)} in all)" if len(samples) > SAMPLES else ""
         lines.append(f"its batch held the samples {', '.join(map(str, samples[:SAMPLES]))}{more}")
     return lines
-
-
-def _shown(path: str) -> str:
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
-
-
-def _cut(line: str) -> str:
-    return line if len(line) <= COLUMNS else f"{line[: COLUMNS - 3]}..."

@@ -7,6 +7,7 @@ other machines through the store, finds the verdict, and ends the ranks of its m
 
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -14,29 +15,28 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.compat import flight_records
 from lockstep.errors import EXIT_HANG
 from lockstep.failures import verdict as verdicts
-from lockstep.failures.record import STACK_SIGNAL, Heartbeat, Place, last_lines, read_place
+from lockstep.failures.record import STACK_SIGNAL, Place, heartbeat, last_lines, read_place
 from lockstep.failures.report import ENDED, claim, leave, process_state
 from lockstep.failures.verdict import Facts, Verdict
 from lockstep.files import write_whole
 from lockstep.source_code import is_users
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
 log = logging.getLogger(__name__)
 
-SILENCE, NEVER = 120.0, 1e9  # seconds: for watch.timeout=null
-# How many times longer other phases may be silent than a training or an evaluation. The rendezvous has its own limit.
-PATIENCE = {"train": 1.0, "evaluation": 1.0, "prepare": 30.0, "disk": 30.0, "meeting": NEVER}
-OTHER_PATIENCE = FIRST_STEP_PATIENCE = 10.0  # of a first step: imports, compilation, the start of loader workers
+SILENCE = 120.0  # seconds, for watch.timeout=null
+# How many times longer other phases may be silent than a training or an evaluation; and a first step, in which are
+# imports, compilation and the start of loader workers.
+PATIENCE = {"train": 1.0, "evaluation": 1.0, "prepare": 30.0, "disk": 30.0}
+OTHER_PATIENCE = 10.0
 BACKEND_SHARE = 0.8  # of backend.timeout: after it, the ranks' own errors hide the cause
 LONGEST_LOOK = 1.1  # seconds that the time between two looks counts: the rest, the process was stopped
 # To tell a rank that computes from one that waits: what it uses of the CPU in so many seconds. On a busy machine its
@@ -48,35 +48,26 @@ ASK, END = "ask", "end"  # files of a rank that examines its machine, while it d
 LOADERS = ("/torch/utils/data/", "/lockstep/data/")
 
 
+@dataclass
 class Watchdog:
     """Looks after the ranks of this machine.
 
-    ranks: {rank: pid} of this machine. world_size: of all. heartbeat: of this rank, which shares a folder if it is not
-    alone. machines: the lowest rank of each machine. store: opens what all machines share, once it is needed.
-    timeout, on_hang: of the config's `watch`. backend_timeout: seconds that ranks wait for each other. show: prints a
-    verdict that ends the run, and leaves failure.json, where no launcher does.
+    world: see lockstep.distributed.world. open_store: opens what all machines share, once it is needed. timeout,
+    on_hang: of the config's `watch`. show: prints a verdict that ends the run, where no launcher does.
     """
 
-    def __init__(
-        self,
-        ranks: Mapping[int, int],
-        world_size: int,
-        heartbeat: Heartbeat,
-        machines: list[int],
-        store: "Callable[[], Store]",
-        timeout: float | None,
-        on_hang: str,
-        backend_timeout: float,
-        show: Callable[[dict[str, Any]], None] | None,
-    ) -> None:
-        self.ranks, self.world_size, self.heartbeat, self.machines = ranks, world_size, heartbeat, machines
-        self.open_store, self.on_hang, self.show = store, on_hang, show
-        self.timeout, self.typed, self.backend_timeout = timeout or SILENCE, timeout or 0.0, backend_timeout
-        self.rank, self.folder = int(heartbeat.record["rank"]), heartbeat.folder
-        self.places: dict[int, Place] = {}
-        self.silence, self.last_look, self.next_examination = 0.0, time.monotonic(), 0.0
-        self.told, self.asked_at = "", 0  # when the question that this rank has answered was asked
-        self.store: Store | None = None
+    world: Any
+    open_store: Callable[[], Any]
+    timeout: float | None
+    on_hang: str
+    show: Callable[[dict[str, Any]], None] | None
+    places: dict[int, Place] = field(default_factory=dict)
+    silence: float = 0.0
+    last_look: float = field(default_factory=time.monotonic)
+    next_examination: float = 0.0
+    told: str = ""
+    asked_at: int = 0  # when the question was asked that this rank has answered
+    store: Any = None
 
     def look(self, now: float) -> None:
         """now: of time.monotonic()."""
@@ -84,27 +75,28 @@ class Watchdog:
         self.last_look = now
         if (places := self._places()) != self.places:
             self.places, self.silence, self.next_examination = places, 0.0, 0.0
-        if self.folder is not None:
-            self._answer(self.folder)
+        if heartbeat.folder is not None:
+            self._answer(heartbeat.folder)
         if self.silence > max(self.limit(first_step=1.0), self.next_examination):
             self.examine()
             self.last_look = time.monotonic()
 
     def _places(self) -> dict[int, Place]:
-        return {rank: read_place(self.folder, rank) if self.folder else self.heartbeat.place for rank in self.ranks}
+        folder = heartbeat.folder
+        return {rank: read_place(folder, rank) if folder else heartbeat.place for rank in self.world.here}
 
-    def limit(self, waits: bool = True, first_step: float = FIRST_STEP_PATIENCE) -> float:
+    def limit(self, waits: bool = True, first_step: float = OTHER_PATIENCE) -> float:
         """Seconds of silence that are no hang. waits: whether a rank waits for another one, which backend.timeout ends.
         first_step: how many times longer it may take; 1 for when a line says where it is, and the run goes on."""
-        if self.places[self.rank].name == "end":
-            return NEVER
-        phases = [place.name for place in self.places.values() if place.name != "end"]
-        patience = max(PATIENCE.get(phase, OTHER_PATIENCE) for phase in phases)
-        if not any(place.step for place in self.places.values()):
+        if self.places[self.world.rank].name == "end":
+            return math.inf
+        patience = max(PATIENCE.get(one.name, OTHER_PATIENCE) for one in self.places.values() if one.name != "end")
+        if not any(one.step for one in self.places.values()):
             patience = max(patience, first_step)
+        seconds = patience * (self.timeout or SILENCE)
         if patience > OTHER_PATIENCE or not waits:  # in these phases no rank waits in a collective
-            return self.timeout * patience
-        return min(self.timeout * patience, max(BACKEND_SHARE * self.backend_timeout, self.typed))
+            return seconds
+        return min(seconds, max(BACKEND_SHARE * self.world.timeout, self.timeout or 0.0))
 
     def _answer(self, folder: Path) -> None:
         """Do what another rank of this machine asks for: tell what it cannot see, or end."""
@@ -116,62 +108,67 @@ class Watchdog:
                 (folder / ASK).unlink()
             elif asked_at != self.asked_at:
                 self.asked_at, self.next_examination = asked_at, self.silence + self.limit(first_step=1.0)
-                write_whole(folder / f"rank{self.rank}.facts", json.dumps([asked_at, *self._own()]), sync=False)
+                write_whole(folder / f"rank{self.world.rank}.facts", json.dumps([asked_at, *self._own()]), sync=False)
 
     def _own(self) -> list[Any]:
         """The stack of this rank's main thread, and its collectives."""
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         walked = [(frame.f_code, line) for frame, line in traceback.walk_stack(main)] if main else []
         texts = [text.decode() for text in flight_records()]
-        calls = verdicts.parse_calls(texts, self.heartbeat.place.values)
+        calls = verdicts.parse_calls(texts, heartbeat.place.values)
         return [[(code.co_filename, line, code.co_name) for code, line in walked], calls]
 
     def examine(self) -> None:
         """Explain the silence of the ranks of this machine, if no other one of them does that now."""
-        if self.folder is not None and not claim(self.folder / ASK):
+        if heartbeat.folder is not None and not claim(heartbeat.folder / ASK):
             return
         facts = [Facts(*one) for one in sorted(self._facts_everywhere(self._facts_here()))]
         silence, self.next_examination = self.silence, self.silence + self.limit(first_step=1.0)
         if self._places() == self.places:  # else they were only slow
-            self._judge(facts, verdicts.find_verdict(facts, self.world_size), silence)
-        if self.folder is not None:
-            (self.folder / ASK).unlink(missing_ok=True)
+            self._judge(facts, verdicts.find_verdict(facts, self.world.size), silence)
+        if heartbeat.folder is not None:
+            (heartbeat.folder / ASK).unlink(missing_ok=True)
 
     def _judge(self, facts: list[Facts], verdict: Verdict, silence: float) -> None:
         """End the run if it hangs, or tell what it waits for. silence: seconds without progress."""
         rows, limit = verdicts.table(facts, verdict), self.limit(any(rank.waits for rank in facts))
-        lines = [f"lockstep: no rank has made progress for {silence:.0f} s, and the run is not ended", *rows]
-        lines += [f"verdict: {verdict.kind}", f"what it means: {verdict.meaning}", f"what to do: {verdict.advice}"]
+        text = f"lockstep: no rank has made progress for {silence:.0f} s, and the run"
         if verdict.kind == verdicts.SLOW or silence <= limit:
-            lines = [f"lockstep: no rank has made progress for {silence:.0f} s, and the run goes on: {verdict.meaning}"]
+            text += f" goes on: {verdict.meaning}"
         elif self.on_hang == "stop" and verdict.ends:
             self._end(facts, verdict, {"silent_seconds": round(silence, 1), "table": rows})
+        else:
+            lines = [" is not ended", *rows, f"verdict: {verdict.kind}", f"what it means: {verdict.meaning}"]
+            text += "\n".join([*lines, f"what to do: {verdict.advice}"])
         if verdict.kind == verdicts.SLOW:  # silence counts from the end of a compilation, or of a debugger
             self.silence = self.next_examination = 0.0
         if self.told != (told := f"{verdict.kind} {verdict.ranks} {self.places}"):
             self.told = told
-            log.warning("%s", "\n".join(lines))
+            log.warning("%s", text)
             with suppress(OSError, ValueError):
-                if self.rank:  # the log of rank 0 is on the screen
-                    print("\n".join(lines), file=sys.stderr, flush=True)
+                if self.world.rank:  # the log of rank 0 is on the screen
+                    print(text, file=sys.stderr, flush=True)
 
     def _facts_here(self) -> list[list[Any]]:
         """`Facts` of the ranks of this machine that have not ended well: what they answer, and what is seen of them."""
-        answers, asked = {self.rank: self._own()}, [rank for rank, place in self.places.items() if place.name != "end"]
-        self.asked_at = (self.folder / ASK).stat().st_mtime_ns if self.folder else 0
+        answers, asked = (
+            {self.world.rank: self._own()},
+            [rank for rank, place in self.places.items() if place.name != "end"],
+        )
+        self.asked_at = (heartbeat.folder / ASK).stat().st_mtime_ns if heartbeat.folder else 0
         deadline = time.monotonic() + ANSWER_SECONDS
         while missing := [rank for rank in asked if rank not in answers]:
             for rank in missing:
                 with suppress(OSError, ValueError):
-                    asked_at, *answer = json.loads(Path(self.folder or "", f"rank{rank}.facts").read_text())
+                    asked_at, *answer = json.loads(Path(heartbeat.folder or "", f"rank{rank}.facts").read_text())
                     answers |= {rank: answer} if asked_at == self.asked_at else {}
-            can_answer = [rank for rank in missing if process_state(self.ranks[rank]) not in (*ENDED, "T", "t")]
+            can_answer = [rank for rank in missing if process_state(self.world.here[rank]) not in (*ENDED, "T", "t")]
             if not can_answer or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
         found = []
         for rank in asked:
-            pid, worker, (stack, calls) = self.ranks[rank], 0, answers.get(rank, ([], []))
+            pid, worker, (stack, calls) = self.world.here[rank], 0, answers.get(rank, ([], []))
             state = process_state(pid)
             mute = verdicts.GONE if state in ENDED else verdicts.STOPPED if state == "T" else verdicts.NO_ANSWER
             if rank in answers:
@@ -182,38 +179,33 @@ class Watchdog:
                     worker, stack = next(in_users_code, (0, stack))
             elif mute == verdicts.NO_ANSWER and state != "t":
                 stack = self._stack_of(rank, pid)
-            found.append([rank, self.heartbeat.record["host"], pid, self.places[rank], pid, mute, worker, stack, calls])
-        busy = computing([self.ranks[rank] for rank in asked])  # after the stacks, which cost some
+            found.append([rank, heartbeat.record["host"], pid, self.places[rank], pid, mute, worker, stack, calls])
+        busy = computing([self.world.here[rank] for rank in asked])  # after the stacks, which cost some
         return [[*known[:4], known[2] in busy, *known[5:]] for known in found]
 
     def _stack_of(self, rank: int, pid: int) -> list[Any]:
         """What faulthandler writes of a rank, or of a process of its loader, without Python's lock."""
-        path = (
-            self.folder / f"rank{rank}.stacks"
-            if self.folder
-            else Path(f"/proc/self/fd/{self.heartbeat.stacks.fileno()}")
-        )
-        with suppress(OSError, TypeError), path.open("rb") as file:
+        alone, text = Path(f"/proc/self/fd/{heartbeat.stacks.fileno()}"), ""
+        path = heartbeat.folder / f"rank{rank}.stacks" if heartbeat.folder else alone
+        with suppress(OSError, TypeError), path.open(errors="replace") as file:
             caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
-            if STACK_SIGNAL is None or caught is None or not int(caught[1], 16) >> (STACK_SIGNAL - 1) & 1:
-                return []  # the signal would end it
+            if caught is None or not int(caught[1], 16) >> (STACK_SIGNAL - 1) & 1:  # the signal would end it
+                return []
             file.seek(0, os.SEEK_END)
             os.kill(pid, STACK_SIGNAL)
-            text, deadline = b"", time.monotonic() + STACK_SECONDS
+            deadline = time.monotonic() + STACK_SECONDS
             while not text and time.monotonic() < deadline:
-                time.sleep(0.05)
+                time.sleep(0.1)  # it is written whole by then
                 text = file.read()
-            time.sleep(0.05)  # until it is written whole
-            return verdicts.parse_stack((text + file.read()).decode(errors="replace"))
-        return []
+        return verdicts.parse_stack(text)
 
     def _facts_everywhere(self, known: list[list[Any]]) -> list[list[Any]]:
         """With those of the other machines, as far as these tell theirs soon."""
-        others, deadline = {*self.machines} - {min(self.ranks)}, time.monotonic() + MACHINES_SECONDS
+        others, deadline = {*self.world.machines} - {min(self.world.here)}, time.monotonic() + MACHINES_SECONDS
         with suppress(Exception):  # the store is lost, with its machine
             if others:
                 self.store = self.store or self.open_store()
-                self.store.set(f"hang/{min(self.ranks)}", json.dumps([time.time(), known]))
+                self.store.set(f"hang/{min(self.world.here)}", json.dumps([time.time(), known]))
             while others and self.store and time.monotonic() < deadline:
                 for rank in [rank for rank in others if self.store.check([f"hang/{rank}"])]:
                     told_at, facts = json.loads(self.store.get(f"hang/{rank}"))
@@ -225,24 +217,19 @@ class Watchdog:
     def _end(self, facts: list[Facts], verdict: Verdict, seen: dict[str, Any]) -> None:
         """End the ranks of this machine: one that hangs leaves no other trace of its cause."""
         cause = next((rank for rank in facts if rank.rank in verdict.ranks), facts[0])
-        record, others = self.heartbeat.record, [pid for rank, pid in self.ranks.items() if rank != self.rank]
+        record, others = heartbeat.record, [pid for rank, pid in self.world.here.items() if rank != self.world.rank]
         run_log = re.sub(r"rank\d+\.log$", f"rank{cause.rank}.log", record["log"] or "")
         failure = record | {"rank": cause.rank, "host": cause.host, "pid": cause.pid, "phase": cause.phase} | seen
-        failure |= {"kind": "hang", "time": time.time(), "is_echo": False, "ranks": [*verdict.ranks]}
-        failure |= {
-            "step": cause.place.step,
-            "epoch": cause.place.epoch,
-            "log": run_log,
-            "log_lines": last_lines(run_log),
-        }
-        failure |= {"verdict": verdict.kind, "meaning": verdict.meaning, "advice": verdict.advice}
-        failure["stacks"] = {str(rank.rank): [*map(str, rank.stack)] for rank in facts}
-        if self.folder is not None:
-            write_whole(self.folder / f"rank{cause.rank}.hang.json", json.dumps(failure), sync=False)
+        failure |= {"kind": "hang", "time": time.time(), "is_echo": False, "log": run_log}
+        failure |= {"step": cause.place.step, "epoch": cause.place.epoch, "log_lines": last_lines(run_log)}
+        failure |= verdict._asdict() | {"verdict": verdict.kind, "kind": "hang"}
+        failure["stacks"] = {rank.rank: [*map(str, rank.stack)] for rank in facts}
+        if heartbeat.folder is not None:
+            write_whole(heartbeat.folder / f"rank{cause.rank}.hang.json", json.dumps(failure), sync=False)
         if self.show is not None:
             self.show(failure)
-        if self.folder is not None:
-            claim(self.folder / END)
+        if heartbeat.folder is not None:
+            claim(heartbeat.folder / END)
         started = [child for pid in (*others, os.getpid()) for child in children(pid)]  # they would go on without it
         deadline = time.monotonic() + END_SECONDS
         while any(process_state(pid) not in ENDED for pid in others) and time.monotonic() < deadline:
@@ -251,8 +238,8 @@ class Watchdog:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         if self.show is not None:
-            self.heartbeat.enter("end")
-            leave(self.folder)
+            heartbeat.enter("end")
+            leave(heartbeat.folder)
         os._exit(EXIT_HANG)
 
 
