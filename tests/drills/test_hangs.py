@@ -15,8 +15,6 @@ from support.commands import (
     LAUNCHERS,
     PYTHON_TRAIN,
     ROOT,
-    TORCHRUN,
-    TRAIN,
     children,
     own_data,
     skip_without_mpirun,
@@ -145,15 +143,6 @@ def test_a_compilation_is_only_slow(start, tmp_path):
     assert not (tmp_path / "run/failure.json").exists()
     assert "verdict:" not in run.output
     assert run.ended - run.started > 8
-
-
-def test_ranks_of_torchrun_leave_with_the_code_of_a_hang(start_faulty, tmp_path):
-    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, *SMALL, *MODEL, f"watch.timeout={TIMEOUT}"]
-    run = start_faulty(*torchrun, "hydra.run.dir=run", HANG="forward", PYTHONPATH=ROOT / "tests")
-    run.finish(1)  # torchrun's own code
-    assert json.loads((tmp_path / "run/failure.json").read_text())["exit_code"] == 4
-    assert "verdict: a rank is in user code" in run.output
-    assert "exitcode  : 4" in run.output
 
 
 @pytest.mark.timeout(240 + 200 * MINUTES)

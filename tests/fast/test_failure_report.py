@@ -24,10 +24,10 @@ from lockstep.failures.report import (
     failures_in,
     identity,
     make_report,
-    publish,
     read_report,
     resume_command,
     screen,
+    tell,
 )
 from lockstep.source_code import PROJECT
 from lockstep.tasks.tasks import CrossEntropy
@@ -251,19 +251,20 @@ def test_the_same_failure_at_the_same_step_will_come_again_and_no_line_resumes(f
 
 
 def test_failure_json_is_written_once_and_an_echo_gives_way_to_another_machine(fail: Fail, tmp_path: Path) -> None:
-    own, there = report_of(fail(0, lost(), 1.0)), report_of(fail(1, ValueError("the cause"), 1.5))
-    for report in (there, own, report_of(fail(2, ValueError("later"), 1.6))):
-        found, has_replaced = publish(report, COMMAND, is_part=True)
-        assert (found["first"]["message"], has_replaced) == ("the cause", False)
-    (tmp_path / "failure.json").write_text(json.dumps(own))
-    assert publish(there, COMMAND, is_part=True)[1]
-    report = read_report(tmp_path) or {}
-    assert report["first"]["message"] == "the cause"
+    own, there, later = fail(0, lost(), 1.0), fail(1, ValueError("the cause"), 1.5), fail(2, ValueError("later"), 1.6)
+    for one in (there, own, later):
+        report, prints = tell(None, COMMAND, one)
+        assert ((report or {})["first"]["message"], prints) == ("the cause", True)
+    (tmp_path / "failure.json").write_text(json.dumps(report_of(own)))
+    tell(None, COMMAND, there)
+    assert (read_report(tmp_path) or {})["first"]["message"] == "the cause"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["failure.json", "ranks"]
 
 
 def test_the_file_has_these_keys(fail: Fail, tmp_path: Path) -> None:
-    publish(report_of(fail(0, lost(), 2.0), fail(1, raised(ValueError("x")), 1.5)), COMMAND, is_part=False)
+    fail(0, lost())
+    fail(1, raised(ValueError("x")))
+    tell(tmp_path / "ranks", COMMAND, {"is_echo": False})
     contents = json.loads((tmp_path / "failure.json").read_text())
     assert set(contents) == {"schema", "first", "consequences", "world_size", "run", "will_fail_again", "exit_code"}
     first = contents["first"]
@@ -271,7 +272,8 @@ def test_the_file_has_these_keys(fail: Fail, tmp_path: Path) -> None:
     assert known | {"advice", "time", "file", "line", "function", "code", "operands"} <= set(first)
     assert set(contents["run"]) == {"folder", "newest_snapshot", "steps_lost", "resume", "time"}
     (other,) = contents["consequences"]
-    assert (other["rank"], other["seconds_later"], other["what"]) == (0, 0.5, "ConnectionError: rank 1 is gone")
+    assert set(other) == {"rank", "host", "pid", "seconds_later", "what"}
+    assert (other["rank"], other["what"]) == (0, "ConnectionError: rank 1 is gone")
     assert (first["epoch"], first["step"], first["samples"]) == (2, 17, [3, 4])
 
 

@@ -33,10 +33,3 @@ def test_an_exit_with_0_before_the_training_is_a_failure(start, tmp_path, typed,
     run = start(*PYTHON_TRAIN, typed, f"launch={launch}", PYTHONPATH=tmp_path).finish(1)
     assert "exit code 0" in run.output
     assert "ends.py" in run.output
-
-
-def test_a_job_that_leaves_with_0_has_failed(start, tmp_path):
-    (tmp_path / "ends.py").write_text(MODULE.format(import_time=""))
-    words = ["-m", "launch=fork", NET, "seed=1,2", "hydra.sweep.dir=s"]
-    run = start(*PYTHON_TRAIN, *words, PYTHONPATH=tmp_path).finish(1)
-    assert "sweep: 2 failed" in run.output

@@ -1,22 +1,19 @@
 """Commands that fail: one sentence, the right exit code, and nothing half-written."""
 
 import re
-import shutil
 
 import pytest
-import torch
 
-from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN
+from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN
 
 
 @pytest.mark.parametrize(
     ("command", "code"),
     [
-        (PYTHON_TRAIN, 1),
         ([*PYTHON_TRAIN, "launch=fork"], 1),
         ([*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN], 1),  # torchrun's own exit code
     ],
-    ids=["python", "launch=fork", "torchrun"],
+    ids=["launch=fork", "torchrun"],
 )
 def test_a_learning_rate_that_is_too_large_ends_with_the_step_of_the_first_bad_loss(start, tmp_path, command, code):
     run = start(*command, "model=mlp", "optimizer.lr=1e10", "hydra.run.dir=run").finish(code)
@@ -56,33 +53,6 @@ def test_a_failing_evaluation_names_no_training_samples(train, tmp_path):
     run = train(*net, code=1, PYTHONPATH=tmp_path)
     assert "phase evaluation" in run.output
     assert "its batch held" not in run.output
-
-
-def test_a_model_file_is_no_snapshot(train, tmp_path):
-    run = train("model=mlp", "trainer.max_steps=3", "hydra.run.dir=run")
-    weights = torch.load(tmp_path / "run/model.pt", weights_only=True)
-    assert weights
-    refused = train("model=mlp", f"resume={tmp_path}/run/model.pt", "hydra.run.dir=other", code=2)
-    assert f"{tmp_path}/run/model.pt holds no finished snapshot; type a run folder" in refused.sentence
-    assert run.epochs
-
-
-def test_a_batch_that_the_jobs_ranks_cannot_share_is_refused_at_submission(train):
-    run = train("launch=slurm", "launch.nodes=4", "launch.dry_run=true", "trainer.batch_size=3", code=2)
-    assert "trainer.batch_size=3" in run.sentence
-    assert run.sentence.endswith("trainer.batch_size=8") or "trainer.batch_size=8" in run.sentence
-
-
-def test_a_dry_run_prints_the_script_and_submits_nothing(train, tmp_path):
-    own = tmp_path / "mine" / "model" / "own.yaml"
-    own.parent.mkdir(parents=True)
-    shutil.copy(ROOT / "conf" / "model" / "mlp.yaml", own)
-    slurm = ["launch=slurm", "launch.dry_run=true", "launch.nodes=2", "launch.ntasks_per_node=1"]
-    run = train(*slurm, "model=own", "trainer.epochs=3", f"--config-dir={tmp_path}/mine", "hydra.run.dir=a folder/run")
-    (command,) = [line for line in run.output.splitlines() if line.startswith("srun ")]
-    typed = f"{TRAIN} --config-dir={tmp_path}/mine model=own trainer.epochs=3 launch=env "
-    assert typed + f"'hydra.run.dir=\"{tmp_path}/a folder/run\"'" in command
-    assert not (tmp_path / "a folder/run/job.sh").exists()
 
 
 def test_a_launcher_of_hydra_that_is_not_installed_is_refused(train):

@@ -48,9 +48,10 @@ def watch(world: World, run_dir: str | Path, timeout: float | None, on_hang: str
         return PrefixStore(f"watchdog/{of_ranks[0][1]}", client_of_store(info, CONNECT_TIME))
 
     def show(failure: dict[str, Any]) -> None:
-        report, prints = tell(failure, heartbeat.folder, typed_command(info.started_by))
+        report, prints = tell(heartbeat.folder, typed_command(info.started_by), failure)
         with suppress(OSError, ValueError):  # nobody reads stderr any more
-            print(screen(report) if prints else "", file=sys.stderr, flush=True)
+            if report and prints:
+                print(screen(report), file=sys.stderr, flush=True)
 
     printing = None if is_launched else show
     dog = Watchdog(world, store, timeout, on_hang, printing)

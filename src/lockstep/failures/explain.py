@@ -20,18 +20,14 @@ SHARDS += "|parameter name can|sharding strategy|Sharding propagation|mixed torc
 MEANINGS: dict[str, tuple[str, str]] = {
     OUT_OF_MEMORY: (
         "this rank has no memory left",
-        "type trainer.gradient_accumulation_steps=<more>, trainer.checkpoint_activations=[<blocks>], or a "
-        "smaller trainer.batch_size",
+        "type trainer.gradient_accumulation_steps=<more>, trainer.checkpoint_activations=[<blocks>] or a smaller batch",
     ),
     r"</torch_\d+.*No space left on device": (
         "the memory that processes share, /dev/shm, is full: a process that loads data passes its samples on there",
         "give it more, as docker run --shm-size=8g does, or type loader.num_workers=0",
     ),
     "No space left on device": ("the disk is full", "free some space, or type hydra.run.dir=<another disk>"),
-    SHAPES: (
-        "the shapes of the data and of the model do not fit together",
-        "change the model or the data set at the line above; python src/train.py --cfg job shows their values",
-    ),
+    SHAPES: ("the shapes of the data and of the model do not fit together", "change either at the line above"),
     NUMBERS: (
         "the model got whole numbers or truth values, and computes with fractions; only samples of uint8 are scaled",
         "return floats from __getitem__, such as x.astype(numpy.float32), or change the type at the line above",
@@ -50,7 +46,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
         "the model changes a value in place that its backward pass still needs",
         "write x = x + y in place of x += y, and inplace=False; torch.autograd.set_detect_anomaly(True) shows where",
     ),
-    "does not require grad and does not have a grad_fn": (
+    "not require grad and does not have a grad_fn": (
         "the loss depends on no weight that is trained",
         "take detach(), torch.no_grad() and item() out of what the loss is made of, or freeze fewer weights",
     ),
@@ -69,15 +65,9 @@ LOST_RANK = (
     "backend.timeout, or the call at this line has a mistake of its own",
     "look at the other ranks' logs, then at this line; type backend.timeout=<more seconds> if a rank was only slow",
 )
-OF_PROJECT = (
-    "the code of Lockstep raised this exception",
-    "if the values at this line are right, that is a mistake in it",
-)
+OF_PROJECT = "the code of Lockstep raised this exception", "see whether the values at this line are yours, and right"
 OF_USER = "the code at this line raised this exception", "correct its cause, then type the command that resumes"
-NO_MEMORY = (
-    "the system killed it because the machine, its container or its Slurm job has no memory left",
-    "type trainer.batch_size=<half>, or give the job more memory (for Slurm: --mem)",
-)
+NO_MEMORY = "the system killed it: the machine, container or job has no memory left", "type trainer.batch_size=<half>"
 SIGNALS = {
     "SIGKILL": (
         "killed, cause not known",
@@ -88,8 +78,7 @@ SIGNALS = {
     "SIGTERM": ("another program asked it to end (SIGTERM)", "resume when that program allows it"),
     "SIGABRT": (
         "native code ended the process (abort): its memory is damaged if glibc's words are on the screen (corrupted, "
-        "double free, invalid pointer); else as gloo does when ranks give other shapes to one collective, or NCCL "
-        "after backend.timeout",
+        "double free, invalid pointer); else as gloo does when ranks give other shapes to one collective",
         "look for a condition on the rank or its data before a collective; if memory is damaged, type MALLOC_CHECK_=3",
     ),
 }

@@ -32,6 +32,8 @@ ENDED = ("", "Z", "X")  # states of a process
 
 Report = dict[str, Any]
 """What failure.json holds, see `docs/failures.md` for each key."""
+Ends = Mapping[int, dict[str, Any]]
+"""exit_code, time and is_echo (the launcher has ended it) of each rank whose process has ended."""
 
 
 def read(path: Path) -> str:
@@ -53,12 +55,9 @@ def records_in(folder: Path | None) -> list[dict[str, Any]]:
     return [json.loads(text) for text in texts if text]
 
 
-def failures_in(folder: Path | None, ends: Mapping[int, dict[str, Any]] | None = None) -> list[dict[str, Any]]:
-    """The record of each rank of this machine that has failed: its own, or of an end without a word.
-
-    ends: exit_code, time and is_echo (the launcher has ended it) of each rank that has ended. None: of those that are
-    gone; their starter alone knows the code.
-    """
+def failures_in(folder: Path | None, ends: Ends | None = None) -> list[dict[str, Any]]:
+    """The record of each rank of this machine that has failed: its own, or of an end without a word. ends: None for
+    those that are gone; their starter alone knows the code."""
     records, found = records_in(folder), list[dict[str, Any]]()
     if ends is None:
         gone = [one["rank"] for one in records if process_state(one["pid"]) in ENDED]
@@ -108,41 +107,40 @@ def identity(first: Mapping[str, Any]) -> dict[str, Any] | None:
     return {key: first.get(key) for key in keys} if first["kind"] not in ("killed", "left", "config") else None
 
 
-def publish(report: Report, command: list[str], is_part: bool) -> tuple[Report, bool]:
-    """Write failure.json in the run folder. Returns the report that is there, and whether this one has replaced it.
+def tell(
+    folder: Path | None, command: list[str], own: dict[str, Any] | None = None, ends: Ends | None = None
+) -> tuple[Report | None, bool]:
+    """(the report on the ranks of this machine, None if none has failed; whether this process prints it). It is left in
+    the run folder. One process of a machine prints it, and who knows better than an earlier report.
 
-    What is only the echo of a lost rank gives way. is_part: ranks of other machines may have failed first: their report
-    is awaited for a while.
+    What is only the echo of a lost rank gives way: other ranks, also of other machines, may have failed first, and are
+    awaited for a while. own: the record of this rank, if it is one. ends: see `failures_in`.
     """
-    folder, is_echo = report["run"]["folder"], report["first"]["is_echo"]
-    if folder is None or report["first"]["kind"] == "config":
+    failures, start = failures_in(folder, ends), time.monotonic()
+    while own and len(failures) < len(records_in(folder)):
+        if time.monotonic() - start > (ECHO_SECONDS if own["is_echo"] else END_SECONDS):
+            break
+        time.sleep(0.02)
+        failures = failures_in(folder)
+    report = make_report(failures or [own] * (own is not None), command)
+    if report is None or report["first"]["kind"] == "config":  # that rank shows its sentence itself
         return report, False
-    deadline = time.monotonic() + ECHO_SECONDS * (is_part and is_echo)
-    while (others := read_report(Path(folder))) is None and time.monotonic() < deadline:
+    prints, run_dir, is_echo = (
+        folder is None or claim(folder / PRINTED),
+        report["run"]["folder"],
+        report["first"]["is_echo"],
+    )
+    if run_dir is None:
+        return report, prints
+    may_come = is_echo and len(failures) < report["world_size"]
+    while (others := read_report(Path(run_dir))) is None and may_come and time.monotonic() - start < 2 * ECHO_SECONDS:
         time.sleep(0.02)
     if others is not None and (is_echo or not others["first"]["is_echo"]):
         run = others["run"]
-        return others | {"run": run | {"resume": run["resume"] and resume_command(command, folder)}}, False
+        return others | {"run": run | {"resume": run["resume"] and resume_command(command, run_dir)}}, prints
     with suppress(OSError):  # a full disk costs the file
-        write_whole(Path(folder, FILE), json.dumps(report, indent=1) + "\n", sync=False)
-    return report, others is not None
-
-
-def tell(own: dict[str, Any], folder: Path | None, command: list[str]) -> tuple[Report, bool]:
-    """The report of ranks that another program has started, by the one of them that fails with the record `own`, and
-    whether this rank has to print it: one of each machine does, and who knows better than an earlier report."""
-    failures, deadline = [own], time.monotonic() + (ECHO_SECONDS if own["is_echo"] else END_SECONDS)
-    while folder is not None and time.monotonic() < deadline:
-        failures = failures_in(folder)
-        if len(failures) == len(records_in(folder)):
-            break
-        time.sleep(0.02)
-    report = make_report(failures or [own], command) or {}
-    if report["first"]["kind"] == "config":  # that rank shows its sentence itself
-        return report, False
-    is_first = folder is None or claim(folder / PRINTED)
-    report, has_replaced = publish(report, command, is_part=len(failures) < own["world_size"])
-    return report, is_first or has_replaced
+        write_whole(Path(run_dir, FILE), json.dumps(report, indent=1) + "\n", sync=False)
+    return report, prints or others is not None
 
 
 def claim(path: Path) -> bool:

@@ -25,7 +25,7 @@ from lockstep.compat import flight_records
 from lockstep.errors import EXIT_HANG
 from lockstep.failures import verdict as verdicts
 from lockstep.failures.record import STACK_SIGNAL, Place, heartbeat, last_lines, read_place
-from lockstep.failures.report import ENDED, claim, leave, process_state
+from lockstep.failures.report import ENDED, claim, leave, process_state, read
 from lockstep.failures.verdict import Facts, Verdict
 from lockstep.files import write_whole
 from lockstep.source_code import is_users
@@ -43,7 +43,7 @@ LONGEST_LOOK = 1.1  # seconds that the time between two looks counts: the rest, 
 # main thread gets some milliseconds, and uses none while it waits. Other threads may log, so that their share counts.
 COMPUTING_SECONDS, MAIN_SECONDS, ALL_SHARE = 0.4, 0.004, 0.2
 ANSWER_SECONDS, STACK_SECONDS, MACHINES_SECONDS, END_SECONDS = 10.0, 1.0, 12.0, 2.0
-FRESH_SECONDS = 60.0  # facts of another machine that are older tell of an earlier hang; so does a question
+FRESH_SECONDS = 60.0  # facts of another machine that are older tell of an earlier hang
 ASK, END = "ask", "end"  # files of a rank that examines its machine, while it does, and when it has found a hang
 LOADERS = ("/torch/utils/data/", "/lockstep/data/")
 
@@ -104,18 +104,15 @@ class Watchdog:
             os._exit(EXIT_HANG)
         with suppress(OSError):  # nobody asks
             asked_at = (folder / ASK).stat().st_mtime_ns
-            if time.time() - asked_at / 1e9 > FRESH_SECONDS:  # the rank that has asked has ended
-                (folder / ASK).unlink()
-            elif asked_at != self.asked_at:
+            if asked_at != self.asked_at:
                 self.asked_at, self.next_examination = asked_at, self.silence + self.limit(first_step=1.0)
                 write_whole(folder / f"rank{self.world.rank}.facts", json.dumps([asked_at, *self._own()]), sync=False)
 
     def _own(self) -> list[Any]:
         """The stack of this rank's main thread, and its collectives."""
-        main = sys._current_frames().get(threading.main_thread().ident or 0)
-        walked = [(frame.f_code, line) for frame, line in traceback.walk_stack(main)] if main else []
-        texts = [text.decode() for text in flight_records()]
-        calls = verdicts.parse_calls(texts, heartbeat.place.values)
+        main = sys._current_frames()[threading.main_thread().ident or 0]
+        walked = [(frame.f_code, line) for frame, line in traceback.walk_stack(main)]
+        calls = verdicts.parse_calls(flight_records(), heartbeat.place.values)
         return [[(code.co_filename, line, code.co_name) for code, line in walked], calls]
 
     def examine(self) -> None:
@@ -151,24 +148,22 @@ class Watchdog:
 
     def _facts_here(self) -> list[list[Any]]:
         """`Facts` of the ranks of this machine that have not ended well: what they answer, and what is seen of them."""
-        answers, asked = (
-            {self.world.rank: self._own()},
-            [rank for rank, place in self.places.items() if place.name != "end"],
-        )
-        self.asked_at = (heartbeat.folder / ASK).stat().st_mtime_ns if heartbeat.folder else 0
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while missing := [rank for rank in asked if rank not in answers]:
-            for rank in missing:
-                with suppress(OSError, ValueError):
-                    asked_at, *answer = json.loads(Path(heartbeat.folder or "", f"rank{rank}.facts").read_text())
-                    answers |= {rank: answer} if asked_at == self.asked_at else {}
-            can_answer = [rank for rank in missing if process_state(self.world.here[rank]) not in (*ENDED, "T", "t")]
-            if not can_answer or time.monotonic() > deadline:
-                break
+        here, folder = self.world.here, heartbeat.folder or Path()
+        asked = [rank for rank, place in self.places.items() if place.name != "end"]
+        self.asked_at = (folder / ASK).stat().st_mtime_ns if heartbeat.folder else 0
+        answers, deadline = {self.world.rank: self._own()}, time.monotonic() + ANSWER_SECONDS
+
+        def may_answer(rank: int) -> bool:
+            return rank not in answers and process_state(here[rank]) not in (*ENDED, "T", "t")
+
+        while any(map(may_answer, asked)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        found = []
+            for rank in {*asked} - {*answers}:
+                asked_at, *answer = json.loads(read(folder / f"rank{rank}.facts") or "[0]")
+                answers |= {rank: answer} if asked_at == self.asked_at else {}
+        busy, found = computing([here[rank] for rank in asked]), list[list[Any]]()
         for rank in asked:
-            pid, worker, (stack, calls) = self.world.here[rank], 0, answers.get(rank, ([], []))
+            pid, worker, (stack, calls) = here[rank], 0, answers.get(rank, ([], []))
             state = process_state(pid)
             mute = verdicts.GONE if state in ENDED else verdicts.STOPPED if state == "T" else verdicts.NO_ANSWER
             if rank in answers:
@@ -179,9 +174,9 @@ class Watchdog:
                     worker, stack = next(in_users_code, (0, stack))
             elif mute == verdicts.NO_ANSWER and state != "t":
                 stack = self._stack_of(rank, pid)
-            found.append([rank, heartbeat.record["host"], pid, self.places[rank], pid, mute, worker, stack, calls])
-        busy = computing([self.world.here[rank] for rank in asked])  # after the stacks, which cost some
-        return [[*known[:4], known[2] in busy, *known[5:]] for known in found]
+            place, host = self.places[rank], heartbeat.record["host"]
+            found.append([rank, host, pid, place, pid in busy, mute, worker, stack, calls])
+        return found
 
     def _stack_of(self, rank: int, pid: int) -> list[Any]:
         """What faulthandler writes of a rank, or of a process of its loader, without Python's lock."""
@@ -206,7 +201,7 @@ class Watchdog:
             if others:
                 self.store = self.store or self.open_store()
                 self.store.set(f"hang/{min(self.world.here)}", json.dumps([time.time(), known]))
-            while others and self.store and time.monotonic() < deadline:
+            while others and time.monotonic() < deadline:
                 for rank in [rank for rank in others if self.store.check([f"hang/{rank}"])]:
                     told_at, facts = json.loads(self.store.get(f"hang/{rank}"))
                     if time.time() - told_at < FRESH_SECONDS:
@@ -230,17 +225,25 @@ class Watchdog:
             self.show(failure)
         if heartbeat.folder is not None:
             claim(heartbeat.folder / END)
-        started = [child for pid in (*others, os.getpid()) for child in children(pid)]  # they would go on without it
-        deadline = time.monotonic() + END_SECONDS
-        while any(process_state(pid) not in ENDED for pid in others) and time.monotonic() < deadline:
+        for child in [
+            child for pid in (*others, os.getpid()) for child in children(pid)
+        ]:  # they would go on without it
+            kill(child)
+        start = time.monotonic()
+        while others and (seconds := time.monotonic() - start) < 2 * END_SECONDS:
+            others = [pid for pid in others if process_state(pid) not in ENDED]
+            for pid in others if seconds > END_SECONDS else []:
+                kill(pid)
             time.sleep(0.02)
-        for pid in (*started, *others):
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
         if self.show is not None:
             heartbeat.enter("end")
             leave(heartbeat.folder)
         os._exit(EXIT_HANG)
+
+
+def kill(pid: int) -> None:
+    with suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:

@@ -36,7 +36,8 @@ class EnvLauncher(Launcher):
             heartbeat.fails(error)
             if heartbeat.record["run_dir"] is None:  # it has not met the others
                 raise
-            report, prints = tell(heartbeat.record, heartbeat.folder, typed_command(info.started_by))
+            found, prints = tell(heartbeat.folder, typed_command(info.started_by), heartbeat.record)
+            report = found or {}
             _tell_torchrun(report, info.rank)
             raise RankFailed(screen(report) if prints else "", report) from error
         finally:

@@ -46,7 +46,7 @@ from lockstep.errors import (
     StoppedEarly,
 )
 from lockstep.failures.record import FOLDER, heartbeat, read_place
-from lockstep.failures.report import failures_in, make_report, publish, screen, typed_command
+from lockstep.failures.report import screen, tell, typed_command
 from lockstep.launchers.base import Launcher, Worker, flush_output, print_line, refuse_nesting
 
 POLL_SECONDS = 0.2  # where a process that a rank has forked hides the rank's end
@@ -239,12 +239,10 @@ class RankProcesses:
         if stopped is not None:
             print_line(f"lockstep: {stopped}", sys.stderr)
             return stopped
-        failures, command = failures_in(self.folder, self.ends), typed_command()
-        report = make_report(failures, command)
+        report, _ = tell(self.folder, typed_command(), ends=self.ends)
         if report is None:
             what = "lockstep: a rank ended before it could say why; its own words are above"
             return RankFailed(what, {}) if any(codes) else None
-        report, _ = publish(report, command, is_part=len(failures) < report["world_size"])
         first = report["first"]
         if first["kind"] != "config":
             return RankFailed(screen(report), report)
