@@ -194,12 +194,6 @@ def test_an_error_is_explained(error: Exception, said: str) -> None:
     assert said in "; ".join(explain_exception(exception_record(error)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGXCPU])
-def test_a_signal_has_a_name_and_a_meaning(fail: Fail, number: signal.Signals) -> None:
-    first = report_of(fail(0, at=1.0, code=-number))["first"]
-    assert first["signal"] == number.name
-    assert first["meaning"]
-    assert first["advice"]
 
 
 @pytest.mark.parametrize("code", [-signal.SIGKILL, None])  # None: its starter has asked for it before
@@ -289,21 +283,8 @@ def test_the_screen_has_at_most_40_lines(fail: Fail) -> None:
         assert lines[-2].startswith("run folder: ")
 
 
-def test_no_report_without_a_failure(fail: Fail, tmp_path: Path) -> None:
-    fail(0)
-    assert make_report([], COMMAND) is None
-    assert failures_in(None) == failures_in(tmp_path / "ranks") == []  # it lives
 
 
-def test_where_a_rank_is_can_be_read_by_others(tmp_path: Path) -> None:
-    script = (
-        "import pathlib; from lockstep.failures.record import heartbeat as h; h.begin(1, 2)\n"
-        f"h.share(pathlib.Path({str(tmp_path)!r})); h.enter('train', None, 3); h.step_ended(3, 7)\n"
-        "with h.during('snapshot'): pass\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT / "src")
-    place = read_place(tmp_path, 1)
-    assert (place.name, place.epoch, place.step) == ("train", 3, 7)
 
 
 def test_the_command_that_resumes_names_the_folder() -> None:

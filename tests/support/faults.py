@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep.models.tutorial import mlp
-from support.digits import digits
+from support.digits import Samples
 
 
 class WithoutText(Exception):
@@ -180,20 +180,14 @@ class SweptModel(FaultyModel):
         super().__init__(shape, classes)
 
 
-class FaultyDigits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """The digits, of which one sample breaks: FAULT's step is its place in the order of access."""
+class FaultyDigits(Samples):
+    """One sample of the training data breaks: FAULT's step is its place in the order of access."""
 
-    def __init__(self, train: bool) -> None:
-        self.data, self.reads, self.train = digits(train), 0, train
-        self.targets = self.data.targets[:256]
+    first = 256
 
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self.reads += self.train
-        _break_at("data", self.reads)
-        return self.data[index]
+    def before(self, index: int) -> None:
+        if self.train:
+            _break_at("data", self.reads)
 
 
 class FaultySGD(torch.optim.SGD):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.models import tutorial as models
-from support.digits import digits
+from support.digits import Samples
 
 
 def mlp(shape: list[int], classes: int, **options: Any) -> torch.nn.Module:
@@ -15,19 +15,13 @@ def mlp(shape: list[int], classes: int, **options: Any) -> torch.nn.Module:
     return models.mlp(shape, classes, **({"width": 128, "depth": 2, "dropout": 0.0} | options))
 
 
-class SlowDigits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+class SlowDigits(Samples):
     """64 digits that take 1 ms each."""
 
-    def __init__(self, train: bool) -> None:
-        self.data = digits(train)
-        self.targets = self.data.targets[:64]
+    first = 64
 
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def before(self, index: int) -> None:
         time.sleep(0.001)
-        return self.data[index]
 
 
 class SlowAtFirst(torch.nn.Module):

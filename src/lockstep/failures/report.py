@@ -122,7 +122,7 @@ def tell(
             break
         time.sleep(0.02)
         failures = failures_in(folder)
-    report = make_report(failures or [own] * (own is not None), command)
+    report = make_report(failures or ([own] if own else []), command)
     if report is None or report["first"]["kind"] == "config":  # that rank shows its sentence itself
         return report, False
     prints, run_dir, is_echo = (

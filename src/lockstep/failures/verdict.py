@@ -66,6 +66,7 @@ class Facts:
         shown = [frame for frame in self.stack if is_project(frame.file)] or self.stack
         self.users = self.stack[users[0]] if users else None  # the innermost frame of the user's code
         self.at = self.users or next(iter(shown), None)
+        self.line = f"at {self.at}" if self.at else "place not known"
         self.unfinished = begun[-1] if begun else None
         # gloo sleeps where it waits, so a rank that computes does not; a host that waits for a GPU spins. What forms a
         # process group waits without a collective.
@@ -78,7 +79,7 @@ class Facts:
 
     def where(self, call: Collective | None = None) -> str:
         """What it waits in, and at which line. call: the collective that is asked about."""
-        return f"{call or self.unfinished or 'no collective'}, {place_of(self)}"
+        return f"{call or self.unfinished or 'no collective'}, {self.line}"
 
 
 class Verdict(NamedTuple):
@@ -105,18 +106,18 @@ def find_verdict(facts: Sequence[Facts], world_size: int) -> Verdict:
             advice = f"type kill -CONT {rank.pid}, with watch.on_hang=report or before watch.timeout"
             return Verdict("a rank is stopped", one, f"{who} is stopped by SIGSTOP", advice)
         if rank.mute == NO_ANSWER and not rank.busy:
-            meaning = f"{who} holds Python's lock or waits in the kernel, {place_of(rank)}"
+            meaning = f"{who} holds Python's lock or waits in the kernel, {rank.line}"
             return Verdict(USER_CODE if rank.users else "a rank does not answer", one, meaning, YOUR_CODE)
     # 4, before what it would be taken for. A rank that does not wait computes, or another process does for it.
     for rank in free:
         if rank.busy or rank.compiles:
             what = "compiles or is in a debugger" if rank.compiles else f"computes in the phase {rank.phase}"
-            return Verdict(SLOW, (rank.rank,), f"rank {rank.rank} {what}, {place_of(rank)}", "wait", ends=False)
+            return Verdict(SLOW, (rank.rank,), f"rank {rank.rank} {what}, {rank.line}", "wait", ends=False)
     # 3 and 5. A rank is in user code.
     for rank in free:
         if rank.users is not None:
             who = f"loader worker {rank.worker} of rank {rank.rank}" if rank.worker else f"rank {rank.rank}"
-            meaning = f"{who} is in user code, {place_of(rank)}"
+            meaning = f"{who} is in user code, {rank.line}"
             return Verdict(USER_CODE, (rank.rank,), meaning, YOUR_CODE, ends=not may_take_hours)
     # 2. The ranks' n-th collectives are not alike.
     if (verdict := different_calls(facts, all_begun=bool(free))) is not None:
@@ -124,10 +125,9 @@ def find_verdict(facts: Sequence[Facts], world_size: int) -> Verdict:
     # 3. A rank has not come to where others wait.
     ranks, waiting = tuple(rank.rank for rank in free), [rank for rank in facts if rank.waits]
     if free:
-        where = f"in the phase {free[0].phase}, {place_of(free[0])}"
+        where = f"in the phase {free[0].phase}, {free[0].line}"
         if not waiting:
-            meaning = f"{name_ranks(ranks, 'is', 'are')} {where}, and neither compute nor wait"
-            return Verdict(UNKNOWN, ranks, meaning, CHECK_DISK, ends=False)
+            return Verdict(UNKNOWN, ranks, f"no rank computes or waits; {where}", CHECK_DISK, ends=False)
         there = f"{waiting[0].where()}, where rank {waiting[0].rank} waits"
         advice = CHECK_DISK if free[0].phase == "disk" else SAME_CALLS
         meaning = f"{name_ranks(ranks)} did not come to {there}: it is {where}"
@@ -147,10 +147,8 @@ def different_calls(facts: Sequence[Facts], all_begun: bool) -> Verdict | None:
     for group in dict.fromkeys(call.group for rank in facts for call in rank.calls):
         members = {rank.rank: {call.number: call for call in rank.calls if call.group == group} for rank in facts}
         members = {rank: calls for rank, calls in members.items() if calls}
-        in_common_call = set[int]()
-        for number in sorted(
-            {call.number for known in members.values() for call in known.values() if not call.finished}
-        ):
+        begun, in_common_call = [call for calls in members.values() for call in calls.values()], set[int]()
+        for number in sorted({call.number for call in begun if not call.finished}):
             entries = {rank: known.get(number) for rank, known in members.items()}
             missing = {rank for rank, entry in entries.items() if entry is None}
             if missing & in_common_call or (missing and all_begun):
@@ -176,7 +174,7 @@ def _unlike(facts: Sequence[Facts], entries: dict[int, Collective | None], past:
     usual, second, *_ = sorted(by_call, key=lambda call: usualness[call], reverse=True)
     is_tie = usualness[usual] == usualness[second]
     odd = tuple(rank for call, ranks in by_call.items() if is_tie or call != usual for rank in ranks)
-    places = "; ".join(f"{name_ranks(ranks, 'is', 'are')} in {place}" for place, ranks in by_place.items())
+    places = "; ".join(f"{name_ranks(ranks)} in {place}" for place, ranks in by_place.items())
     if not is_tie and usual is not None and {*by_call} <= {usual, None, *past}:
         left_out = entries[by_call[usual][0]]
         return Verdict(MISSING_CALL, odd, f"{name_ranks(odd)} did not call {left_out}: {places}", SAME_CALLS)
@@ -200,14 +198,9 @@ def table(facts: Sequence[Facts], verdict: Verdict) -> list[str]:
     return [*aligned(rows), *[f"and {left_out} other ranks"] * (left_out > 0)]
 
 
-def place_of(rank: Facts) -> str:
-    return "place not known" if rank.at is None else f"at {rank.at}"
-
-
-def name_ranks(ranks: Sequence[int], singular: str = "", plural: str = "") -> str:
-    """With the right form of a verb, such as "ranks 1 and 2 are"."""
+def name_ranks(ranks: Sequence[int]) -> str:
     *others, last = map(str, ranks)
-    return (f"ranks {', '.join(others)} and {last} {plural}" if others else f"rank {last} {singular}").rstrip()
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
 # Reading what faulthandler and torch's flight recorder write.

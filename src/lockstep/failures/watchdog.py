@@ -96,7 +96,7 @@ class Watchdog:
         seconds = patience * (self.timeout or SILENCE)
         if patience > OTHER_PATIENCE or not waits:  # in these phases no rank waits in a collective
             return seconds
-        return min(seconds, max(BACKEND_SHARE * self.world.timeout, self.timeout or 0.0))
+        return min(seconds, max(BACKEND_SHARE * float(self.world.timeout), self.timeout or 0.0))
 
     def _answer(self, folder: Path) -> None:
         """Do what another rank of this machine asks for: tell what it cannot see, or end."""
@@ -217,7 +217,12 @@ class Watchdog:
         failure = record | {"rank": cause.rank, "host": cause.host, "pid": cause.pid, "phase": cause.phase} | seen
         failure |= {"kind": "hang", "time": time.time(), "is_echo": False, "log": run_log}
         failure |= {"step": cause.place.step, "epoch": cause.place.epoch, "log_lines": last_lines(run_log)}
-        failure |= verdict._asdict() | {"verdict": verdict.kind, "kind": "hang"}
+        failure |= {
+            "verdict": verdict.kind,
+            "ranks": verdict.ranks,
+            "meaning": verdict.meaning,
+            "advice": verdict.advice,
+        }
         failure["stacks"] = {rank.rank: [*map(str, rank.stack)] for rank in facts}
         if heartbeat.folder is not None:
             write_whole(heartbeat.folder / f"rank{cause.rank}.hang.json", json.dumps(failure), sync=False)
