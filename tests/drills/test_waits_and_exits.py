@@ -80,8 +80,6 @@ def test_sys_exit_with_0_in_mid_run_is_a_failure_that_names_the_line(start_fault
     assert "finished:" not in run.output
 
 
-
-
 @pytest.mark.parametrize("starter", ["launch=torchrun", "launch=fork"])
 def test_a_second_sigterm_beside_a_rank_that_hangs_ends_with_76_and_names_the_last_snapshot(
     start_faulty, tmp_path, starter

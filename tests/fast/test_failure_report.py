@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lockstep.failures import report as reports
 from lockstep.failures.explain import explain_exception
-from lockstep.failures.record import Heartbeat, exception_record, read_place
+from lockstep.failures.record import Heartbeat, exception_record
 from lockstep.failures.report import (
     Report,
     failures_in,
@@ -194,8 +194,6 @@ def test_an_error_is_explained(error: Exception, said: str) -> None:
     assert said in "; ".join(explain_exception(exception_record(error)))
 
 
-
-
 @pytest.mark.parametrize("code", [-signal.SIGKILL, None])  # None: its starter has asked for it before
 def test_a_kill_that_the_kernel_has_counted_is_told_as_its_cause(
     fail: Fail, monkeypatch: pytest.MonkeyPatch, code: int | None
@@ -281,10 +279,6 @@ def test_the_screen_has_at_most_40_lines(fail: Fail) -> None:
         assert len(lines) <= 40
         assert max(map(len, lines)) <= 160
         assert lines[-2].startswith("run folder: ")
-
-
-
-
 
 
 def test_the_command_that_resumes_names_the_folder() -> None:

@@ -26,8 +26,8 @@ MEANINGS = {0: "finished", 1: "failed", 2: "refused", 4: "hang", 75: "stopped, s
 
 # Where something is broken on purpose: all tests of these files. `make faults` runs them.
 FILES = """
-test_closed_output test_disk_in_use test_disks test_early_interrupts test_elastic test_faults test_hangs
-test_hangs_again test_hosts test_interrupted_runs test_kills test_mpirun test_promise test_signals test_slurm_jobs
+test_closed_output test_disks test_early_interrupts test_elastic test_faults test_hangs
+test_hosts test_interrupted_runs test_kills test_mpirun test_promise test_signals test_slurm_jobs
 test_stops test_waits_and_exits test_worker_signals
 """
 

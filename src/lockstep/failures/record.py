@@ -173,8 +173,10 @@ class Heartbeat:
             yield
         except BaseException as error:
             if os.getpid() != self.record["pid"]:  # the user's code has forked it: the rank's files stay open
+                if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+                    os._exit(error.code or 0)
                 traceback.print_exception(error)
-                os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else EXIT_FAILED)
+                os._exit(EXIT_FAILED)
             if isinstance(error, Exception):
                 self.fails(error)
             raise

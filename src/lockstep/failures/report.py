@@ -125,17 +125,13 @@ def tell(
     report = make_report(failures or ([own] if own else []), command)
     if report is None or report["first"]["kind"] == "config":  # that rank shows its sentence itself
         return report, False
-    prints, run_dir, is_echo = (
-        folder is None or claim(folder / PRINTED),
-        report["run"]["folder"],
-        report["first"]["is_echo"],
-    )
+    first, run_dir, prints = report["first"], report["run"]["folder"], folder is None or claim(folder / PRINTED)
     if run_dir is None:
         return report, prints
-    may_come = is_echo and len(failures) < report["world_size"]
+    may_come = first["is_echo"] and len(failures) < report["world_size"]
     while (others := read_report(Path(run_dir))) is None and may_come and time.monotonic() - start < 2 * ECHO_SECONDS:
         time.sleep(0.02)
-    if others is not None and (is_echo or not others["first"]["is_echo"]):
+    if others is not None and (first["is_echo"] or not others["first"]["is_echo"]):
         run = others["run"]
         return others | {"run": run | {"resume": run["resume"] and resume_command(command, run_dir)}}, prints
     with suppress(OSError):  # a full disk costs the file
@@ -146,7 +142,7 @@ def tell(
 def claim(path: Path) -> bool:
     """Whether this process is the first to make the file."""
     with suppress(OSError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        path.touch(exist_ok=False)
         return True
     return False
 
