@@ -66,9 +66,6 @@ class Frame(NamedTuple):
         return f"{self.file}:{self.line} in {self.function}" + (f": {self.code}" if self.code else "")
 
 
-NO_FRAME = Frame("", 0, "")
-
-
 def last_lines(path: str | None) -> list[str]:
     """The last lines of a log file, none if it cannot be read."""
     with suppress(OSError), open(path or "", "rb") as file:
@@ -238,7 +235,7 @@ def is_echo(error: BaseException | None) -> bool:
             return True
         # Of code such as Python's socket.py it matters who has called it.
         frames = [frame for frame, _ in _trace(error) if "/torch/" in frame.file or not is_library(frame.file)]
-        last = [NO_FRAME, *(frame for frame in frames if not frame.file.endswith(CALLED_OPERATOR))][-1]
+        last = [Frame("", 0, ""), *(frame for frame in frames if not frame.file.endswith(CALLED_OPERATOR))][-1]
         waits = last.code.endswith(".wait()") or last.function == BACKWARD or any(part in last.file for part in WAITS)
         waits |= is_project(last.file) and not last.file.startswith(COMPUTING)
         if waits and (type(error) is RuntimeError or isinstance(error, ConnectionError | TimeoutError)):

@@ -103,7 +103,7 @@ def make_report(failures: Sequence[dict[str, Any]], command: list[str]) -> Repor
 
 def identity(first: Mapping[str, Any]) -> dict[str, Any] | None:
     """What is alike in a failure that a restart cannot pass; None if a restart may."""
-    keys = ("kind", "type", "file", "line", "step", *(("meaning",) if first["kind"] == "hang" else ()))
+    keys = ("kind", "type", "file", "line", "step", "meaning")
     return {key: first.get(key) for key in keys} if first["kind"] not in ("killed", "left", "config") else None
 
 

@@ -32,17 +32,17 @@ SAME_SHAPES = {"all_reduce", "allreduce", "broadcast", "reduce", "gloo:all_gathe
 
 class Collective(NamedTuple):
     """An entry of torch's flight record, or a sum through shared memory. number: counts those of the group, from 1.
-    call: what all ranks must do alike, without the shape where that may differ."""
+    text: the operation and the shape. call: what all ranks must do alike: without the shape where that may differ."""
 
     group: str
     number: int
     operation: str
-    shape: str
+    text: str
     call: str
     finished: bool
 
     def __str__(self) -> str:
-        return f"{self.operation} of {self.shape}" if self.shape else self.operation
+        return self.text
 
 
 class Facts:
@@ -227,14 +227,15 @@ def parse_calls(texts: Sequence[str | bytes], values: int = 0) -> list[Collectiv
                 sizes = entry["input_sizes"] or entry["output_sizes"]
                 dtypes = entry["input_dtypes"] or entry["output_dtypes"]
                 shape = ", ".join(f"{tuple(size)} {dtype}" for size, dtype in zip(sizes, dtypes, strict=False))
-                call = f"{operation} of {shape}" if {name, operation} & SAME_SHAPES else operation
+                text = f"{operation} of {shape}" if shape else operation
+                call = text if {name, operation} & SAME_SHAPES else operation
                 if entry["is_p2p"]:  # the other end is one rank, and numbers do not fit together
                     group, number = f"{backend}/{operation}/{len(found)}", 1
                 if not (finished and entry["is_p2p"]):
-                    collective = Collective(group, number, operation, shape, call, finished)
+                    collective = Collective(group, number, operation, text, call, finished)
                     found.append((int(entry["time_created_ns"]), collective))
     calls = [call for _, call in sorted(found)]
     if values:
-        shape = f"{values:,} values"
-        calls.append(Collective("shared memory", 1, "shared-memory sum", shape, shape, finished=False))
+        text = f"shared-memory sum of {values:,} values"
+        calls.append(Collective("shared memory", 1, "shared-memory sum", text, text, finished=False))
     return calls

@@ -67,7 +67,6 @@ class Watchdog:
     next_examination: float = 0.0
     told: str = ""
     asked_at: int = 0  # when the question was asked that this rank has answered
-    store: Any = None
 
     def look(self, now: float) -> None:
         """now: of time.monotonic()."""
@@ -198,12 +197,11 @@ class Watchdog:
         """With those of the other machines, as far as these tell theirs soon."""
         others, deadline = {*self.world.machines} - {min(self.world.here)}, time.monotonic() + MACHINES_SECONDS
         with suppress(Exception):  # the store is lost, with its machine
-            if others:
-                self.store = self.store or self.open_store()
-                self.store.set(f"hang/{min(self.world.here)}", json.dumps([time.time(), known]))
+            if store := self.open_store() if others else None:
+                store.set(f"hang/{min(self.world.here)}", json.dumps([time.time(), known]))
             while others and time.monotonic() < deadline:
-                for rank in [rank for rank in others if self.store.check([f"hang/{rank}"])]:
-                    told_at, facts = json.loads(self.store.get(f"hang/{rank}"))
+                for rank in [rank for rank in others if store.check([f"hang/{rank}"])]:
+                    told_at, facts = json.loads(store.get(f"hang/{rank}"))
                     if time.time() - told_at < FRESH_SECONDS:
                         known, others = known + facts, others - {rank}
                 time.sleep(0.1)
@@ -215,14 +213,9 @@ class Watchdog:
         record, others = heartbeat.record, [pid for rank, pid in self.world.here.items() if rank != self.world.rank]
         run_log = re.sub(r"rank\d+\.log$", f"rank{cause.rank}.log", record["log"] or "")
         failure = record | {"rank": cause.rank, "host": cause.host, "pid": cause.pid, "phase": cause.phase} | seen
-        failure |= {"kind": "hang", "time": time.time(), "is_echo": False, "log": run_log}
+        failure |= {"kind": "hang", "time": time.time(), "is_echo": False, "log": run_log, "verdict": verdict.kind}
         failure |= {"step": cause.place.step, "epoch": cause.place.epoch, "log_lines": last_lines(run_log)}
-        failure |= {
-            "verdict": verdict.kind,
-            "ranks": verdict.ranks,
-            "meaning": verdict.meaning,
-            "advice": verdict.advice,
-        }
+        failure |= {"ranks": verdict.ranks, "meaning": verdict.meaning, "advice": verdict.advice}
         failure["stacks"] = {rank.rank: [*map(str, rank.stack)] for rank in facts}
         if heartbeat.folder is not None:
             write_whole(heartbeat.folder / f"rank{cause.rank}.hang.json", json.dumps(failure), sync=False)
@@ -230,25 +223,18 @@ class Watchdog:
             self.show(failure)
         if heartbeat.folder is not None:
             claim(heartbeat.folder / END)
-        for child in [
-            child for pid in (*others, os.getpid()) for child in children(pid)
-        ]:  # they would go on without it
-            kill(child)
-        start = time.monotonic()
-        while others and (seconds := time.monotonic() - start) < 2 * END_SECONDS:
-            others = [pid for pid in others if process_state(pid) not in ENDED]
-            for pid in others if seconds > END_SECONDS else []:
-                kill(pid)
-            time.sleep(0.02)
+        started = [child for pid in (*others, os.getpid()) for child in children(pid)]  # they would go on without it
+        for doomed in (started, others):
+            for pid in doomed:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            deadline = time.monotonic() + END_SECONDS
+            while any(process_state(pid) not in ENDED for pid in others) and time.monotonic() < deadline:
+                time.sleep(0.02)
         if self.show is not None:
             heartbeat.enter("end")
             leave(heartbeat.folder)
         os._exit(EXIT_HANG)
-
-
-def kill(pid: int) -> None:
-    with suppress(OSError):
-        os.kill(pid, signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:
