@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from support.commands import TRAIN, WHOLE, Command
-from support.fault_table import SHARED_MEMORY, Traces, add_row, is_of_a_fault, name_of, row_of, table
+from support.fault_table import FILES, SHARED_MEMORY, Traces, add_row, name_of, row_of, table
 
 # Threads of OpenMP sleep while they wait for each other. Several tests run at once, and threads that spin would take
 # the cores from each other: on two busy cores a training of one process took three to six times its CPU time.
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests in which something is broken on purpose, and put the longest files first."""
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     for item in items:
-        if is_of_a_fault(item.path.stem, getattr(item, "originalname", "")):
+        if item.path.stem in FILES.split():
             item.add_marker("fault")
 
 

@@ -81,13 +81,6 @@ def test_sys_exit_with_0_in_mid_run_is_a_failure_that_names_the_line(start_fault
 
 
 @pytest.mark.parametrize("starter", ["launch=torchrun", "launch=fork"])
-def test_os_exit_with_0_in_mid_run_is_a_failure_that_names_the_phase(start_faulty, starter):
-    run = start_faulty(*STARTERS[starter], *PARTS, LEAVE="os._exit", PYTHONPATH=TESTS).finish(1)
-    assert "its program left with exit code 0 before the end of the run, in the phase" in run.output
-    assert "finished:" not in run.output
-
-
-@pytest.mark.parametrize("starter", ["launch=torchrun", "launch=fork"])
 def test_a_second_sigterm_beside_a_rank_that_hangs_ends_with_76_and_names_the_last_snapshot(
     start_faulty, tmp_path, starter
 ):

@@ -2,10 +2,9 @@
 
 import json
 import os
-import sys
 import threading
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ import torch
 
 from lockstep.compat import flight_records
 from lockstep.failures import verdict as verdicts
-from lockstep.failures.record import Heartbeat
-from lockstep.failures.verdict import Facts, Frame, find_verdict, parse_calls, parse_stack, table
+from lockstep.failures.record import PHASES, Frame, heartbeat
+from lockstep.failures.verdict import Facts, find_verdict, parse_calls, parse_stack, table
 from lockstep.failures.watchdog import SILENCE, Watchdog
 from lockstep.source_code import PROJECT
 
@@ -22,6 +21,7 @@ TORCH = "/x/site-packages/torch"
 USER = (Frame("/home/me/net.py", 7, "forward"),)
 IN_TORCH = (Frame(f"{TORCH}/distributed/distributed_c10d.py", 3913, "all_reduce"), *USER)
 IN_BACKWARD = (Frame(f"{TORCH}/autograd/graph.py", 850, "_engine_run_backward"),)
+IN_FSDP = (Frame(f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", 300, "post_backward"),)
 IN_PROJECT = (Frame(f"{PROJECT}/snapshots/files.py", 30, "write"),)
 COMPILES = (Frame(f"{TORCH}/_inductor/codecache.py", 3, "compile"),)
 STEP = [("all_reduce", [3]), ("all_reduce", [100])]
@@ -48,20 +48,21 @@ def record(*calls: Any, finished: bool = False, group: str = "0") -> str:
     return json.dumps({"entries": entries})
 
 
-def facts(rank: int, stack: Any = USER, *records: str, values: int = 0, **more: Any) -> Facts:
-    return Facts(rank, "h", 100 + rank, "train", 5, stack=stack, calls=parse_calls(records, values), **more)
+def facts(
+    rank: int, stack: Any = USER, *records: str, values: int = 0, phase: str = "train", busy: bool = False,
+    mute: str = "", worker: int = 0,
+) -> Facts:  # fmt: skip
+    place = PHASES.index(phase), 0, 0, 1, 5
+    return Facts(rank, "h", 100 + rank, place, busy, mute, worker, stack, parse_calls(records, values))
 
 
 def waits(rank: int, *calls: Any) -> Facts:
     return facts(rank, IN_TORCH, record(*calls))
 
 
-def found(*ranks: Facts, world_size: int | None = None) -> tuple[str, tuple[int, ...]]:
-    verdict = find_verdict(ranks, world_size or len(ranks))
+def found(*ranks: Facts) -> tuple[str, tuple[int, ...]]:
+    verdict = find_verdict(ranks, len(ranks))
     return verdict.kind, verdict.ranks
-
-
-IN_FSDP = (Frame(f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", 300, "post_backward"),)
 
 
 @pytest.mark.parametrize(
@@ -87,67 +88,60 @@ def test_one_rank_is_not_where_the_others_wait(guilty: Facts, kind: str) -> None
     assert found(waits(0, *STEP), guilty) == (kind, (1,))
 
 
-def test_ranks_in_different_collectives() -> None:
-    history = STEP * 3
-    in_first = waits(0, *history, STEP[0])
-    assert found(in_first, waits(1, *history, STEP[1])) == (verdicts.MISSING_CALL, (1,))
-    assert found(in_first, waits(1, *history, ("broadcast", [3]))) == (verdicts.OTHER_OPERATION, (1,))
-    assert found(in_first, waits(1, *history, ("all_reduce", [5]))) == (verdicts.OTHER_SHAPE, (1,))
-    gathered, larger = (waits(rank, *history, ("all_gather", [3 + rank])) for rank in (0, 1))
-    assert found(gathered, replace(gathered, rank=2), larger) == (verdicts.OTHER_SHAPE, (1,))
-    both = [waits(rank, ("all_reduce", [3 + rank])) for rank in (0, 1)]
-    assert found(*both) == (verdicts.OTHER_SHAPE, (0, 1))  # nothing says which of them is right
-    others = [replace(in_first, rank=rank) for rank in (0, 2, 3)]
-    assert found(*others, facts(1, IN_TORCH, record(*STEP[:1], finished=True)))[1] == (1,)
+PAST, NCCL = STEP * 3, record(*STEP, ("all_reduce", [7]))
+DONE, SPUN = record(*PAST, finished=True), record(*STEP, finished=True)
+BOTH = [facts(rank, IN_TORCH, record(*STEP, finished=True), record(*STEP, group="1")) for rank in (0, 1)]
 
 
-def test_a_rank_that_waits_in_a_call_of_all_ranks_has_left_out_none() -> None:
-    """Its network was cut off after it sent its part: the others have ended this call, and wait in the next one."""
-    history = STEP[:1] * 5
-    ahead, behind = waits(0, *history), waits(1, *history[:-1])
-    assert found(ahead, behind) == (verdicts.UNKNOWN, ())
-    assert found(ahead, replace(ahead, rank=2), behind) == (verdicts.UNKNOWN, ())
-    assert found(ahead, waits(1, *history[:-2], ("all_reduce", [9]))) == (verdicts.OTHER_SHAPE, (1,))
+@pytest.mark.parametrize(
+    ("ranks", "kind", "odd"),
+    [
+        ([waits(0, *PAST, STEP[0]), waits(1, *PAST, STEP[1])], verdicts.MISSING_CALL, (1,)),
+        ([waits(0, *PAST, STEP[0]), waits(1, *PAST, ("broadcast", [3]))], verdicts.OTHER_OPERATION, (1,)),
+        ([waits(0, *PAST, STEP[0]), waits(1, *PAST, ("all_reduce", [5]))], verdicts.OTHER_SHAPE, (1,)),
+        ([waits(rank, *PAST, ("all_gather", [3 + (rank == 1)])) for rank in range(3)], verdicts.OTHER_SHAPE, (1,)),
+        # Nothing says which of them is right.
+        ([waits(rank, ("all_reduce", [3 + rank])) for rank in (0, 1)], verdicts.OTHER_SHAPE, (0, 1)),
+        (
+            [*(waits(rank, *STEP) for rank in (0, 2, 3)), facts(1, IN_TORCH, record(*STEP[:1], finished=True))],
+            verdicts.MISSING_CALL,
+            (1,),
+        ),
+        # The network was cut off after rank 1 sent its part: the others have ended its call, and wait in the next one.
+        ([waits(0, *STEP[:1] * 5), waits(1, *STEP[:1] * 4)], verdicts.UNKNOWN, ()),
+        ([waits(0, *STEP[:1] * 5), waits(1, *STEP[:1] * 3, ("all_reduce", [9]))], verdicts.OTHER_SHAPE, (1,)),
+        # A rank is not missed in a process group of others.
+        ([*BOTH, facts(2, USER, record(*STEP, finished=True))], verdicts.USER_CODE, (2,)),
+        # A sum through shared memory beside a collective.
+        ([waits(0, *PAST, STEP[0]), facts(1, IN_PROJECT, DONE, values=1000)], verdicts.MISSING_CALL, (1,)),
+        ([waits(0, *PAST, ("all_reduce", [9])), facts(1, IN_PROJECT, DONE, values=9)], verdicts.OTHER_OPERATION, (0,)),
+        ([facts(rank, IN_PROJECT, DONE, values=9 + rank) for rank in (0, 1)], verdicts.OTHER_SHAPE, (0, 1)),
+        # A host that waits for a GPU waits although it spins. NCCL's calls are in a record of their own.
+        ([facts(0, (), DONE, NCCL, busy=True), facts(1, USER, DONE, SPUN)], verdicts.USER_CODE, (1,)),
+        ([facts(rank, (), DONE, NCCL, busy=True) for rank in (0, 1)], verdicts.UNKNOWN, ()),
+    ],
+)
+def test_ranks_in_different_collectives(ranks: list[Facts], kind: str, odd: tuple[int, ...]) -> None:
+    assert found(*ranks) == (kind, odd)
 
 
-def test_a_rank_is_not_missed_in_a_process_group_of_others() -> None:
-    everybody, group = record(*STEP, finished=True), record(*STEP, group="1")
-    ranks = [facts(rank, IN_TORCH, everybody, group) for rank in (0, 1)]
-    assert found(*ranks, facts(2, USER, everybody)) == (verdicts.USER_CODE, (2,))
+@pytest.mark.parametrize(
+    ("ranks", "ends"),
+    [
+        ([waits(0, *STEP), facts(1)], True),
+        ([waits(0, *STEP), waits(1, *STEP)], False),  # backend.timeout ends it
+        ([waits(0, *STEP), facts(1, phase="prepare")], False),  # a download may take hours
+        ([waits(0, *STEP), facts(1, IN_PROJECT, phase="prepare")], False),
+        ([facts(0, IN_PROJECT), facts(1, IN_PROJECT)], False),  # a disk, perhaps
+        ([waits(0, *STEP), facts(1, busy=True)], False),
+    ],
+)
+def test_what_may_only_be_slow_or_elsewhere_does_not_end_the_run(ranks: list[Facts], ends: bool) -> None:
+    assert find_verdict(ranks, 2).ends == ends
 
 
-def test_a_sum_through_shared_memory_beside_a_collective() -> None:
-    history = STEP[:1] * 3
-    in_sum = facts(1, IN_PROJECT, record(*history, finished=True), values=1000)
-    assert found(waits(0, *history, STEP[0]), in_sum) == (verdicts.MISSING_CALL, (1,))
-    assert found(waits(0, *history, ("all_reduce", [9])), in_sum) == (verdicts.OTHER_OPERATION, (0,))
-    larger = facts(0, IN_PROJECT, record(*history, finished=True), values=2000)
-    assert found(larger, in_sum) == (verdicts.OTHER_SHAPE, (0, 1))
-
-
-def test_what_may_only_be_slow_or_elsewhere_does_not_end_the_run() -> None:
-    waiting = waits(0, *STEP)
-    rows = [
-        ((waiting, facts(1)), True),
-        ((waiting, waits(1, *STEP)), False),  # backend.timeout ends it
-        ((waiting, replace(facts(1), phase="prepare")), False),  # a download may take hours
-        ((waiting, replace(facts(1, IN_PROJECT), phase="prepare")), False),
-        ((facts(0, IN_PROJECT), facts(1, IN_PROJECT)), False),  # a disk, perhaps
-        ((waiting, facts(1, busy=True)), False),
-    ]
-    assert [find_verdict(ranks, 2).ends for ranks, _ in rows] == [ends for _, ends in rows]
-    assert "nothing is known of ranks 2 and 3" in find_verdict([waiting, waits(1, *STEP)], 4).meaning
-
-
-def test_a_host_that_waits_for_a_gpu_waits_although_it_spins() -> None:
-    """NCCL's calls are in a record of their own."""
-    gloo, nccl = record(*STEP, finished=True), record(*STEP, ("all_reduce", [7]))
-    waiting = facts(0, (), gloo, nccl, busy=True)
-    assert waiting.waits
-    assert str(waiting.unfinished) == "all_reduce of (7,) Float"
-    behind = facts(1, USER, gloo, record(*STEP, finished=True))
-    assert found(waiting, behind) == (verdicts.USER_CODE, (1,))
-    assert found(waiting, replace(waiting, rank=1)) == (verdicts.UNKNOWN, ())
+def test_ranks_of_a_lost_machine_are_named() -> None:
+    assert "nothing is known of ranks 2 and 3" in find_verdict([waits(0, *STEP), waits(1, *STEP)], 4).meaning
 
 
 def test_the_table_of_many_ranks_shows_the_one_whose_fault_it_is() -> None:
@@ -159,23 +153,27 @@ def test_the_table_of_many_ranks_shows_the_one_whose_fault_it_is() -> None:
 
 def test_a_flight_record_of_another_torch_has_no_calls() -> None:
     for text in ("", "{}", "[]", "3", '{"entries": [{"new": 1}]}', '{"entries": 3}'):
-        assert parse_calls([text]) == ()
-
-
-@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="this torch has no NCCL")
-def test_both_records_are_asked_for() -> None:
-    assert len(flight_records()) == 2
+        assert parse_calls([text]) == []
+    assert len(flight_records()) == 1 + torch.distributed.is_nccl_available()
 
 
 def test_the_main_threads_stack_is_read_whichever_thread_took_the_signal() -> None:
     text = 'Current thread 0x01 (most recent call first):\n  File "/a.py", line 1 in f\n\n'
     text += 'Thread 0x02 [python] (most recent call first):\n  File "/b.py", line 2 in g\n  File "/c.py", line 3 in h\n'
-    assert [frame.line for frame in parse_stack(text, "0x02")] == [2, 3]
-    assert [frame.line for frame in parse_stack(text)] == [1]
+    assert [frame.line for frame in parse_stack(text)] == [2, 3]
+    assert [frame.line for frame in parse_stack(text, of_crash=True)] == [1]
 
 
-def watchdog(heartbeat: Heartbeat, timeout: float | None) -> Watchdog:
-    return Watchdog({0: os.getpid()}, 1, heartbeat, [0], lambda: None, timeout, "stop", 300.0, None)  # type: ignore
+@pytest.fixture
+def dog(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A watchdog of this process with watch.timeout=10, whose `examined` counts."""
+    heartbeat.begin()
+    world = SimpleNamespace(here={0: os.getpid()}, rank=0, size=1, machines=[0], timeout=300.0)
+    made: Any = Watchdog(world, lambda: None, 10.0, "stop", None)
+    made.examined = []
+    monkeypatch.setattr(made, "examine", lambda: made.examined.append(made.silence))
+    yield made
+    heartbeat.begin()
 
 
 @pytest.mark.parametrize(
@@ -193,19 +191,15 @@ def watchdog(heartbeat: Heartbeat, timeout: float | None) -> Watchdog:
         ("prepare", 0, 10.0, 290, False),
         ("disk", 5, 10.0, 290, False),
         ("disk", 5, 10.0, 303, True),
-        ("meeting", 0, 10.0, 1000, False),
         ("end", 5, 10.0, 1000, False),
         ("train", 5, None, int(SILENCE) - 2, False),
         ("train", 5, None, int(SILENCE) + 3, True),
     ],
 )
 def test_how_long_a_rank_may_be_silent(
-    phase: str, steps: int, timeout: float | None, silent: int, examined: bool, monkeypatch: pytest.MonkeyPatch
+    phase: str, steps: int, timeout: float | None, silent: int, examined: bool, dog: Any
 ) -> None:
-    heartbeat, found = Heartbeat(), list[float]()
-    dog = watchdog(heartbeat, timeout)
-    monkeypatch.setattr(dog, "examine", lambda: found.append(dog.silence))
-    now = dog.last_look
+    dog.timeout, now = timeout, dog.last_look
     for step in range(steps):
         heartbeat.step_ended(1, step)
         dog.look(now)
@@ -213,52 +207,32 @@ def test_how_long_a_rank_may_be_silent(
     dog.look(now)
     for second in range(1, silent + 1):
         dog.look(now + second)
-    assert bool(found) == examined
+    assert bool(dog.examined) == examined
 
 
-def test_only_the_first_step_may_take_longer() -> None:
-    """Also if others ended before the first look."""
-    heartbeat = Heartbeat()
-    dog = watchdog(heartbeat, 10.0)
+def test_only_the_first_step_may_take_longer(dog: Any) -> None:
     heartbeat.enter("train")
     dog.look(dog.last_look)
     assert dog.limit() == 100.0
-    heartbeat.step_ended(1, 1)
-    dog = watchdog(heartbeat, 10.0)
+    heartbeat.step_ended(1, 1)  # perhaps before the first look
     dog.look(dog.last_look)
     assert dog.limit() == 10.0
 
 
-def test_a_slow_first_step_is_told_once_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
-    heartbeat = Heartbeat()
+def test_a_slow_first_step_is_told_once_with_its_line(dog: Any, caplog: pytest.LogCaptureFixture) -> None:
     heartbeat.enter("train")
-    dog = watchdog(heartbeat, 10.0)
     dog.look(dog.last_look)
     for silence in (12.0, 14.0):
         dog.silence = silence
-        (thread := threading.Thread(target=dog.examine)).start()
+        (thread := threading.Thread(target=Watchdog.examine, args=(dog,))).start()
         thread.join()
     assert caplog.text.count("and the run goes on: rank 0 is in user code, at ") == 1
     assert "test_watchdog.py:" in caplog.text
 
 
-def test_a_pause_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_is_no_silence(dog: Any) -> None:
     """Ctrl-Z, or a laptop that sleeps: a look after a long time counts as one second."""
-    heartbeat, found = Heartbeat(), list[float]()
-    dog = watchdog(heartbeat, 10.0)
-    monkeypatch.setattr(dog, "examine", lambda: found.append(dog.silence))
     heartbeat.enter("train")
-    for now in (0.0, 1.0, 2.0, 1000.0, 1001.0, 1002.0):
-        dog.look(dog.last_look + 1 if now < 3 else dog.last_look + 300)
-    assert not found
-
-
-def test_an_own_fact_has_the_line_and_no_cpu(tmp_path: Path) -> None:
-    heartbeat = Heartbeat()
-    heartbeat.enter("train")
-    dog = watchdog(heartbeat, 10.0)
-    dog.look(0.0)
-    own = dog._own_facts()
-    assert own.stack[0].file.startswith(str(PROJECT))
-    assert __file__ in [frame.file for frame in own.stack]
-    assert sys.platform != "linux" or not own.mute
+    for seconds in (1, 1, 1, 300, 300, 300):
+        dog.look(dog.last_look + seconds)
+    assert not dog.examined

@@ -1,22 +1,19 @@
 """Commands that fail: one sentence, the right exit code, and nothing half-written."""
 
 import re
-import shutil
 
 import pytest
-import torch
 
-from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN
+from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN
 
 
 @pytest.mark.parametrize(
     ("command", "code"),
     [
-        (PYTHON_TRAIN, 1),
         ([*PYTHON_TRAIN, "launch=fork"], 1),
         ([*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN], 1),  # torchrun's own exit code
     ],
-    ids=["python", "launch=fork", "torchrun"],
+    ids=["launch=fork", "torchrun"],
 )
 def test_a_learning_rate_that_is_too_large_ends_with_the_step_of_the_first_bad_loss(start, tmp_path, command, code):
     run = start(*command, "model=mlp", "optimizer.lr=1e10", "hydra.run.dir=run").finish(code)
@@ -58,33 +55,6 @@ def test_a_failing_evaluation_names_no_training_samples(train, tmp_path):
     assert "its batch held" not in run.output
 
 
-def test_a_model_file_is_no_snapshot(train, tmp_path):
-    run = train("model=mlp", "trainer.max_steps=3", "hydra.run.dir=run")
-    weights = torch.load(tmp_path / "run/model.pt", weights_only=True)
-    assert weights
-    refused = train("model=mlp", f"resume={tmp_path}/run/model.pt", "hydra.run.dir=other", code=2)
-    assert f"{tmp_path}/run/model.pt holds no finished snapshot; type a run folder" in refused.sentence
-    assert run.epochs
-
-
-def test_a_batch_that_the_jobs_ranks_cannot_share_is_refused_at_submission(train):
-    run = train("launch=slurm", "launch.nodes=4", "launch.dry_run=true", "trainer.batch_size=3", code=2)
-    assert "trainer.batch_size=3" in run.sentence
-    assert run.sentence.endswith("trainer.batch_size=8") or "trainer.batch_size=8" in run.sentence
-
-
-def test_a_dry_run_prints_the_script_and_submits_nothing(train, tmp_path):
-    own = tmp_path / "mine" / "model" / "own.yaml"
-    own.parent.mkdir(parents=True)
-    shutil.copy(ROOT / "conf" / "model" / "mlp.yaml", own)
-    slurm = ["launch=slurm", "launch.dry_run=true", "launch.nodes=2", "launch.ntasks_per_node=1"]
-    run = train(*slurm, "model=own", "trainer.epochs=3", f"--config-dir={tmp_path}/mine", "hydra.run.dir=a folder/run")
-    (command,) = [line for line in run.output.splitlines() if line.startswith("srun ")]
-    typed = f"{TRAIN} --config-dir={tmp_path}/mine model=own trainer.epochs=3 launch=env "
-    assert typed + f"'hydra.run.dir=\"{tmp_path}/a folder/run\"'" in command
-    assert not (tmp_path / "a folder/run/job.sh").exists()
-
-
 def test_a_launcher_of_hydra_that_is_not_installed_is_refused(train):
     run = train("-m", "hydra/launcher=joblib", "optimizer.lr=0.1,0.01", code=2)
     assert "hydra/launcher=joblib is no option" in run.sentence
@@ -107,3 +77,34 @@ def test_a_preparation_that_fails_before_the_ranks_start_is_one_sentence_and_bla
     assert said in run.sentence
     assert "another rank" not in run.output
     assert "Traceback" not in run.output
+
+
+MODULE = """
+import sys
+from torch import nn
+
+from lockstep.data.vision import Digits
+
+{import_time}
+
+class Net(nn.Module):
+    def __init__(self):
+        sys.exit(0)
+
+class Data(Digits):
+    def prepare(self):
+        sys.exit(0)
+"""
+NET = "model._target_=ends.Net"
+PREPARE = "dataset._target_=ends.Data"
+
+
+@pytest.mark.parametrize(
+    ("typed", "at_import", "launch"),
+    [(NET, True, "env"), (NET, False, "fork"), (PREPARE, False, "env"), (PREPARE, False, "torchrun")],
+)
+def test_an_exit_with_0_before_the_training_is_a_failure(start, tmp_path, typed, at_import, launch):
+    (tmp_path / "ends.py").write_text(MODULE.format(import_time="sys.exit(0)" if at_import else ""))
+    run = start(*PYTHON_TRAIN, typed, f"launch={launch}", PYTHONPATH=tmp_path).finish(1)
+    assert "exit code 0" in run.output
+    assert "ends.py" in run.output

@@ -25,6 +25,19 @@ OPTIONS = [
 QUIET = ["logging.every=1000", "logger=[]"]
 
 
+def delay_exchanges() -> None:
+    """As on a GPU, also on a slow machine, which would read at once."""
+    from lockstep.training import exchange
+
+    create = exchange.Exchange.__init__
+
+    def delayed(self: Any, *arguments: Any, **options: Any) -> None:
+        create(self, *arguments, **options | {"delayed": True})
+
+    exchange.LONG = math.inf
+    exchange.Exchange.__init__ = delayed  # type: ignore[method-assign]
+
+
 def values_read(cfg: Any) -> list[str]:
     """The operations that read a tensor's value, of the epochs' steps and what lies between them. The CPU is treated as
     a GPU. Without what the ranks tell each other: it is read an exchange later, and at an epoch's end."""
@@ -47,8 +60,7 @@ def values_read(cfg: Any) -> list[str]:
 
         return call
 
-    begin_epoch, end_epoch, create = loop.begin_epoch, loop.end_epoch, exchange.Exchange.__init__
-    watch = Watch()
+    begin_epoch, end_epoch, watch = loop.begin_epoch, loop.end_epoch, Watch()
 
     def begin(*arguments: Any) -> Any:
         begin_epoch(*arguments)
@@ -58,12 +70,8 @@ def values_read(cfg: Any) -> list[str]:
         watch.__exit__(None, None, None)
         return end_epoch(*arguments)
 
-    def delayed(self: Any, *arguments: Any, **options: Any) -> None:
-        create(self, *arguments, **options | {"delayed": True})
-
     loop.begin_epoch, loop.end_epoch = begin, end
-    exchange.LONG = math.inf  # a slow machine reads at once
-    exchange.Exchange.__init__ = delayed  # type: ignore[method-assign]
+    delay_exchanges()
     exchange.Exchange.drain = unwatched(exchange.Exchange.drain)  # type: ignore[method-assign]
     with Watch():
         torch.ones(1).item()
@@ -80,23 +88,18 @@ def test_no_step_reads_a_value_back(tmp_path: Path, overrides: list[str]) -> Non
 
 
 def exchanges_read(cfg: Any) -> list[tuple[int, int]]:
-    """(the step of an exchange, the step after which its result is read) of each one that is read in an epoch, where
-    the result is delayed as on a GPU."""
+    """(the step of an exchange, the step after which its result is read) of each one that is read in an epoch."""
     from lockstep.training import exchange
 
     found: list[tuple[int, int]] = []
-    create, read = exchange.Exchange.__init__, exchange.Exchange.drain
-
-    def delayed(self: Any, *arguments: Any, **options: Any) -> None:
-        create(self, *arguments, **options | {"delayed": True})
+    read = exchange.Exchange.drain
 
     def noted(self: Any) -> None:
         if self.pending is not None:
             found.append((self.pending[2], self.run.progress.step))
         read(self)
 
-    exchange.LONG = math.inf  # a slow machine reads at once
-    exchange.Exchange.__init__ = delayed  # type: ignore[method-assign]
+    delay_exchanges()
     exchange.Exchange.drain = noted  # type: ignore[method-assign]
     train(cfg)
     return found

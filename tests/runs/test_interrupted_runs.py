@@ -1,25 +1,21 @@
 """Signals and kills: every rank saves and exits, nothing is left behind, and the run goes on where it stopped."""
 
 import os
-import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from support.commands import (
     PYTHON_TRAIN,
-    ROOT,
     TORCHRUN,
     TRAIN,
-    own_data,
     ranks_of_torchrun,
     ranks_under,
     wait_for,
 )
 from support.ports import free_port
-from support.run_folders import SLOW, has_logged, position, read_log, stopped_at
+from support.run_folders import SLOW, has_logged, position, read_log
 
 LONG = [*PYTHON_TRAIN, *SLOW, "trainer.epochs=200", "hydra.run.dir=run"]
 
@@ -51,36 +47,6 @@ def test_after_a_signal_all_ranks_save_the_same_step_and_exit_with_75(start, tmp
     step = position(tmp_path / "run")[0]
     assert f"stopped early at step {step}; go on there with hydra.run.dir={tmp_path}/run" in run.output
     assert not alive(ranks)
-
-
-SLOW_IMPORT = """
-import pathlib, sys, time
-
-from lockstep.models.tutorial import mlp
-
-if sys.argv[0].endswith("train.py"):  # the process that starts the ranks, not one that they are forked from
-    pathlib.Path("importing").touch()
-    time.sleep(3)  # the signal comes meanwhile
-"""
-
-
-def test_slurms_warning_before_the_ranks_start_stops_them_after_their_first_step(start, tmp_path):
-    (tmp_path / "slow.py").write_text(SLOW_IMPORT)
-    net = ["model._target_=slow.mlp", "model.depth=2", "model.dropout=0"]
-    run = start(*LONG, "launch=torchrun", *net, PYTHONPATH=tmp_path)
-    wait_for(lambda: (tmp_path / "importing").exists(), "import of the model")
-    run.send(signal.SIGUSR1)
-    run.finish(75)
-    assert re.search("stopped early at step [12];", run.output)  # the ranks agree at the next step
-
-
-def test_ctrl_c_ends_a_later_node_that_waits_for_the_first_one(start, tmp_path):
-    nodes = ["launch=spawn", "launch.nproc_per_node=1", "launch.nnodes=2", f"launch.master_port={free_port()}"]
-    run = start(*LONG, *nodes, "launch.node_rank=1")
-    wait_for(lambda: ranks_under(run.process.pid), "rank")
-    time.sleep(2)  # it imports torch
-    run.send(signal.SIGINT)
-    run.finish(130, limit=60)  # it would wait for 300 s. Until it has imported torch it heeds no signal
 
 
 @pytest.mark.parametrize("launch", ["spawn", "fork", "torchrun"])
@@ -139,13 +105,3 @@ def test_two_runs_begun_in_the_same_second_have_two_folders(start, tmp_path):
         run.finish()
     folders = list(tmp_path.glob("outputs/*/*/model.pt"))
     assert len(folders) == 3
-
-
-def test_ctrl_c_stops_a_run_with_loader_workers_at_a_saved_step(start, tmp_path):
-    run = start(
-        *LONG, *own_data("support.slow.SlowDigits"), "loader.num_workers=2", "launch=fork", PYTHONPATH=ROOT / "tests"
-    )
-    wait_for(lambda: position(tmp_path / "run")[0] >= 5, "snapshot")
-    os.killpg(run.process.pid, signal.SIGINT)
-    run.finish(75)
-    assert stopped_at(tmp_path / "run") == position(tmp_path / "run")[0]

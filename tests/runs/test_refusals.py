@@ -1,12 +1,11 @@
 """Bad input to the real command: one sentence, exit code 2, no traceback, and nothing is left behind."""
 
 import socket
-import sys
 from pathlib import Path
 
 import pytest
 
-from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, wait_for
+from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command
 
 
 def assert_refused(run: Command, *said: str) -> None:
@@ -44,29 +43,19 @@ def test_bad_input_ends_in_one_sentence(train, typed, said):
     assert_refused(train(*typed, code=2), said)
 
 
-@pytest.mark.parametrize("launch", ["env", "fork"])
 @pytest.mark.parametrize(
-    ("data", "typed", "said"),
+    ("data", "said", "launch"),
     [
-        ("Words", [], "CrossEntropy takes logits and class numbers (N, classes, ...) and (N, ...), and these are "),
-        (
-            "Ragged",
-            [],
-            "of the training data make no batch of inputs and targets (stack expects",
-        ),
-        (
-            "Gone",
-            [],
-            "make no batch of inputs and targets (object of type 'NoneType' has no len()); give all",
-        ),
+        ("Words", "CrossEntropy takes logits and class numbers (N, classes, ...) and (N, ...), and these are ", "fork"),
+        ("Ragged", "of the training data make no batch of inputs and targets (stack expects", "env"),
+        ("Gone", "make no batch of inputs and targets (object of type 'NoneType' has no len()); give all", "fork"),
     ],
-    ids=["text", "lengths", "none"],
 )
-def test_own_data_that_cannot_be_trained_on_is_one_sentence(train, tmp_path, data, typed, said, launch):
+def test_own_data_that_cannot_be_trained_on_is_one_sentence(train, tmp_path, data, said, launch):
     (tmp_path / "conf" / "dataset").mkdir(parents=True)
     nodes = "".join(f"{half}: {{_target_: support.own_data.{data}}}\n" for half in ("train", "test"))
     (tmp_path / "conf" / "dataset" / "own.yaml").write_text(f"defaults: [pair]\n{nodes}classes: 2\n")
-    words = ["--config-dir=conf", "dataset=own", "model=linear", f"launch={launch}", *typed]
+    words = ["--config-dir=conf", "dataset=own", "model=linear", f"launch={launch}"]
     run = train(*words, code=2, PYTHONPATH=ROOT / "tests")
     assert said in run.sentence
     assert "Traceback" not in run.output
@@ -123,15 +112,3 @@ def test_a_snapshot_of_another_model_or_optimizer_is_refused_with_what_differs(t
         assert f"{key} (" in run.sentence
     assert "Traceback" not in run.output
     assert not (Path(run.cwd) / "other" / "model.pt").exists()
-
-
-def test_a_second_run_on_one_folder_is_refused_and_a_killed_first_one_holds_nothing(start):
-    slow = ["model=mlp", "model.width=512", "trainer.epochs=300"]
-    first = start(sys.executable, TRAIN, "hydra.run.dir=shared", *slow)
-    lock = first.cwd / "shared" / ".lock"
-    wait_for(lambda: lock.exists() and lock.read_text(), "lock")
-    second = start(*PYTHON_TRAIN, "hydra.run.dir=shared", *slow).finish(2)
-    assert f"another run holds {first.cwd}/shared (pid {first.process.pid} on " in second.sentence
-    first.process.kill()
-    first.process.wait()
-    start(*PYTHON_TRAIN, "hydra.run.dir=shared", "model=mlp", "model.width=512", "trainer.epochs=1").finish()

@@ -25,7 +25,7 @@ def _known_ranks(temporary: str, last_is_apart: bool) -> int:
     with join_world("gloo", 30) as world:
         watch(world, f"{temporary}/run", 30.0, "stop")
         world.barrier()
-        return 0 if heartbeat.folder is None else len([*heartbeat.folder.glob("rank*.who")])
+        return 0 if heartbeat.folder is None else len([*heartbeat.folder.glob("rank*.json")])
 
 
 def test_ranks_of_one_machine_share_a_folder_that_the_last_one_removes(tmp_path):

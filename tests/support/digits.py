@@ -1,5 +1,8 @@
 """The digits of scikit-learn, as two data sets and as data sources with other splits."""
 
+import torch
+from torch import Tensor
+
 from lockstep.data.source import Splits, Tensors
 from lockstep.data.vision import Digits, RandomPairs
 
@@ -40,3 +43,24 @@ class PairsOnTest(RandomPairs):
     def splits(self) -> Splits:
         train, test, _ = super().splits()
         return Splits(train, test, test)
+
+
+class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """The digits, or the `first` of them, one by one."""
+
+    first: int | None = None
+
+    def __init__(self, train: bool) -> None:
+        self.data, self.train, self.reads = digits(train), train, 0
+        self.targets = self.data.targets[: self.first]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.reads += 1
+        self.before(index)
+        return self.data[index]
+
+    def before(self, index: int) -> None:
+        """Called before each access."""

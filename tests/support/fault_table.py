@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from lockstep import errors
 from support.commands import Command, processes_of
 
 MARK = "LOCKSTEP_DRILL"  # every process of a command inherits it
@@ -22,58 +21,15 @@ SHARED_MEMORY = Path("/dev/shm")
 OF_TORCH = ("torchelastic_", "torchinductor_")  # torchrun's log folder and a compiler's cache, which torch leaves
 PATIENCE = 10.0  # seconds after the end of a command, in which its processes may end
 PATIENCE_WITH_OTHERS = 30.0  # what a command has left stays for ever; another test's killed rank leaves it for a while
-MEANINGS = {
-    errors.EXIT_FINISHED: "finished",
-    errors.EXIT_FAILED: "failed",
-    errors.EXIT_CONFIG: "refused",
-    errors.EXIT_HANG: "hang",
-    errors.EXIT_RESUMABLE: "stopped, saved",
-    errors.EXIT_STOPPED_WITHOUT_SNAPSHOT: "stopped, not saved",
-}
+MEANINGS = {0: "finished", 1: "failed", 2: "refused", 4: "hang", 75: "stopped, saved", 76: "stopped, not saved"}
 
 
-# Where something is broken on purpose: all tests of these files, and these ones of others. `make faults` runs them.
-_FILES = """
-test_disk_in_use test_disks test_early_interrupts test_elastic test_faults test_hangs test_hosts test_kills
-test_mpirun test_promise test_signals test_slurm_jobs test_stops test_waits_and_exits test_worker_signals
+# Where something is broken on purpose: all tests of these files. `make faults` runs them.
+FILES = """
+test_closed_output test_disks test_early_interrupts test_elastic test_faults test_hangs
+test_hosts test_interrupted_runs test_kills test_mpirun test_promise test_signals test_slurm_jobs
+test_stops test_waits_and_exits test_worker_signals
 """
-_TESTS = """
-test_a_rank_that_is_stopped_while_another_one_saves_is_named
-test_another_machine_reaches_no_port_of_a_launch
-test_the_sentence_names_the_step_and_no_snapshot_has_weights_that_are_not_finite
-test_killed_at_any_moment_a_whole_snapshot_is_left
-test_damaged_snapshots_are_passed_over
-test_a_strangers_snapshot_runs_no_code_and_reads_no_other_file
-test_a_run_whose_output_is_closed_finishes_without_a_word
-test_a_run_whose_output_is_closed_restarts_as_others_do
-test_a_failure_whose_output_is_closed_has_the_exit_code_of_others
-test_ranks_that_still_import_end_with_a_killed_torchrun
-test_a_killed_launcher_leaves_no_orphan_and_no_temporary_file
-test_after_a_signal_all_ranks_save_the_same_step_and_exit_with_75
-test_a_run_folder_that_is_deleted_is_made_again_with_one_warning
-test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing
-test_two_runs_begun_in_the_same_second_have_two_folders
-test_shared_memory_that_is_full_is_not_taken_for_a_full_disk
-test_a_resumed_run_leaves_one_curve
-test_a_run_stops_at_the_step_and_names_the_samples
-test_a_second_run_on_one_folder_is_refused_and_a_killed_first_one_holds_nothing
-test_an_occupied_port_is_named_with_a_free_one
-test_a_rank_that_is_no_number_is_refused
-test_a_snapshot_of_another_run_is_refused_and_what_differs_is_named
-test_the_typed_optimizer_settings_win_over_the_snapshots
-test_a_damaged_snapshot_takes_no_place_of_a_good_one
-test_a_full_disk_costs_snapshots_and_curves_but_not_the_training
-test_other_data_on_one_rank_is_refused_on_all
-test_no_file_of_a_run_has_a_value_of_the_environment
-test_ranks_described_by_srun_that_start_seconds_apart
-test_a_snapshot_moves_between_strategies_and_world_sizes
-test_a_damaged_weight_of_one_rank_is_named
-"""
-
-
-def is_of_a_fault(file: str, test: str) -> bool:
-    """Both without what stands after the name."""
-    return file in _FILES.split() or test in _TESTS.split()
 
 
 class Traces:
@@ -173,7 +129,7 @@ def row_of(fault: str, command: Command, traces: Traces) -> Row:
     elif code is not None and code < 0:
         outcome = signal.Signals(-code).name
     else:
-        outcome = MEANINGS.get(code, "ended by Ctrl-C" if code == 130 else "-")
+        outcome = MEANINGS.get(code or 0, "ended by Ctrl-C" if code == 130 else "-")
     broken = command.broken_at or (first["time"] if first else command.started)
     seconds = (command.ended or time.time()) - broken
     orphans = traces.orphans(command.process.pid)

@@ -18,11 +18,18 @@ import torch
 from torch import Tensor
 
 from lockstep.models.tutorial import mlp
-from support.digits import digits
+from support.digits import Samples
 
 
-def _raise(message: str) -> None:
-    raise RuntimeError(message)
+class WithoutText(Exception):
+    """It cannot describe itself."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def _raise(error: Exception | str) -> None:
+    raise RuntimeError(error) if isinstance(error, str) else error
 
 
 def _memory_limit() -> None:
@@ -31,13 +38,6 @@ def _memory_limit() -> None:
     limit = pages * resource.getpagesize() + 2**28
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     torch.empty(2**30)
-
-
-def _ever_more_memory() -> None:
-    """Until the kernel ends it: only where the memory of this rank is limited."""
-    held = []
-    while len(held) < 64:
-        held.append(b"1" * 2**26)
 
 
 def _segfault_once() -> None:
@@ -57,14 +57,6 @@ def _recursion() -> None:
     _recursion()
 
 
-def _assertion() -> None:
-    raise AssertionError("a check of the user's")
-
-
-def _disk_full() -> None:
-    raise OSError(28, "No space left on device")
-
-
 def _signal(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
@@ -78,69 +70,47 @@ def _kill_beside_child() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class WithoutText(Exception):
-    """It cannot describe itself."""
-
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-
-def _raise_without_text() -> None:
-    raise WithoutText
-
-
-def _own_connection() -> None:
-    raise ConnectionError("Connection closed by peer: a server of the user's")
-
-
 def _damage_heap() -> None:
     """glibc says "free(): invalid pointer" and ends the process."""
     buffer = ctypes.create_string_buffer(256)
     ctypes.CDLL(None).free(ctypes.c_void_p(ctypes.addressof(buffer) + 8))
 
 
-def _words_of_gloo() -> None:
-    """An error of this rank alone, whose words are those of a lost rank."""
-    raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:2000")
+def _in_child(leave: Callable[[], None]) -> Callable[[], None]:
+    """A child whose end goes through the functions of the rank that it is a copy of, and which would wait for threads
+    that a fork does not have."""
 
+    def fork() -> None:
+        if os.fork() == 0:
+            leave()
+        _, status = os.wait()
+        print(f"the child has ended with {os.waitstatus_to_exitcode(status)}", flush=True)
 
-def _raising_child() -> None:
-    """A child whose exception goes through the functions of the rank that it is a copy of."""
-    if os.fork() == 0:
-        _raise("a mistake in the child")
-    os.wait()
-
-
-def _leaving_child() -> None:
-    """As above, with sys.exit: the end of the run would wait for threads that a fork does not have."""
-    if os.fork() == 0:
-        sys.exit(7)
-    _, status = os.wait()
-    print(f"the child has ended with {os.waitstatus_to_exitcode(status)}", flush=True)
+    return fork
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "raise": lambda: _raise("a mistake in the model"),
     "unicode": lambda: _raise("größer als erlaubt: \u2603\n" * 50),
     "long": lambda: _raise("x" * 10_000 + "\nframe\n" * 1000),
-    "no_text": _raise_without_text,
+    "no_text": lambda: _raise(WithoutText()),
     "escapes": lambda: _raise("red \x1b[31m, half a character \ud800"),
-    "own_connection": _own_connection,
-    "raising_child": _raising_child,
-    "leaving_child": _leaving_child,
+    "own_connection": lambda: _raise(ConnectionError("Connection closed by peer: a server of the user's")),
+    "raising_child": _in_child(lambda: _raise("a mistake in the child")),
+    "leaving_child": _in_child(lambda: sys.exit(7)),
     "gpu": lambda: torch.ones(1).cuda(),
     "shape": _wrong_shape,
     "key": lambda: {"a": 1}["b"],
     "none": lambda: None,
     "memory_limit": _memory_limit,
-    "more_memory": _ever_more_memory,
+    "more_memory": lambda: [b"1" * 2**26 for _ in range(64)],  # the kernel ends it where its memory is limited
     "memory": lambda: torch.empty(2**50),
     "file": lambda: Path("missing/samples.bin").read_bytes(),
     "target": lambda: torch.nn.functional.cross_entropy(torch.ones(2, 3), torch.tensor([0, 7])),
-    "disk": _disk_full,
+    "disk": lambda: _raise(OSError(28, "No space left on device")),
     "import": lambda: __import__("no_such_module"),
     "zero": lambda: 1 / 0,
-    "assert": _assertion,
+    "assert": lambda: _raise(AssertionError("a check of the user's")),
     "recursion": _recursion,
     "kill": _signal(signal.SIGKILL),
     "kill_beside_child": _kill_beside_child,
@@ -150,13 +120,13 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "segfault_once": _segfault_once,
     "abort": os.abort,
     "heap": _damage_heap,
-    "comm": _words_of_gloo,
+    # An error of this rank alone, whose words are those of a lost rank.
+    "comm": lambda: _raise("[pair.cc:534] Connection closed by peer [127.0.0.1]:2000"),
     "exit0": lambda: os._exit(0),
     "native_exit": lambda: ctypes.CDLL(None)._exit(0),
     "exit3": lambda: os._exit(3),
     "sysexit": lambda: sys.exit(0),
     "hang": lambda: time.sleep(1000),
-    "stop": _signal(signal.SIGSTOP),
 }
 
 
@@ -210,20 +180,14 @@ class SweptModel(FaultyModel):
         super().__init__(shape, classes)
 
 
-class FaultyDigits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """The digits, of which one sample breaks: FAULT's step is its place in the order of access."""
+class FaultyDigits(Samples):
+    """One sample of the training data breaks: FAULT's step is its place in the order of access."""
 
-    def __init__(self, train: bool) -> None:
-        self.data, self.reads, self.train = digits(train), 0, train
-        self.targets = self.data.targets[:256]
+    first = 256
 
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self.reads += self.train
-        _break_at("data", self.reads)
-        return self.data[index]
+    def before(self, index: int) -> None:
+        if self.train:
+            _break_at("data", self.reads)
 
 
 class FaultySGD(torch.optim.SGD):

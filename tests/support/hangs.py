@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.data import Pair
-from support.digits import digits
+from support.digits import Samples
 from support.slow import mlp
 
 FIRST_BATCH, FIRST_SAMPLE = 12, 150  # where rank 1 hangs: a forward pass in training, a sample
@@ -105,40 +105,22 @@ class HangingModel(torch.nn.Module):
         return self.net(inputs)
 
 
-class HangingDigits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """The digits. In a batch of rank 1 a sample takes 1000 s: of the data set that HANG_IN names."""
+class HangingDigits(Samples):
+    """In a batch of rank 1 a sample takes 1000 s: of the data set that HANG_IN names."""
 
-    def __init__(self, train: bool) -> None:
-        self.data = digits(train)
-        self.targets = self.data.targets
-        self.hangs = _is_here("loader", "worker") and train == (os.environ.get("HANG_IN", "train") == "train")
-        self.read = 0
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self.read += 1
-        if self.hangs and self.read == (FIRST_SAMPLE if os.environ.get("HANG_IN") != "evaluation" else 30):
+    def before(self, index: int) -> None:
+        place = os.environ.get("HANG_IN", "train")
+        is_now = self.train == (place == "train") and self.reads == (FIRST_SAMPLE if self.train else 30)
+        if is_now and _is_here("loader", "worker"):
             _sleep()
-        return self.data[index]
 
 
-class UnevenDigits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """The digits. Every 100th sample takes SLOW_SAMPLE seconds on rank 1."""
+class UnevenDigits(Samples):
+    """Every 100th sample takes SLOW_SAMPLE seconds on rank 1."""
 
-    def __init__(self, train: bool) -> None:
-        self.data = digits(train)
-        self.targets = self.data.targets
-        self.seconds = float(os.environ["SLOW_SAMPLE"]) * (os.environ.get("RANK") == "1")
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if index % 100 == 0:
-            time.sleep(self.seconds)
-        return self.data[index]
+    def before(self, index: int) -> None:
+        if index % 100 == 0 and os.environ.get("RANK") == "1":
+            time.sleep(float(os.environ["SLOW_SAMPLE"]))
 
 
 class UnevenModel(torch.nn.Module):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 from lockstep.errors import ConfigError, RankFailed, exit_code_of
 from lockstep.failures.record import heartbeat
@@ -53,16 +54,17 @@ def share(folder: Path, rank: int) -> dict[int, int]:
     ranks.mkdir(exist_ok=True)
     heartbeat.share(ranks)
     heartbeat.note(run_dir=str(folder), log=str(folder / f"rank{rank}.log"))
-    while len([*ranks.glob("*.who")]) < 2:
+    while len([*ranks.glob("*.json")]) < 2:
         time.sleep(0.01)
     time.sleep(0.1)
     heartbeat.enter("train", lambda: [1, 2, 3], 1)
     heartbeat.step_ended(1, 5)
-    return {number: json.loads((ranks / f"rank{number}.who").read_text())["pid"] for number in (0, 1)}
+    return {number: json.loads((ranks / f"rank{number}.json").read_text())["pid"] for number in (0, 1)}
 
 
 def hang(folder: Path, rank: int, what: str) -> None:
-    watchdog = Watchdog(share(folder, rank), 2, heartbeat, [0], lambda: None, 2.0, "stop", 300.0, None)  # type: ignore
+    world = SimpleNamespace(here=share(folder, rank), rank=rank, size=2, machines=[0], timeout=300.0)
+    watchdog = Watchdog(world, lambda: None, 2.0, "stop", None)
     watchdog.look(time.monotonic())
     for step in (6, 7):
         heartbeat.step_ended(1, step)

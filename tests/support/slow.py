@@ -1,6 +1,5 @@
 """Parts of a training that take a known time, for tests of the profiler."""
 
-import os
 import time
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.models import tutorial as models
-from support.digits import digits
+from support.digits import Samples
 
 
 def mlp(shape: list[int], classes: int, **options: Any) -> torch.nn.Module:
@@ -16,59 +15,13 @@ def mlp(shape: list[int], classes: int, **options: Any) -> torch.nn.Module:
     return models.mlp(shape, classes, **({"width": 128, "depth": 2, "dropout": 0.0} | options))
 
 
-class SlowDigits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+class SlowDigits(Samples):
     """64 digits that take 1 ms each."""
 
-    def __init__(self, train: bool) -> None:
-        self.data = digits(train)
-        self.targets = self.data.targets[:64]
+    first = 64
 
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def before(self, index: int) -> None:
         time.sleep(0.001)
-        return self.data[index]
-
-
-class SlowBackward(torch.autograd.Function):
-    """10 ms on rank 0, 100 ms on rank 1."""
-
-    @staticmethod
-    def forward(ctx: Any, outputs: Tensor) -> Tensor:
-        return outputs.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        time.sleep(0.1 if os.environ["RANK"] == "1" else 0.01)
-        return gradient
-
-
-class SlowModel(torch.nn.Module):
-    """A forward pass of 15 ms or more."""
-
-    def __init__(self, shape: list[int], classes: int, **options: Any) -> None:
-        super().__init__()
-        self.net = mlp(shape, classes, **options)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        time.sleep(0.015)
-        return SlowBackward.apply(self.net(inputs))
-
-
-class SlowSGD(torch.optim.SGD):
-    """A step of 20 ms or more."""
-
-    def step(self, closure: Any = None) -> Any:
-        time.sleep(0.02)
-        return super().step(closure)
-
-
-def compiled_mlp(shape: list[int], classes: int, **options: Any) -> torch.nn.Module:
-    """An mlp that dynamo has traced, without a compiler behind it."""
-    model = mlp(shape, classes, **options)
-    model.compile(backend="eager")
-    return model
 
 
 class SlowAtFirst(torch.nn.Module):

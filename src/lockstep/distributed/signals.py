@@ -23,7 +23,7 @@ from lockstep.distributed.host import remove_temporary_folder
 from lockstep.distributed.run_folder import go_on_words
 from lockstep.errors import EXIT_INTERRUPTED, EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
 from lockstep.failures.record import heartbeat, is_echo
-from lockstep.failures.report import has_failed_rank, leave, newest_snapshot
+from lockstep.failures.report import failures_in, leave, newest_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ def stop_after_saving() -> Iterator[None]:
     except Exception as error:
         # A launcher asks the others to stop when a rank has failed.
         is_stop = stop_requested() and read_rank_info().world_size > 1 and is_echo(error)
-        if is_stop and not has_failed_rank(heartbeat.folder):
+        if is_stop and all(one["is_echo"] for one in failures_in(heartbeat.folder)):
             raise stopped_early() from error
         raise
 

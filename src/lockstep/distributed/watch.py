@@ -14,7 +14,7 @@ from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.rendezvous import client_of_store
 from lockstep.distributed.world import World
 from lockstep.failures.record import heartbeat
-from lockstep.failures.report import FILE, identity, make_report, publish, read_report, screen, typed_command
+from lockstep.failures.report import FILE, identity, read_report, screen, tell, typed_command
 from lockstep.failures.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -45,11 +45,12 @@ def watch(world: World, run_dir: str | Path, timeout: float | None, on_hang: str
         return PrefixStore(f"watchdog/{of_ranks[0][1]}", client_of_store(info, CONNECT_TIME))
 
     def show(failure: dict[str, Any]) -> None:
-        command = typed_command(info.started_by)
-        report, _ = publish(make_report([failure], command) or {}, command, is_part=False)
+        report, prints = tell(heartbeat.folder, typed_command(info.started_by), failure)
         with suppress(OSError, ValueError):  # nobody reads stderr any more
-            print(screen(report), file=sys.stderr, flush=True)
+            if report and prints:
+                print(screen(report), file=sys.stderr, flush=True)
 
-    ranks = world.here, world.size, heartbeat, list(world.machines)
-    prints = None if is_launched else show
-    signals.each_second(Watchdog(*ranks, store, timeout, on_hang, world.timeout, prints).look)
+    printing = None if is_launched else show
+    dog = Watchdog(world, store, timeout, on_hang, printing)
+    if sys.platform == "linux":  # which shows processes to each other
+        signals.each_second(dog.look)

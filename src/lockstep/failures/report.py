@@ -10,86 +10,72 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import EXIT_FAILED, KIND_CODES, RAISED_BY_ALL, path_value
-from lockstep.failures.explain import explain_exception, explain_exit
-from lockstep.failures.processes import ENDED, oom_kills, process_state
-from lockstep.failures.record import last_lines, phase_of, read_place
+from lockstep.failures.explain import explain_exit
+from lockstep.failures.record import heartbeat, last_lines, oom_kills, read_place
+from lockstep.failures.verdict import parse_stack
 from lockstep.files import write_whole
 
 FILE = "failure.json"  # in the run folder
-VERDICT, PRINTED = "verdict.json", "printed"  # in the folder of ranks: of a hang; a rank prints the report
+PRINTED = "printed"  # in the folder of ranks: one of them prints the report
 SCHEMA = 4
 ECHO_SECONDS, END_SECONDS = 2.0, 0.5  # for the report of the rank that failed first, and for what follows from it
 LINES, COLUMNS = 40, 160  # of the screen
-LOG_LINES, CONSEQUENCES, SAMPLES, STACK_LINES, HANG_ROWS = 7, 6, 12, 8, 18
+LOG_LINES, CONSEQUENCES, SAMPLES, STACK_LINES = 7, 6, 12, 8
 MPI_LAUNCHERS = ("mpirun", "mpiexec", "orterun")
 CRASH = "Fatal Python error: "  # faulthandler's words before the stack of a crash
 CRASHES = {"Segmentation fault": -11, "Aborted": -6, "Bus error": -7, "Illegal instruction": -4}
+ENDED = ("", "Z", "X")  # states of a process
 
 Report = dict[str, Any]
 """What failure.json holds, see `docs/failures.md` for each key."""
+Ends = Mapping[int, dict[str, Any]]
+"""exit_code, time and is_echo (the launcher has ended it) of each rank whose process has ended."""
 
 
-@dataclass(frozen=True)
-class End:
-    """How a rank's process has ended, as who saw it knows. code: None if it is not known. time: since 1970.
-
-    is_ours: the launcher ended it, after another one had failed.
-    """
-
-    code: int | None
-    time: float
-    is_ours: bool = False
+def read(path: Path) -> str:
+    """The text of a file; "" if it is gone."""
+    with suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
 
 
-def failures_in(folder: Path, ends: Mapping[int, End]) -> list[dict[str, Any]]:
-    """The record of each rank of this machine that has failed: its own, or of an end without a word."""
-    found: list[dict[str, Any]] = []
-    with suppress(OSError, ValueError):
-        found.append(json.loads((folder / VERDICT).read_text()))
-    hanging = [one["rank"] for one in found]
-    for file in sorted(folder.glob("rank*.who")):
-        with suppress(OSError, ValueError):
-            who = json.loads(file.read_text())
-            if who["rank"] in hanging:
-                continue
-            if (own := file.with_suffix(".json")).exists():
-                found.append(json.loads(own.read_text()))
-            elif who["rank"] in ends and (place := read_place(folder, who["rank"])).name != "end":
-                position = {"epoch": place.epoch, "step": place.step, "phase": place.name}
-                of_end = _of_end(who, ends[who["rank"]], place.name, file.with_suffix(".stacks"))
-                found.append(who | position | of_end | {"log_lines": last_lines(who["log"])})
+def process_state(pid: int) -> str:
+    """The state letter of a process: R runs, S sleeps, D waits for the disk, T is stopped, Z has ended; "" is gone."""
+    _, is_known, rest = read(Path(f"/proc/{pid}/stat")).rpartition(")")  # the name before it may contain spaces
+    return rest[1:2] if is_known or os.path.exists("/proc/self") else "?"
+
+
+def records_in(folder: Path | None) -> list[dict[str, Any]]:
+    """Of the ranks of this machine, and of a hang."""
+    texts = [read(file) for file in sorted(folder.glob("rank*.json"))] if folder else []
+    return [json.loads(text) for text in texts if text]
+
+
+def failures_in(folder: Path | None, ends: Ends | None = None) -> list[dict[str, Any]]:
+    """The record of each rank of this machine that has failed: its own, or of an end without a word. ends: None for
+    those that are gone; their starter alone knows the code."""
+    records, found = records_in(folder), list[dict[str, Any]]()
+    if ends is None:
+        gone = [one["rank"] for one in records if process_state(one["pid"]) in ENDED]
+        ends = dict.fromkeys(gone, {"exit_code": None, "time": time.time(), "is_echo": False})
+    for one in records:
+        if "kind" in one:
+            found.append(one)
+        elif folder and one["rank"] in ends and (place := read_place(folder, one["rank"])).name != "end":
+            one |= ends[one["rank"]] | {"epoch": place.epoch, "step": place.step, "phase": place.name}
+            stacks = read(folder / f"rank{one['rank']}.stacks")
+            crash, _, frames = stacks.rpartition(CRASH)[2].partition("\n")
+            code = CRASHES.get(crash) if one["exit_code"] is None else one["exit_code"]
+            one["stack"] = [CRASH + crash, *map(str, parse_stack(frames, of_crash=True))] if crash in CRASHES else []
+            explained = explain_exit(code, place.name, out_of_memory=oom_kills() > heartbeat.oom_kills)
+            one["signal"], one["meaning"], one["advice"] = explained
+            kind = "left" if code is not None and code >= 0 else "killed"
+            found.append(one | {"kind": kind, "log_lines": last_lines(one["log"])})
     return found
-
-
-def _of_end(who: Mapping[str, Any], end: End, phase: str, stacks: Path) -> dict[str, Any]:
-    text = stacks.read_text(errors="replace").rpartition(CRASH)[2]
-    crash, _, frames = text.partition("\n") if text.partition("\n")[0] in CRASHES else ("", "", "")
-    code = end.code if end.code is not None or not crash else CRASHES[crash]
-    name, meaning, advice = explain_exit(code, phase, oom_kills(who["oom"][0]) > who["oom"][1])
-    thread = re.search(r"Current thread .*\n((?:  File .*\n?)+)", frames) or re.search(r"((?:  File .*\n?)+)", frames)
-    stack = [CRASH + crash, *map(str.strip, thread[1].splitlines() if thread else [])] if crash else []
-    kind = "left" if code is not None and code >= 0 else "killed"
-    described = {"kind": kind, "signal": name, "exit_code": code, "stack": stack, "meaning": meaning, "advice": advice}
-    return described | {"time": end.time, "is_echo": end.is_ours}
-
-
-def has_failed_rank(folder: Path | None) -> bool:
-    """Whether a rank of this machine has failed by itself, or has gone without a word."""
-    found = [] if folder is None else failures_in(folder, _gone(folder))
-    return any(not one["is_echo"] for one in found)
-
-
-def _gone(folder: Path) -> dict[int, End]:
-    """How the ranks of this machine whose processes are gone have ended."""
-    siblings = [json.loads(file.read_text()) for file in folder.glob("rank*.who")]
-    gone = [one["rank"] for one in siblings if process_state(one["pid"]) in ENDED]
-    return dict.fromkeys(gone, End(None, time.time()))  # its starter alone knows the code
 
 
 def make_report(failures: Sequence[dict[str, Any]], command: list[str]) -> Report | None:
@@ -101,111 +87,79 @@ def make_report(failures: Sequence[dict[str, Any]], command: list[str]) -> Repor
     if not failures:
         return None
     first = min(failures, key=lambda one: (one["kind"] != "hang", one["is_echo"], one["time"]))
-    if first["kind"] not in ("hang", "killed", "left"):
-        first["meaning"], first["advice"] = explain_exception(first)
-    others = sorted((one for one in failures if one is not first), key=lambda one: float(one["time"]))
-    folder = None if first["run_dir"] is None else Path(first["run_dir"])
-    newest, saved_step = first["resumed"] or (None, 0)
-    if folder is not None and (own := newest_snapshot(folder)) is not None:
+    others = sorted((one for one in failures if one["rank"] != first["rank"]), key=lambda one: float(one["time"]))
+    consequences = [{key: one[key] for key in ("rank", "host", "pid")} for one in others]
+    for consequence, one in zip(consequences, others, strict=True):
+        consequence |= {"seconds_later": round(max(0.0, one["time"] - first["time"]), 3), "what": _what(one)}
+    (newest, saved_step), folder = first["resumed"] or (None, 0), first["run_dir"]
+    if folder is not None and (own := newest_snapshot(Path(folder))) is not None:
         newest, saved_step = str(own), int(own.name.removeprefix("step_"))
-    report = {
-        "schema": SCHEMA,
-        "first": first,
-        "consequences": [_consequence(one, first) for one in others],
-        "world_size": first["world_size"],
-        "exit_code": KIND_CODES.get(first["kind"], EXIT_FAILED),
-        "will_fail_again": first["before"] is not None and first["before"] == identity(first),
-    }
-    run = {"folder": first["run_dir"], "newest_snapshot": newest, "time": time.time()}
-    report["run"] = run | {"steps_lost": max(0, first["step"] - saved_step), "resume": ""}
-    return _with_resume(report, command)
-
-
-def _with_resume(report: Report, command: list[str]) -> Report:
-    """With the command that goes on, in the same folder; without one where it would not help."""
-    run = report["run"]
-    helps = run["newest_snapshot"] is not None and not report["will_fail_again"]
-    return report | {"run": run | {"resume": resume_command(command, run["folder"]) if helps else ""}}
+    again = first["before"] is not None and first["before"] == identity(first)
+    run = {"folder": folder, "newest_snapshot": newest, "steps_lost": max(0, first["step"] - saved_step)}
+    run |= {"resume": "" if newest is None or again else resume_command(command, folder), "time": time.time()}
+    report = {"schema": SCHEMA, "first": first, "consequences": consequences, "run": run, "will_fail_again": again}
+    return report | {"world_size": first["world_size"], "exit_code": KIND_CODES.get(first["kind"], EXIT_FAILED)}
 
 
 def identity(first: Mapping[str, Any]) -> dict[str, Any] | None:
     """What is alike in a failure that a restart cannot pass; None if a restart may."""
-    keys = ("kind", "type", "file", "line", "step", *(("meaning",) if first["kind"] == "hang" else ()))
+    keys = ("kind", "type", "file", "line", "step", "meaning")
     return {key: first.get(key) for key in keys} if first["kind"] not in ("killed", "left", "config") else None
 
 
-def _consequence(one: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    seconds = round(max(0.0, one["time"] - first["time"]), 3)
-    what = "was ended" if first["kind"] == "hang" or one["is_echo"] else f"ended ({one.get('signal')})"
-    if "type" in one:
-        what = f"{one['type']}: {one['message'].partition(chr(10))[0]}"
-    return {key: one[key] for key in ("rank", "host", "pid")} | {"seconds_later": seconds, "what": what}
+def tell(
+    folder: Path | None, command: list[str], own: dict[str, Any] | None = None, ends: Ends | None = None
+) -> tuple[Report | None, bool]:
+    """(the report on the ranks of this machine, None if none has failed; whether this process prints it). It is left in
+    the run folder. One process of a machine prints it, and who knows better than an earlier report.
 
-
-def publish(report: Report, command: list[str], is_part: bool) -> tuple[Report, bool]:
-    """Write failure.json in the run folder. Returns the report that is there, and whether this one has replaced it.
-
-    What is only the echo of a lost rank gives way. is_part: ranks of other machines may have failed first: their report
-    is awaited for a while.
+    What is only the echo of a lost rank gives way: other ranks, also of other machines, may have failed first, and are
+    awaited for a while. own: the record of this rank, if it is one. ends: see `failures_in`.
     """
-    folder, is_echo = report["run"]["folder"], report["first"]["is_echo"]
-    if folder is None or report["first"]["kind"] == "config":
-        return report, False
-    deadline = time.monotonic() + (ECHO_SECONDS if is_part and is_echo else 0.0)
-    while (others := read_report(Path(folder))) is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    if others is not None and (is_echo or not others["first"]["is_echo"]):
-        return _with_resume(others, command), False
-    with suppress(OSError):  # a full disk costs the file
-        write_whole(Path(folder, FILE), json.dumps(report, indent=1) + "\n", sync=False)
-    return report, others is not None
-
-
-def tell(own: dict[str, Any], folder: Path | None, command: list[str]) -> tuple[Report, bool]:
-    """The report of ranks that another program has started, by the one of them that fails with the record `own`, and
-    whether this rank has to print it: one of each machine does, and who knows better than an earlier report.
-    """
-    failures, is_first = [own], True
-    deadline = time.monotonic() + (ECHO_SECONDS if own["is_echo"] else END_SECONDS)
-    while folder is not None and time.monotonic() < deadline:
-        failures = failures_in(folder, _gone(folder))
-        if len(failures) == len([*folder.glob("rank*.who")]):
+    failures, start = failures_in(folder, ends), time.monotonic()
+    while own and len(failures) < len(records_in(folder)):
+        if time.monotonic() - start > (ECHO_SECONDS if own["is_echo"] else END_SECONDS):
             break
         time.sleep(0.02)
-    report = make_report(failures, command)
-    assert report is not None
-    if report["first"]["kind"] == "config":  # that rank shows its sentence itself
+        failures = failures_in(folder)
+    report = make_report(failures or ([own] if own else []), command)
+    if report is None or report["first"]["kind"] == "config":  # that rank shows its sentence itself
         return report, False
-    if folder is not None:
-        is_first = claim(folder / PRINTED)
-    report, has_replaced = publish(report, command, is_part=len(failures) < own["world_size"])
-    return report, is_first or has_replaced
+    first, run_dir, prints = report["first"], report["run"]["folder"], folder is None or claim(folder / PRINTED)
+    if run_dir is None:
+        return report, prints
+    may_come = first["is_echo"] and len(failures) < report["world_size"]
+    while (others := read_report(Path(run_dir))) is None and may_come and time.monotonic() - start < 2 * ECHO_SECONDS:
+        time.sleep(0.02)
+    if others is not None and (first["is_echo"] or not others["first"]["is_echo"]):
+        run = others["run"]
+        return others | {"run": run | {"resume": run["resume"] and resume_command(command, run_dir)}}, prints
+    with suppress(OSError):  # a full disk costs the file
+        write_whole(Path(run_dir, FILE), json.dumps(report, indent=1) + "\n", sync=False)
+    return report, prints or others is not None
 
 
 def claim(path: Path) -> bool:
     """Whether this process is the first to make the file."""
     with suppress(OSError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        path.touch(exist_ok=False)
         return True
     return False
 
 
 def leave(folder: Path | None) -> None:
     """Remove the folder that ranks of another program's share, in the last of them that ends."""
-    with suppress(OSError, ValueError):
-        siblings = [json.loads(file.read_text()) for file in folder.glob("rank*.who")] if folder is not None else []
-        alive = [one["rank"] for one in siblings if process_state(one["pid"]) not in ENDED]
-        if folder is not None and all(phase_of(folder, rank) == "end" for rank in alive):
-            shutil.rmtree(folder, ignore_errors=True)
+    alive = [one["rank"] for one in records_in(folder) if process_state(one["pid"]) not in ENDED]
+    if folder is not None and all(read_place(folder, rank).name == "end" for rank in alive):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_report(folder: Path) -> Report | None:
     """What failure.json in the run folder holds."""
-    try:
-        contents = json.loads((folder / FILE).read_text())
-    except (OSError, ValueError):
-        return None
-    return contents if isinstance(contents, dict) and contents.get("schema") == SCHEMA else None
+    with suppress(ValueError, AttributeError):
+        contents: Report = json.loads(read(folder / FILE) or "{}")
+        return contents if contents.get("schema") == SCHEMA else None
+    return None
 
 
 # How to go on.
@@ -230,19 +184,15 @@ def typed_command(started_by: str = "python") -> list[str]:
 
     started_by: see `RankInfo`. Only of srun the words are not known: it runs on another machine.
     """
-    own = [os.path.basename(sys.executable), *sys.argv]
-    if started_by == "srun":
-        return ["srun", *own]
-    words: list[str] = []
-    if started_by in ("torchrun", "mpirun"):
-        with suppress(OSError):
-            words = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
-    if not words or (started_by == "mpirun" and os.path.basename(words[0]) not in MPI_LAUNCHERS):
-        return own
-    pairs = pairwise(words)  # `-x NAME` for `-x NAME=VALUE`, which may be a secret; where the ranks meet is none
-    hides = [before == "-x" and not word.startswith("MASTER_") for before, word in pairs]
-    shown = [word.partition("=")[0] if is_hidden else word for word, is_hidden in zip(words[1:], hides, strict=True)]
-    return [os.path.basename(words[0]), *shown]
+    words = [os.path.basename(sys.executable), *sys.argv]
+    if started_by not in ("torchrun", "mpirun"):
+        return ["srun"] * (started_by == "srun") + words
+    program, *typed = read(Path(f"/proc/{os.getppid()}/cmdline")).rstrip("\0").split("\0")
+    if os.path.basename(program) in MPI_LAUNCHERS or (program and started_by == "torchrun"):
+        words = [os.path.basename(program)]
+        for word in typed:  # `-x NAME` for `-x NAME=VALUE`, which may be a secret; where the ranks meet is none
+            words.append(word.partition("=")[0] if words[-1] == "-x" and word[:7] != "MASTER_" else word)
+    return words
 
 
 # The screen.
@@ -253,69 +203,60 @@ def in_one_line(report: Report) -> str:
     first = report["first"]
     if first["kind"] in RAISED_BY_ALL:
         return str(first["message"])
-    what = f"hangs: {first['verdict']}" if "verdict" in first else _evidence(first)[0]
     why = f": {first['meaning']}" if first["kind"] == "killed" else ""
-    return f"rank {first['rank']} of {report['world_size']}: {what}{why}"
+    return f"rank {first['rank']} of {report['world_size']}: {_what(first)}{why}"
+
+
+def _what(one: Mapping[str, Any]) -> str:
+    if "type" in one:
+        return f"{one['type']}: {one['message'].partition(chr(10))[0]}"
+    return f"hangs: {one['verdict']}" if one["kind"] == "hang" else f"it ended: {one['signal']}"
 
 
 def screen(report: Report) -> str:
     """At most 40 lines: what failed, what it means, what to type; what followed; the log; where the run is."""
-    first, run = report["first"], report["run"]
+    first, run, others = report["first"], report["run"], report["consequences"]
     if first["kind"] == "config":
         return f"lockstep: {first['message']}"
-    who, process = f"rank {first['rank']} of {report['world_size']}", f"({first['host']}, pid {first['pid']})"
+    who = f"rank {first['rank']} of {report['world_size']}"
     epoch = f", in epoch {first['epoch']}, after step {first['step']}" if first["epoch"] else ""
-    position, consequences = f"{epoch}, in the phase {first['phase']}", report["consequences"]
+    where = f"({first['host']}, pid {first['pid']}){epoch}, in the phase {first['phase']}"
     if first["kind"] in RAISED_BY_ALL:
-        sentence = f"lockstep: {first['message']}".splitlines()
-        lines = [*sentence, f"  raised by all ranks, first by {who} {process}{position}"]
-        alike = f"{first['type']}: {first['message']}"
-        consequences = [other for other in consequences if other["what"] != alike]
+        head, *more = f"lockstep: {first['message']}".splitlines()
+        lines = [*more, f"  raised by all ranks, first by {who} {where}"]
+        others = [one for one in others if one["what"] != f"{first['type']}: {first['message']}"]
     else:
-        happened = f"{who} {'hangs' if first['kind'] == 'hang' else 'failed first'}"
-        lines = [f"lockstep: {happened} {process}{position}", *(f"  {line}" for line in _evidence(first))]
+        head = f"lockstep: {who} {'hangs' if first['kind'] == 'hang' else 'failed first'} {where}"
+        lines = [f"  {line}" for line in _evidence(first)]
         for line in (f"what it means: {first['meaning']}", f"what to do: {first['advice']}"):
             lines += textwrap.wrap(line, COLUMNS, subsequent_indent="  ", break_long_words=False)
     if report["will_fail_again"]:
         lines.append("the start before ended with the same failure at the same step: it will fail again")
-    lines += ["consequences:"] * bool(consequences)
-    for other in consequences[:CONSEQUENCES]:
-        process = f"rank {other['rank']} ({other['host']}, pid {other['pid']})"
-        lines.append(f"  {process} {other['seconds_later']:.2f} s later: {other['what']}")
-    if len(consequences) > CONSEQUENCES:
-        lines.append(f"  and {len(consequences) - CONSEQUENCES} other ranks")
+    lines += ["consequences:"] * bool(others)
+    for one in others[:CONSEQUENCES]:
+        process = f"rank {one['rank']} ({one['host']}, pid {one['pid']})"
+        lines.append(f"  {process} {one['seconds_later']:.2f} s later: {one['what']}")
+    lines += [f"  and {len(others) - CONSEQUENCES} other ranks"] * (len(others) > CONSEQUENCES)
+    if first["log"]:
+        lines += [f"its log, {first['log']}, ends with:", *(f"  {line}" for line in first["log_lines"][-LOG_LINES:])]
     ends = [f"run folder: {run['folder'] or 'none yet'}"]
     ends.append(f"newest snapshot: {run['newest_snapshot'] or 'none'}; steps lost: {run['steps_lost']}")
     ends += [f"resume: {run['resume']}"] if run["resume"] else []
-    if first["log"]:
-        room = max(1, min(LOG_LINES, LINES - len(lines) - len(ends) - 1))
-        lines.append(f"its log, {_shown(first['log'])}, ends with:")
-        lines += [f"  {line}" for line in first["log_lines"][-room:]]
-    lines = lines[: LINES - len(ends)]
-    is_short = {line: len(line) <= COLUMNS or line.startswith("lockstep: ") for line in lines}
-    return "\n".join([*(line if is_short[line] else f"{line[: COLUMNS - 3]}..." for line in lines), *ends])
+    shown = [line.replace(f"{os.getcwd()}/", "")[:COLUMNS] for line in lines[: LINES - 1 - len(ends)]]
+    return "\n".join([head, *shown, *ends])
 
 
 def _evidence(first: Mapping[str, Any]) -> list[str]:
     """What was seen: the table of a hang, the exception and its place, or how the process ended and its stack."""
-    if "table" in first:
+    if first["kind"] == "hang":
         silence = f"no rank has made progress for {first['silent_seconds']:.0f} s"
-        return [silence, *first["table"][:HANG_ROWS], f"verdict: {first['verdict']}"]
-    if "type" in first:
-        message = [line for line in first["message"].splitlines() if line.strip()][:4] or [""]
-        lines = [f"{first['type']}: {message[0]}", *message[1:]]
-    else:
-        lines = [f"it ended: {first['signal']}"]
-    lines += first.get("stack", [])[:STACK_LINES]
+        return [silence, *first["table"], f"verdict: {first['verdict']}"]
+    lines = [_what(first), *first.get("stack", [])[:STACK_LINES]]
+    lines += [line for line in first.get("message", "").splitlines()[1:] if line.strip()][:3]
     if "file" in first:
-        lines.append(f"at {_shown(first['file'])}:{first['line']} in {first['function']}: {first['code']}")
-        lines += [f"  {name}: {text}" for name, text in list(first.get("operands", {}).items())[:5]]
+        lines.append(f"at {first['file']}:{first['line']} in {first['function']}: {first['code']}")
+        lines += [f"  {name}: {text}" for name, text in list(first["operands"].items())[:5]]
     if samples := first.get("samples", []):
         more = f", ... ({len(samples)} in all)" if len(samples) > SAMPLES else ""
         lines.append(f"its batch held the samples {', '.join(map(str, samples[:SAMPLES]))}{more}")
     return lines
-
-
-def _shown(path: str) -> str:
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative

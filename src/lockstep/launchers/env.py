@@ -32,16 +32,17 @@ class EnvLauncher(Launcher):
         except (Exception, KeyboardInterrupt) as error:
             heartbeat.fails(error)
             # A sentence needs no report; a rank that has not met the others is the only one to know.
-            if isinstance(error, ConfigError | KeyboardInterrupt) or heartbeat.failure["run_dir"] is None:
+            if isinstance(error, ConfigError | KeyboardInterrupt) or heartbeat.record["run_dir"] is None:
                 raise
-            report, prints = tell(heartbeat.failure, heartbeat.folder, typed_command(info.started_by))
+            found, prints = tell(heartbeat.folder, typed_command(info.started_by), heartbeat.record)
+            report = found or {}
             _tell_torchrun(report, info.rank)
             raise RankFailed(screen(report) if prints else "", report) from error
         finally:
             signals.each_second(None)
             heartbeat.enter("end")
             folder = heartbeat.folder
-            heartbeat.leave()
+            heartbeat.begin()
             leave(folder)
 
 

@@ -30,10 +30,12 @@ from lockstep.distributed.environment import DEFAULT_PORT, LOOPBACK, STARTED_BY,
 from lockstep.distributed.host import cpu_count, end_with_parent
 from lockstep.distributed.rendezvous import shared_store
 from lockstep.errors import CannotStartNow, ConfigError, RankFailed, StoppedEarly
-from lockstep.failures.record import FOLDER, heartbeat, phase_of
-from lockstep.failures.report import End, failures_in, make_report, publish, screen, typed_command
+from lockstep.failures.record import FOLDER, heartbeat, read_place
+from lockstep.failures.report import screen, tell, typed_command
 from lockstep.launchers.base import Launcher, Worker, flush_output, print_line, refuse_nesting
 
+Ends = dict[int, dict[str, Any]]
+"""{rank: its exit_code, time, and is_echo, whether this process killed it}"""
 POLL_SECONDS = 0.2  # where a process that a rank has forked hides the rank's end
 AFTER_SECOND_SIGNAL = 1.5  # seconds until ranks that have not ended are killed
 # The same after the end of a rank, by its exit code; and longer while a rank saves.
@@ -124,6 +126,7 @@ class LocalLauncher(Launcher):
         # Made before the ranks, the folder of multiprocessing is theirs, too: it goes with the last of them.
         folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=multiprocessing.util.get_temp_dir()))
         env |= {FOLDER: str(folder)} | ({STORE_FILE: str(folder / "store")} if self.nnodes == 1 else {})
+        heartbeat.begin()
         context: Any = torch_multiprocessing.get_context(self.start_method)
         reader, writer = context.Pipe(duplex=False)
         ranks_here = int(env["LOCAL_WORLD_SIZE"])
@@ -149,10 +152,10 @@ class LocalLauncher(Launcher):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def wait(processes: dict[int, Any], results: Any, folder: Path, relay: signals.Relay) -> tuple[Any, dict[int, End]]:
+def wait(processes: dict[int, Any], results: Any, folder: Path, relay: signals.Relay) -> tuple[Any, Ends]:
     """Wait until all ranks have ended. Returns rank 0's value, which may be larger than a pipe holds, and their ends.
     Kills those that do not end, after a failure or while the others have stopped."""
-    value, ends, waiting, killed, deadline = None, dict[int, End](), dict(processes), set[int](), math.inf
+    value, ends, waiting, killed, deadline = None, Ends(), dict(processes), set[int](), math.inf
     while waiting or results.poll():
         sentinels = [process.sentinel for process in waiting.values()]
         multiprocessing.connection.wait([*sentinels, results], POLL_SECONDS)
@@ -160,24 +163,24 @@ def wait(processes: dict[int, Any], results: Any, folder: Path, relay: signals.R
         now = time.monotonic()
         for rank in [rank for rank, process in waiting.items() if not process.is_alive()]:
             code = waiting.pop(rank).exitcode
-            ends[rank] = End(code, time.time(), rank in killed)
-            ends_well = phase_of(folder, rank) == "end"  # else it has left without a word
+            ends[rank] = {"exit_code": code, "time": time.time(), "is_echo": rank in killed}
+            ends_well = read_place(folder, rank).name == "end"  # else it has left without a word
             grace = 0.0 if code == errors.EXIT_HANG else GRACES.get(code, GRACE) if ends_well else GRACE
             deadline = min(deadline, now + grace)
         if relay.second is not None:
             deadline = min(deadline, relay.second_at + AFTER_SECOND_SIGNAL)
-        may_save = relay.second is None and errors.EXIT_HANG not in [end.code for end in ends.values()]
+        may_save = relay.second is None and errors.EXIT_HANG not in [end["exit_code"] for end in ends.values()]
         for rank, process in waiting.items():
-            saves = may_save and phase_of(folder, rank) in ("snapshot", "disk")
+            saves = may_save and read_place(folder, rank).name in ("snapshot", "disk")
             if now > deadline + LONGER_WHILE_SAVING * saves:
                 killed.add(rank)
                 process.kill()
     return value, ends
 
 
-def outcome(folder: Path, ends: dict[int, End], relay: signals.Relay) -> BaseException | None:
+def outcome(folder: Path, ends: Ends, relay: signals.Relay) -> BaseException | None:
     """What the exit codes of the ranks and their records in the folder say; None if all have finished."""
-    codes, stopped = [end.code for end in ends.values()], None
+    codes, stopped = [end["exit_code"] for end in ends.values()], None
     before_training = [number for number in signals.STOP_SIGNALS if 128 + number in codes]
     have_stopped = any(code in STOP_EXITS for code in codes)
     if relay.second is not None:
@@ -191,12 +194,10 @@ def outcome(folder: Path, ends: dict[int, End], relay: signals.Relay) -> BaseExc
     if stopped is not None:
         print_line(f"lockstep: {stopped}", sys.stderr)
         return stopped
-    failures, command = failures_in(folder, ends), typed_command()
-    report = make_report(failures, command)
+    report, _ = tell(folder, typed_command(), ends=ends)
     if report is None:
         what = "lockstep: a rank ended before it could say why; its own words are above"
         return RankFailed(what, {}) if any(codes) else None
-    report, _ = publish(report, command, is_part=len(failures) < report["world_size"])
     first = report["first"]
     if first["kind"] != "config":
         return RankFailed(screen(report), report)
