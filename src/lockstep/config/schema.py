@@ -210,7 +210,7 @@ class RunConfig:
         share, fold, folds = self.loader.validation, self.loader.fold, self.loader.folds
         monitor, final, chooses = self.monitor or "", self.trainer.final, self.chooses
         metric = monitor.partition("/")[2]
-        plateau = self.scheduler.get("_target_") == "lockstep.training.schedules.plateau"
+        plateau = self.scheduler.get("_target_") == "lockstep.training.schedules.Plateau"
         all_folds = f"loader.fold=0, or -m 'loader.fold=range(0,{folds})'"
         both = "watch.nan=skip and the loss scaling of fp16 would both leave out updates"
         overwrites = self.trainer.compile == "reduce-overhead" and self.trainer.gradient_accumulation_steps > 1
