@@ -218,13 +218,7 @@ def weight_of(targets: Tensor) -> Tensor:
 
 def test_a_mean_is_over_the_weights_of_all_ranks_whatever_their_sum_is(tmp_path: Path) -> None:
     words = [*WHOLE, f"task._target_={__name__}.Weighed", "trainer.precision=fp64", "trainer.max_steps=4"]
-    words += [
-        "model=linear",
-        "trainer.batch_size=61",
-        "scheduler=constant",
-        "optimizer.weight_decay=0",
-        "logger=[]",
-    ]
+    words += ["model=linear", "trainer.batch_size=61", "scheduler=constant", "optimizer.weight_decay=0", "logger=[]"]
     torch.manual_seed(0)
     images, targets = digits(True).inputs, digits(True).targets
     scaled = (images.double() / 255 - 0.287) / 0.353

@@ -139,11 +139,7 @@ def test_what_does_not_fit_the_model_is_refused_on_all_ranks_with_what_to_type(t
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Identity(), torch.nn.ReLU())
     torch.save({f"module.{name}": value for name, value in net.state_dict().items()}, tmp_path / "body.pt")
     cases = [
-        (
-            "init",
-            f"{tmp_path}/none.pt",
-            "none.pt does not exist; type a run folder or one of",
-        ),
+        ("init", f"{tmp_path}/none.pt", "none.pt does not exist; type a run folder or one of"),
         ("init", f"{tmp_path}", "holds no finished snapshot; type a run folder"),
         ("init", f"{tmp_path}/body.pt", 'Missing key(s) in state_dict: "2.weight", "2.bias", "4.weight", "4.bias".'),
         ("init", f"{tmp_path}/body.pt", "type parameters.new_layers=[<the layers that shall begin with random w"),

@@ -22,12 +22,7 @@ BATCH = 64
 SAMPLES = 1437
 DATA = ["dataset=pair", *(f"dataset.{half}._target_=support.damage.FloatDigits" for half in ("train", "test"))]
 SMALL = ["logger=[tensorboard]", *DATA, f"+dataset.train.broken=[{BROKEN}]"]
-SMALL += [
-    "+dataset.train.train=true",
-    "+dataset.test.train=false",
-    "+dataset.test.broken=[]",
-    "trainer.epochs=2",
-]
+SMALL += ["+dataset.train.train=true", "+dataset.test.train=false", "+dataset.test.broken=[]", "trainer.epochs=2"]
 NONE_COUNTED = [f"+dataset.train.broken={list(range(SAMPLES))}", "watch.nan=skip", "trainer.batch_size=300"]
 NONE_COUNTED += ["trainer.epochs=1", "logging.every=5"]
 TEST_BROKEN = ["dataset.train.broken=[]", "dataset.test.broken=[7,9]", "trainer.max_steps=1"]

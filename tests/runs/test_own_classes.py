@@ -129,10 +129,7 @@ def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
             "No module named 'nowhere'); type PYTHONPATH=<the folder of nowhere.py> before the command, or",
         ),
         ("model._target_=own_failing.Net", "before the command, or pip install a_package_that_nobody_has"),
-        (
-            "model._target_=own_dividing.Net",
-            "(ZeroDivisionError: division by zero); type model._target_=",
-        ),
+        ("model._target_=own_dividing.Net", "(ZeroDivisionError: division by zero); type model._target_="),
         (
             "model._target_=torch.nn.Linear",
             "Linear needs in_features and out_features; type +model.in_features=<value>",

@@ -16,7 +16,7 @@ REFUSED = [
     (
         ["optimizer._target_=zoo.optimizers.Recent", "trainer.max_steps=1"],
         "has collections.deque; keep tensors, numbers",
-    ),
+    )
 ]
 
 

@@ -28,12 +28,7 @@ from support.run_folders import newest_snapshot
 from support.small_text import small_gpt
 from support.worlds import distance, in_world, same_bits, train, train_all, weights
 
-MODEL = (
-    "model=linear",
-    "model._target_=support.models.OddTensors",
-    "optimizer.fused=false",
-    "logger=[]",
-)
+MODEL = ("model=linear", "model._target_=support.models.OddTensors", "optimizer.fused=false", "logger=[]")
 
 
 def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

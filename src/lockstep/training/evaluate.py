@@ -31,8 +31,12 @@ from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)
 
-COLUMNS = ("loss", "right", "target", "prediction")  # of a sample in SampleResults; NaN: it has none
+MEASURED = {"loss": "loss", "accuracy": "right"}  # {of a task: column of SampleResults}
+COLUMNS = (*MEASURED.values(), "target", "prediction")  # NaN where a sample has no such value
 ASKED_EVERY = 8  # parts, after which the ranks ask whether one of them was told to stop; of the first ones each
+Means = dict[str, float]
+Look = Callable[[Mapping[str, Tensor], Any, Any, Tensor], None]
+"""(what the task gave, outputs, targets, numbers of the samples in the data set)."""
 
 
 def stop() -> NoReturn:
@@ -40,33 +44,21 @@ def stop() -> NoReturn:
     raise StoppedEarly("stopped early; the numbers are dropped, type the command again", EXIT_STOPPED_WITHOUT_SNAPSHOT)
 
 
-def evaluate(
-    run: Run,
-    loader: Loader,
-    on_stop: Callable[[], NoReturn] = stop,
-    results: "SampleResults | None" = None,
-    metrics: "Metrics | None" = None,
-) -> dict[str, float]:
+def evaluate(run: Run, loader: Loader, on_stop: Callable[[], NoReturn] = stop, look: "Look | None" = None) -> Means:
     """{metric: mean over every sample of the data set, each counted once}, with the averaged weights if there are any,
-    on every rank. A collective. After a rank was asked to stop, `on_stop` is called on every rank.
-
-    results: gets all outputs of this rank. metrics: of torchmetrics.
-    """
+    on every rank. A collective. After a rank was asked to stop, `on_stop` is called on every rank. look: sees all."""
     meter, strategy, ignores = Meter(run.task, run.world), run.strategy, not loader.is_whole
     numbers = torch.empty(0)  # of the samples that are still to be counted; a pipeline counts some at a time
 
     def count(outputs: Any, targets: Any) -> None:
         nonlocal numbers
         now, numbers = numbers.tensor_split([count_samples(targets)])
-        if not strategy.counts:
-            return
-        found = run.task(outputs, targets)
-        sums = run.task.sums(outputs, targets, ignores, found)
-        meter.add(0, sums.values, sums.counts)
-        if results is not None:
-            results.add(found, outputs, targets, now)
-        if metrics is not None:
-            metrics.add(run.task.scores(outputs), targets, now)
+        if strategy.counts:
+            found = run.task(outputs, targets)
+            sums = run.task.sums(outputs, targets, ignores, found)
+            meter.add(0, sums.values, sums.counts)
+            if look is not None:
+                look(found, outputs, targets, now)
 
     with evaluating(run, loader):
         for number, part in enumerate(loader.evaluation(run.config.evaluation.batch_size), start=1):
@@ -75,8 +67,7 @@ def evaluate(
             heartbeat.beat()
             if (number < ASKED_EVERY or number % ASKED_EVERY == 0) and run.world.any_of([signals.stop_requested()])[0]:
                 on_stop()
-    means = meter.means(run.world.all_reduce_sum(meter.flush()).tolist())
-    return means | ({} if metrics is None else metrics.compute(run.world))
+    return meter.means(run.world.all_reduce_sum(meter.flush()).tolist())
 
 
 @contextmanager
@@ -138,8 +129,8 @@ class Metrics:
         if self.by_sample:
             self.kept.append({"number": numbers, "scores": scores.double(), "targets": targets})
 
-    def compute(self, world: World) -> dict[str, float]:
-        """{name: value}, the same on every rank. A collective."""
+    def compute(self, world: World) -> Means:
+        """The same on every rank. A collective."""
         found = {name: float(self.metrics[name].compute()) for name in self.by_rank}
         whole = gathered(world, self.kept) if self.by_sample else {}
         for name in self.by_sample if whole else ():
@@ -147,8 +138,7 @@ class Metrics:
             metric.sync_on_compute = False
             metric.update(whole["scores"].to(metric.device), whole["targets"].to(metric.device))
             found[name] = float(metric.compute())
-        found = world.broadcast_json(found)
-        return {name: found[name] for name in self.metrics}
+        return world.broadcast_json(found) if self.by_sample else found
 
 
 class SampleResults:
@@ -164,42 +154,44 @@ class SampleResults:
 
     def add(self, found: Mapping[str, Tensor], outputs: Any, targets: Any, numbers: Tensor) -> None:
         """found: what the task gave for these samples of this rank."""
-        row = {"loss": self._each(found["loss"], targets), "target": _one_value(targets)}
-        if "accuracy" in found:
-            row["right"] = self._each(found["accuracy"], targets)
+        row = {name: self._each(found[metric], targets) for metric, name in MEASURED.items() if metric in found}
+        row["target"] = _one_value(targets)
         if self.draws and row["target"] is not None:
             row["prediction"] = _one_value(self.task.predictions(outputs).get("prediction"))
         nothing = torch.full((len(numbers),), math.nan, dtype=torch.float64)
         known = {name: column for name, column in row.items() if column is not None}
         self.kept.append({"number": numbers} | {name: known.get(name, nothing) for name in COLUMNS})
 
-    def _each(self, value: Tensor, targets: Any) -> Tensor:
+    def _each(self, value: Tensor, targets: Any) -> Tensor | None:
         """(N,) float64: of values of targets the mean over those of a sample that count."""
-        if value.dim() <= 1:
-            return as_float64(value)
-        counted = as_float64(torch.ones_like(targets) if self.task.ignored is None else targets != self.task.ignored)
-        return (as_float64(value) * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1)
+        values, ignored = as_float64(value), self.task.ignored
+        if value.dim() < 2:
+            return values
+        counted = torch.ones_like(values) if ignored is None else as_float64(targets != ignored)
+        return (values * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1)
 
     def gather(self, world: World) -> None:
         self.columns = gathered(world, self.kept)
-        for metric, column in (("loss", self.columns.get("loss")), ("accuracy", self.columns.get("right"))):
-            if column is None or len(column) < 2 or column.isnan().any():
-                continue
-            if metric == "loss" or not bool(((column == 0) | (column == 1)).all()):
+        for metric, name in MEASURED.items() if self.columns else ():
+            column = self.columns[name]
+            is_binary = metric == "accuracy" and bool(((column == 0) | (column == 1)).all())
+            if len(column) > 1 and not is_binary and not column.isnan().any():
                 self.errors[metric] = float(column.std() / len(column) ** 0.5)
 
-    def table(self, loader: Loader) -> dict[str, Sequence[Any]]:
-        """{column: a value for each sample} of number, file, target, loss and right: those that there are."""
-        files, classes = files_of(loader), class_names(loader.reader.dataset)
-        known: dict[str, list[Any]] = {name: column.tolist() for name, column in self.columns.items()}
-        if files:
-            known["file"] = [files[number] for number in known["number"]]
-        for name in ("target", "right"):
+    def write(self, file: Path, loader: Loader) -> None:
+        """The columns number, file, target, loss and right that there are. A full disk costs them, and a warning."""
+        files, classes, text = files_of(loader), class_names(loader.reader.dataset), io.StringIO()
+        known: dict[str, list[Any]] = {n: c.tolist() for n, c in self.columns.items() if not c.isnan().all()}
+        for name in {"target", "right"} & known.keys():
             known[name] = [int(value) if value.is_integer() else value for value in known[name]]
-            if self.columns[name].isnan().all():
-                del known[name]
         known["target"] = [classes[one] if one in range(len(classes)) else one for one in known.get("target", ())]
-        return {name: known[name] for name in ("number", "file", "target", "loss", "right") if known.get(name)}
+        known["file"] = [files[number] for number in known["number"]] if files else []
+        table = {name: known[name] for name in ("number", "file", "target", "loss", "right") if known.get(name)}
+        csv.writer(text, lineterminator="\n").writerows([[*table], *zip(*table.values(), strict=True)])
+        try:
+            write_whole(file, text.getvalue(), sync=False)
+        except OSError as error:
+            log.warning("%s cannot be written (%s); the run goes on", file, error)
 
 
 def _one_value(values: Any) -> Tensor | None:
@@ -222,13 +214,20 @@ class Evaluator:
     file: Path | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, on_stop: Callable[[], NoReturn], step: int | None = None) -> dict[str, float]:
-        """As `evaluate`, of the weights of `step`; None: the present one. Raises TrainingDiverged if the loss is NaN."""
-        run, loader = self.run, self.loader
+    def __call__(self, on_stop: Callable[[], NoReturn], step: int | None = None) -> Means:
+        """As `evaluate`, of the weights of `step`; None: the present one. Raises TrainingDiverged for a NaN."""
+        run, loader, task = self.run, self.loader, self.run.task
         step = run.progress.step if step is None else step
-        draws = self.images > 0 and run.task.draws
-        results = SampleResults(run.task, draws) if draws or self.file is not None else None
-        means = evaluate(run, loader, on_stop, results, Metrics(self.metrics) if self.metrics else None)
+        draws, metrics = self.images > 0 and task.draws, Metrics(self.metrics)
+        results = SampleResults(task, draws) if draws or self.file is not None else None
+
+        def look(found: Mapping[str, Tensor], outputs: Any, targets: Any, numbers: Tensor) -> None:
+            if results is not None:
+                results.add(found, outputs, targets, numbers)
+            if self.metrics:
+                metrics.add(task.scores(outputs), targets, numbers)
+
+        means = evaluate(run, loader, on_stop, look) | metrics.compute(run.world)
         if not math.isfinite(means["loss"]):
             raise TrainingDiverged(f"the {self.name} loss is {means['loss']} at step {step}", SMALLER_STEPS)
         for callback in run.callbacks:
@@ -238,7 +237,7 @@ class Evaluator:
         results.gather(run.world)
         self.facts = {"samples": len(loader.reader), "errors": results.errors}
         if self.file is not None and run.world.is_rank_zero:
-            write_samples(self.file, results.table(loader))
+            results.write(self.file, loader)
         if draws:
             self.loggers.draw(self.name, partial(self._figures, results.columns), step)
         return means
@@ -247,13 +246,3 @@ class Evaluator:
         classes = class_names(self.loader.reader.dataset)
         found = self.run.task.figures(samples, self.loader.shown, classes, self.images)
         return {f"{self.name}/{name}": image for name, image in found.items()}
-
-
-def write_samples(file: Path, table: Mapping[str, Sequence[Any]]) -> None:
-    """A full disk costs the file, and a warning."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([[*table], *zip(*table.values(), strict=True)])
-    try:
-        write_whole(file, text.getvalue(), sync=False)
-    except OSError as error:
-        log.warning("%s cannot be written (%s); the run goes on", file, error)

@@ -30,8 +30,8 @@ def fit(
     info: RunInfo,
     tested: Mapping[str, Any] | None = None,
 ) -> float | None:
-    """Train epoch by epoch, evaluate, save; test once, with the weights that were chosen. Returns their monitored value,
-    None if nothing chooses.
+    """Train epoch by epoch, evaluate, save; test once, with the weights that were chosen. Returns what was monitored of
+    them, None if nothing chooses.
 
     tester: None: the test set stays shut. info: what the loggers have got. tested: the test of an earlier start, as
     `RunInfo.test`, if there was one.

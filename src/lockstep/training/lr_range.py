@@ -47,8 +47,8 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 
 def suggested(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """A part of the rate at which the loss is lowest, None if the loss never falls by more than batches differ. The usual
-    rule, the rate at which it falls fastest, is too low where it falls slowly: see docs/modes.md."""
+    """A part of the rate with the lowest loss, None if it never falls by more than batches differ. The usual rule,
+    the rate at which it falls fastest, is too low where it falls slowly: see docs/modes.md."""
     curve = smoothed(losses)
     lowest = curve.index(min(curve))
     if lowest < START or fmean(losses[:START]) - curve[lowest] <= 2 * stdev(losses[:START]):

@@ -66,8 +66,8 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def diverged(run: Run, what: str, step: int | None) -> TrainingDiverged:
-    """The error for a loss that is not finite in `step`, if that is known, with the samples that broke it. A collective.
-    what: the first words."""
+    """The error for a loss that is not finite in `step`, if that is known, with the samples that broke it: `what` and
+    more. A collective."""
     if step is None:
         return TrainingDiverged(what, SMALLER_STEPS)
     loader, progress = run.loaders.train, run.progress

@@ -182,7 +182,7 @@ class Run:
 
 
 class Clock:
-    """How long a run has trained, with its evaluations and snapshots, in earlier starts, too. limit: trainer.max_time."""
+    """How long a run has trained, with evaluations and snapshots, in earlier starts, too. limit: trainer.max_time."""
 
     def __init__(self, limit: float = math.inf) -> None:
         self.limit, self.last_step = limit, math.inf  # at which it ends the run, when the ranks have agreed

@@ -43,8 +43,8 @@ CAST = {
 
 
 def cast(module: nn.Module, precision: str) -> None:
-    """Give the parameters and buffers of `module` the types of `CAST`, in place. Other types stay, as their author chose
-    them: `Module.to` would take the imaginary part of complex weights away.
+    """Give the parameters and buffers of `module` the types of `CAST`, in place. Other types stay, as they were chosen:
+    `Module.to` would take the imaginary part of complex weights away.
 
     In bfloat16 running statistics would not move: a norm that has them stays as a whole, as torch wants it. A tensor
     whose elements share memory, as `expand` makes it, becomes an ordinary one: no value could be loaded into it.

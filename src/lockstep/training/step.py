@@ -101,9 +101,8 @@ class Step:
         return self.scaler.scale(weight) if self.scales else weight
 
     def _count(self, targets: Any) -> Tensor:
-        count, device = self.task.count(targets), self.meter.device
-        is_tensor = isinstance(count, Tensor)
-        return count.to(device).double() if is_tensor else torch.full((), count, dtype=torch.float64, device=device)
+        count, zero = self.task.count(targets), torch.zeros((), dtype=torch.float64, device=self.meter.device)
+        return count.to(zero.device).double() if isinstance(count, Tensor) else zero + count
 
     def _fill_in(self) -> None:
         if self.pending is None:
