@@ -22,7 +22,7 @@ def add(meter: Meter, loss: float, right: int, count: int, step: int = 0) -> Non
 
 
 def means(meter: Meter) -> dict[str, float]:
-    return meter.means(meter.world.all_reduce_sum(meter.flush().clone()))
+    return meter.means(meter.world.all_reduce_sum(meter.flush().clone()).tolist())
 
 
 def measure() -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,7 +81,7 @@ def measure(batch: int) -> dict[str, dict[str, float]]:
             for part in torch.arange(world.rank, SAMPLES, world.size).split(batch):
                 _, values, counts = meter.task.sums(outputs[part], targets[part])
                 meter.add(0, values, counts)
-            found[make_task.__name__] = meter.means(world.all_reduce_sum(meter.flush()))
+            found[make_task.__name__] = meter.means(world.all_reduce_sum(meter.flush()).tolist())
     return found
 
 
@@ -129,15 +128,14 @@ def measure_metrics(shares: list[list[int]]) -> dict[str, list[dict[str, float]]
     """{kind: two evaluations}: a second one begins at nothing. shares: the samples of each rank."""
     task, found = CrossEntropy(ignored_label=IGNORED), {}
     with join_world("gloo", 60) as world:
-        run: Any = SimpleNamespace(world=world, meter=Meter(task, world))
         for kind in ("classification", "segmentation"):
             (outputs, targets), made = data(kind), metrics_of(kind)
             found[kind] = []
             for _ in range(2):
-                metrics = Metrics(made, SAMPLES)
+                metrics = Metrics(made)
                 for numbers in torch.tensor(shares[world.rank], dtype=torch.int64).split(7):
                     metrics.add(task.scores(outputs[numbers].float()), targets[numbers], numbers)
-                found[kind].append(metrics.compute(run))
+                found[kind].append(metrics.compute(world))
     return found
 
 

@@ -135,7 +135,7 @@ class Metrics:
         whole = gathered(world, self.kept) if self.by_sample else {}
         for name in self.by_sample if whole else ():
             metric = self.metrics[name]
-            metric.sync_on_compute = False
+            metric.distributed_available_fn = lambda: False  # else it waits for the other ranks
             metric.update(whole["scores"].to(metric.device), whole["targets"].to(metric.device))
             found[name] = float(metric.compute())
         return world.broadcast_json(found) if self.by_sample else found
