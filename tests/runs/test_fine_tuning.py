@@ -16,7 +16,7 @@ from lockstep.snapshots.initial_weights import load_initial_weights
 from support.commands import ROOT, TRAIN, WHOLE, Command
 from support.configs import with_values
 from support.pages import environment, section
-from support.refusals import accepted, answer
+from support.refusals import accepted
 from support.run_folders import newest_snapshot
 from support.worlds import distance, in_world, train_all, weights
 
@@ -119,11 +119,6 @@ def test_a_run_begins_with_the_weights_of_another_and_a_new_head(tmp_path: Path)
     assert "init: keep their first values: 4.bias, 4.weight" in log
     assert "init: not used: 4.bias, 4.weight" in log
     assert "freeze: 1072 of 1276 weights are not trained: 1.bias, 1.weight, 2.bias, 2.weight" in log
-
-
-def test_a_group_without_a_match_is_refused_before_ranks_start() -> None:
-    said = "has no match, the names of parameters; type parameters.groups=[{match:fc,lr:0.1}]"
-    assert said in str(answer(*BASE, "parameters.groups=[{lr:0.1}]"))
 
 
 def refusals(configs: list[Any]) -> list[str]:

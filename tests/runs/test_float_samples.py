@@ -33,23 +33,6 @@ def test_samples_are_scaled_and_normalised_by_channel(shape: tuple[int, ...]) ->
         torch.testing.assert_close(alone(samples), scaled / std, **tolerance)
 
 
-def test_classes_and_tokens_stay_integers_and_other_targets_take_the_models_type() -> None:
-    tokens = torch.arange(6).view(2, 3)
-    samples = converter(normalise=True)(tokens)
-    assert torch.equal(samples, tokens)
-    assert samples.dtype == torch.int64
-    target = converter(normalise=False).target
-    assert target(torch.tensor([0, 1], dtype=torch.uint8)).dtype == torch.int64
-    assert target(torch.rand(2, 1)).dtype == target(torch.tensor([True])).dtype == torch.float64
-
-
-def test_a_data_set_is_not_changed_by_its_normalisation() -> None:
-    stored = torch.rand(4, 3, 2, 2, dtype=torch.float64)
-    before = stored.clone()
-    converter(normalise=True)(stored)
-    assert torch.equal(stored, before)
-
-
 FLOATS = own_data("support.models.float_digits")
 SHORT = ["model=linear", "trainer.precision=fp64", "trainer.max_steps=4", "logger=[]", "evaluation.batch_size=360"]
 RUNS = {

@@ -3,7 +3,6 @@
 import importlib
 import os
 import random
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.optim import lr_scheduler
 
 from lockstep.config.check import explain
 from lockstep.config.nodes import instantiate
 from lockstep.errors import ConfigError
 from support.commands import PYTHON_TRAIN, Command
-from support.configs import composed, with_values
-from support.event_files import scalars
+from support.configs import composed
 from support.refusals import accepted, answer
-from support.worlds import in_world, train, train_all, weights
+from support.worlds import in_world, train, weights
 
 OWN_MODULE = """
 import torch
@@ -102,11 +99,6 @@ def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
-    cfg = accepted("model._target_=own_nets.Net", "+model.activation=gelu", "+model.weights=DEFAULT")
-    assert isinstance(instantiate(cfg.model)[2], torch.nn.GELU)
-
-
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
@@ -150,17 +142,6 @@ def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
 )
 def test_a_class_that_does_not_fit_its_node_is_refused(typed: str, said: str) -> None:
     assert said in str(answer(*typed.split()))
-
-
-def test_a_model_whose_shapes_come_from_the_data_passes_the_checks_before_it() -> None:
-    accepted("model._target_=support.models.lazy_layers", "strategy=fsdp", "optimizer=adamw", "launch=fork")
-
-
-def test_an_optimizer_without_the_keys_of_ours_is_accepted() -> None:
-    config = accepted("optimizer._target_=torch.optim.RMSprop", "optimizer.lr=0.05", "optimizer.momentum=0.9")
-    optimizer = instantiate(config.optimizer, [torch.nn.Parameter(torch.zeros(1))])
-    assert isinstance(optimizer, torch.optim.RMSprop)
-    assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.05, 0.9)
 
 
 def test_an_error_inside_an_own_class_keeps_its_traceback() -> None:
@@ -209,45 +190,6 @@ def test_a_scheduler_that_a_function_forgets_to_return_ends_before_the_first_ste
     words = [*PYTHON_TRAIN, "scheduler._target_=own_tasks.forgets_to_return", "logger=[]"]
     output = Command(words, tmp_path, PYTHONPATH=str(tmp_path)).finish(1).output
     assert "'NoneType' object has no attribute 'step'" in output
-
-
-def test_an_error_in_the_constructor_of_a_task_names_its_line(tmp_path: Path) -> None:
-    words = [*PYTHON_TRAIN, "task._target_=own_tasks.Fails", "logger=[]"]
-    output = Command(words, tmp_path, PYTHONPATH=str(tmp_path)).finish(1).output
-    assert "ValueError: there is no table of weights" in output
-    assert re.search(r"at own_tasks.py:\d+ in __init__", output)
-
-
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "StepLR": {"step_size": 3, "gamma": 0.5},
-    "CosineAnnealingLR": {"T_max": STEPS},
-    "OneCycleLR": {"max_lr": 0.1},
-}
-
-
-def plain_learning_rates(name: str, options: dict[str, Any]) -> list[float]:
-    """The learning rate after each step, by torch alone."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.05, momentum=0.9)
-    length = {"total_steps": STEPS} if name == "OneCycleLR" else {}
-    scheduler, found = getattr(lr_scheduler, name)(optimizer, **options, **length), []
-    for _ in range(STEPS):
-        optimizer.step()
-        scheduler.step()
-        found.append(optimizer.param_groups[0]["lr"])
-    return found
-
-
-def test_schedules_of_torch_step_as_in_plain_torch(tmp_path: Path) -> None:
-    base = ["model=linear", f"trainer.max_steps={STEPS}", "logging.every=1", "logger=[tensorboard]"]
-    configs = []
-    for name, options in SCHEDULES.items():
-        keys = [f"+scheduler.{key}={value}" for key, value in options.items()]
-        cfg = accepted(*base, f"scheduler._target_=torch.optim.lr_scheduler.{name}", *keys)
-        configs.append(with_values(cfg, f"run_dir={tmp_path / name}"))
-    in_world(1, train_all, configs)
-    for name, options in SCHEDULES.items():
-        found = [value for _, value in scalars(tmp_path / name)["train/lr"]]
-        assert found == pytest.approx(plain_learning_rates(name, options), rel=1e-5), name
 
 
 SEEDS_AT_IMPORT = """

@@ -309,19 +309,3 @@ class Words(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         rows: Tensor = self.head(self.embedding((inputs.flatten(1) * 16).long().clamp(0, 16)).mean(1))
         return rows
-
-
-class HiddenCodes(nn.Module):
-    """A frozen weight that moves to the mean of the samples that a rank sees, by `.data`: no version tells it."""
-
-    def __init__(self, shape: list[int], classes: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(math.prod(shape), classes)
-        self.code = nn.Parameter(torch.zeros(math.prod(shape)), requires_grad=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        flat = inputs.flatten(1)
-        if self.training:
-            self.code.data.lerp_(flat.mean(0), 0.1)
-        outputs: Tensor = self.layer(flat - self.code)
-        return outputs
