@@ -103,6 +103,8 @@ def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, prog
     return Run(
         **shared,
         config=config,
+        world=world,
+        model=strategy.model,
         step=step,
         loaders=loaders,
         batch_size=batch_size,

@@ -47,7 +47,7 @@ def stop() -> NoReturn:
 def evaluate(run: Run, loader: Loader, on_stop: Callable[[], NoReturn] = stop, look: "Look | None" = None) -> Means:
     """{metric: mean over every sample of the data set, each counted once}, with the averaged weights if there are any,
     on every rank. A collective. After a rank was asked to stop, `on_stop` is called on every rank. look: sees all."""
-    meter, strategy, ignores = Meter(run.task, run.world), run.strategy, not loader.is_whole
+    meter, strategy, ignores, stops = Meter(run.task, run.world), run.strategy, not loader.is_whole, False
     numbers = torch.empty(0)  # of the samples that are still to be counted; a pipeline counts some at a time
 
     def count(outputs: Any, targets: Any) -> None:
@@ -65,8 +65,12 @@ def evaluate(run: Run, loader: Loader, on_stop: Callable[[], NoReturn] = stop, l
             numbers = part.numbers
             strategy.evaluate(part, count)
             heartbeat.beat()
-            if (number < ASKED_EVERY or number % ASKED_EVERY == 0) and run.world.any_of([signals.stop_requested()])[0]:
-                on_stop()
+            if number < ASKED_EVERY or number % ASKED_EVERY == 0:
+                (stops,) = run.world.any_of([signals.stop_requested()])
+            if stops:
+                break
+    if stops:  # the model has its own weights again, which may be saved
+        on_stop()
     return meter.means(run.world.all_reduce_sum(meter.flush()).tolist())
 
 
@@ -74,32 +78,25 @@ def evaluate(run: Run, loader: Loader, on_stop: Callable[[], NoReturn] = stop, l
 def evaluating(run: Run, loader: Loader) -> Iterator[None]:
     """The model evaluates with the averaged weights. Afterwards its buffers and all random states are as before."""
     heartbeat.enter("evaluation")
-    strategy = run.strategy
+    strategy, modules = run.strategy, [*run.model.modules()]
     # Not inference_mode: buffers that FSDP creates inside it could not be used for training afterwards.
     with run.averaged_weights(), torch.no_grad(), seeded(fold_in(loader.seed, EVALUATION, loader.share[0])):
         strategy.sync_buffers()
-        with buffers_kept(strategy.model):
-            strategy.module.eval()
-            try:
-                yield
-            finally:
-                strategy.module.train()
-
-
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """After the block the buffers, and the weights of an embedding with max_norm, are as before: some modules change
-    them in an evaluation, too, and the training would go on with what the test data has left."""
-    owned = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
-    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
-    owned += [(module, "weight") for module in embeddings if module.max_norm is not None]
-    before = [(tensor, tensor.clone()) for tensor in (getattr(*place) for place in owned)]
-    yield
-    for place, (tensor, copy) in zip(owned, before, strict=True):
-        if getattr(*place) is tensor and tensor.shape == copy.shape:
-            tensor.copy_(copy)
-        else:
-            setattr(*place, copy)
+        # Some modules change buffers, or the weights of an embedding with max_norm, in an evaluation, too.
+        owned = [(module, name) for module in modules for name, _ in module.named_buffers(recurse=False)]
+        embeddings = (module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+        owned += [(each, "weight") for each in embeddings if each.max_norm is not None]
+        before = [(tensor, tensor.clone()) for tensor in (getattr(*place) for place in owned)]
+        strategy.module.eval()
+        try:
+            yield
+        finally:
+            strategy.module.train()
+            for place, (tensor, copy) in zip(owned, before, strict=True):
+                if getattr(*place) is tensor and tensor.shape == copy.shape:
+                    tensor.copy_(copy)
+                else:
+                    setattr(*place, copy)
 
 
 def gathered(world: World, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -39,46 +39,6 @@ BATCH_DIMENSIONS = {  # those of what they draw inside, if not the first or the 
 UNWATCHED = nullcontext()
 
 
-class Draws:
-    """Seeds torch, numpy and random in each step, the same on all ranks. by_sample: False: torch's draws are those of a
-    part: of a compiled model, and where several ranks compute the same samples."""
-
-    def __init__(self, seed: int, device: torch.device, by_sample: bool) -> None:
-        self.seed, self.by_sample, self.samples = seed, by_sample, SampleDraws()
-        self.generators = [torch.default_generator]
-        if device.type == "cuda":
-            self.generators.append(torch.cuda.default_generators[device.index or 0])
-        self.is_mps = device.type == "mps"
-        self.first: int | None = None  # the step of this epoch in which a model is looked at that has drawn nothing
-
-    @property
-    def has_drawn(self) -> bool:
-        return self.samples.has_drawn
-
-    def restore(self, has_drawn: bool) -> None:
-        """Go on from a snapshot in the middle of an epoch: the same draws belong to samples as without the stop."""
-        self.samples.has_drawn = has_drawn
-
-    def begin_epoch(self, step: int) -> None:
-        """step: the first one of the epoch, counted from 0."""
-        self.first = step
-
-    def of_part(self, step: int, part: LoadedPart, count: int) -> AbstractContextManager[Any]:
-        """The block in which `part` of a batch of `count` samples is passed forward and backward. numpy and random give
-        all parts the numbers of one process, which may decide about a layer, or mix a batch."""
-        seed = fold_in(self.seed, step)
-        seed_numpy_and_random(seed)
-        if not self.by_sample:
-            seed = fold_in(self.seed, step, part.number)
-        for generator in self.generators:  # torch.manual_seed takes 0.5 ms where torch could use a GPU
-            generator.manual_seed(seed)
-        if self.is_mps:
-            torch.mps.manual_seed(seed)
-        if self.by_sample and (step == self.first or self.samples.has_drawn):
-            return self.samples.of(part.start, len(part.numbers), count)
-        return UNWATCHED
-
-
 class SampleDraws(TorchFunctionMode):
     """Inside the block, draws belong to the samples from `start` to `start + rows` of a global batch of `count`.
 
@@ -154,6 +114,42 @@ class SampleDraws(TorchFunctionMode):
         if device not in self.generators:
             self.generators[device] = torch.Generator(device)
         return self.generators[device].manual_seed(seed)
+
+
+class Draws(SampleDraws):
+    """Seeds torch, numpy and random in each step, the same on all ranks. by_sample: False: torch's draws are those of a
+    part: of a compiled model, and where several ranks compute the same samples."""
+
+    def __init__(self, seed: int, device: torch.device, by_sample: bool) -> None:
+        super().__init__()
+        self.seed, self.by_sample, self.is_mps = seed, by_sample, device.type == "mps"
+        self.seeded_each_step = [torch.default_generator]
+        if device.type == "cuda":
+            self.seeded_each_step.append(torch.cuda.default_generators[device.index or 0])
+        self.first: int | None = None  # the step of this epoch in which a model is looked at that has drawn nothing
+
+    def restore(self, has_drawn: bool) -> None:
+        """Go on from a snapshot in the middle of an epoch: the same draws belong to samples as without the stop."""
+        self.has_drawn = has_drawn
+
+    def begin_epoch(self, step: int) -> None:
+        """step: the first one of the epoch, counted from 0."""
+        self.first = step
+
+    def of_part(self, step: int, part: LoadedPart, count: int) -> AbstractContextManager[Any]:
+        """The block in which `part` of a batch of `count` samples is passed forward and backward. numpy and random give
+        all parts the numbers of one process, which may decide about a layer, or mix a batch."""
+        seed = fold_in(self.seed, step)
+        seed_numpy_and_random(seed)
+        if not self.by_sample:
+            seed = fold_in(self.seed, step, part.number)
+        for generator in self.seeded_each_step:  # torch.manual_seed takes 0.5 ms where torch could use a GPU
+            generator.manual_seed(seed)
+        if self.is_mps:
+            torch.mps.manual_seed(seed)
+        if self.by_sample and (step == self.first or self.has_drawn):
+            return self.of(part.start, len(part.numbers), count)
+        return UNWATCHED
 
 
 class _Operators(dispatch_mode()):  # type: ignore[misc]

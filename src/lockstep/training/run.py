@@ -71,6 +71,8 @@ class Run:
     """A run's parts. Everybody may read them; `progress` and what the parts hold change as it goes on."""
 
     config: RunConfig
+    world: World
+    model: torch.nn.Module
     strategy: Strategy
     task: Task
     step: "Step"
@@ -87,14 +89,6 @@ class Run:
     direction: str = "min"  # of the objective is better, or "max"
     callbacks: "Sequence[Callback]" = ()
     hyperparameters: "Sequence[dict[str, Any]]" = ()  # of each parameter group, before a schedule changed any
-
-    @property
-    def world(self) -> World:
-        return self.strategy.world
-
-    @property
-    def model(self) -> torch.nn.Module:
-        return self.strategy.model
 
     @property
     def epoch_samples(self) -> int:
