@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lockstep.data import Tensors
 from lockstep.tasks.tasks import CrossEntropy
-from support.digits import digits
 
 WATCHED: list[weakref.ref[nn.Parameter]] = []  # the parameters of the last `watched_layers`
 
@@ -69,12 +68,6 @@ def tokens(samples: int, vocabulary: int, length: int, train: bool) -> Tensors:
     """Random tokens (samples, length) int64; the next one is the first one again."""
     rows = torch.randint(0, vocabulary, (samples, length), generator=torch.Generator().manual_seed(int(train)))
     return Tensors(rows, rows[:, 0].clone())
-
-
-def float_digits(train: bool) -> Tensors:
-    """The digits as floating-point images in 0..1, with the same integer classes."""
-    images = digits(train)
-    return Tensors(images.inputs.double() / 255, images.targets)
 
 
 class WithConstants(nn.Module):
