@@ -97,15 +97,6 @@ def test_as_many_steps_as_samples_are_not_taken_for_them(what: str) -> None:
     torch.testing.assert_close(others, outputs, rtol=0, atol=1e-12)
 
 
-def test_large_batches_are_cut_as_well() -> None:
-    """Several blocks of rows are drawn, of which a part may need some."""
-    inputs = torch.ones(50, 4000)
-    outputs, _ = passes(nn.Dropout(0.25), inputs, (0, 50))
-    for edges in [(0, 25, 50), (0, 17, 34, 50), (0, 1, 2, 50)]:
-        assert torch.equal(passes(nn.Dropout(0.25), inputs, edges)[0], outputs)
-    assert outputs.count_nonzero() / outputs.numel() == pytest.approx(0.75, abs=0.005)
-
-
 def test_masks_of_samples_layers_and_steps_are_independent() -> None:
     masks = []
     for step in range(3):

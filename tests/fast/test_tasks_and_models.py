@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lockstep.distributed.world import World
@@ -13,7 +12,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.base import give_shapes
 from lockstep.models.tutorial import linear, mlp
 from lockstep.strategies.base import layer_groups
-from lockstep.tasks.base import Function, Task
+from lockstep.tasks.base import Task
 from lockstep.tasks.tasks import CrossEntropy, MultiLabel, Regression
 from lockstep.training.setup import prepare_model
 from support.configs import composed
@@ -24,15 +23,6 @@ def sums(task: Task, outputs: Any, targets: Any) -> dict[str, float]:
     found = task.sums(outputs, targets)
     assert found.loss.item() == found.values[0].item()
     return {name: value.item() for name, value in zip(task.names, found.values, strict=True)}
-
-
-def test_cross_entropy_and_right_answers_are_summed() -> None:
-    outputs = torch.tensor([[2.0, 1.0], [0.0, 3.0], [1.0, 0.0]], requires_grad=True)
-    targets = torch.tensor([0, 1, 1])
-    found = sums(CrossEntropy(), outputs, targets)
-    assert found == {"loss": pytest.approx(3 * F.cross_entropy(outputs, targets).item()), "accuracy": 2}
-    CrossEntropy().sums(outputs, targets).loss.backward()
-    assert outputs.grad is not None
 
 
 def test_regression_sums_over_samples_and_averages_over_a_samples_values() -> None:
@@ -68,12 +58,6 @@ def test_no_sample_adds_nothing_and_half_precision_is_summed_in_float32(task: Ta
     assert not any(sums(task, outputs, targets).values())
 
 
-def test_metrics_say_whether_more_is_better() -> None:
-    assert (CrossEntropy().mode("val/accuracy"), CrossEntropy().mode("test/loss")) == ("max", "min")
-    with pytest.raises(ConfigError, match="type monitor=val/loss or monitor=val/accuracy"):
-        CrossEntropy().mode("val/f1")
-
-
 def layers(model: nn.Module) -> list[tuple[int, ...]]:
     """The weights' shapes."""
     return [tuple(parameter.shape) for name, parameter in model.named_parameters() if name.endswith("weight")]
@@ -93,15 +77,6 @@ def test_a_data_set_brings_its_task(dataset: str, task: str) -> None:
     assert cfg.task["_target_"].endswith(task)
 
 
-@pytest.mark.parametrize("loss", [nn.HuberLoss(reduction="none"), lambda x, y: F.huber_loss(x, y, reduction="none")])
-def test_a_loss_of_the_user_s_counts_each_sample_by_the_mean_of_its_values(loss: Function) -> None:
-    task, outputs, targets = Regression(loss=loss), torch.randn(8, 3), torch.randn(8, 3)
-    total = task.sums(outputs, targets).loss
-    assert torch.allclose(total, 8 * F.huber_loss(outputs, targets))
-    first, second = (task.sums(outputs[half], targets[half]).loss for half in (slice(4), slice(4, 8)))
-    assert torch.allclose(total, first + second)
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -114,16 +89,6 @@ def test_a_loss_of_the_user_s_counts_each_sample_by_the_mean_of_its_values(loss:
 def test_an_own_loss_that_gives_no_value_for_each_sample_is_refused(given: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Regression(loss=lambda outputs, targets: given).sums(torch.zeros(2, 4), torch.zeros(2, 4))
-
-
-def test_an_own_measure_may_give_yes_or_no() -> None:
-    class Near(Regression):
-        better = {"loss": "min", "near": "max"}
-
-        def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-            return super().__call__(outputs, targets) | {"near": (outputs - targets).abs().amax(1) < 0.1}
-
-    assert sums(Near(), torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.zeros(2, 2))["near"] == 1
 
 
 def test_layers_that_get_their_shapes_later_get_their_layout_then() -> None:

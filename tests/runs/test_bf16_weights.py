@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.data.loader import InputConverter
 from lockstep.distributed.host import has_native_bf16
 from lockstep.models.tutorial import linear
 from lockstep.training.setup import cast
@@ -78,17 +77,6 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one_and_all_is_bfloat16(
     assert types_in(saved["ema"].values()) == {torch.float32}
 
 
-def test_running_statistics_move_as_in_float32(tmp_path: Path) -> None:
-    """In bfloat16 a momentum of 0.1 would round half of its changes away."""
-    in_world(1, train_all, [runs(tmp_path / "run", "model=convnet")])
-    in_world(1, train_all, [runs(tmp_path / "fp32", "model=convnet", "trainer.precision=fp32")])
-    half, single = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("run", "fp32"))
-    means = [name for name in half if name.endswith(("running_mean", "running_var"))]
-    assert len(means) == 4
-    for name in means:
-        assert distance(half[name].double(), single[name].double()) < 0.1
-
-
 def test_a_trained_net_is_loaded_and_exported(start: Any, tmp_path: Path) -> None:
     words = [*BASE, "model=convnet", "hydra.run.dir=run"]
     start(*PYTHON_TRAIN, *words).finish()
@@ -102,14 +90,6 @@ def test_a_trained_net_is_loaded_and_exported(start: Any, tmp_path: Path) -> Non
     refused = start(*PYTHON_TRAIN, *BASE, "model=convnet", "strategy=fsdp", "launch=fork").finish(1)
     assert "FSDP expects uniform original parameter dtype" in refused.output
     assert "type strategy=ddp" in refused.output
-
-
-def test_samples_are_normalised_in_float32_and_targets_stay() -> None:
-    images = torch.arange(256, dtype=torch.uint8).view(-1, 1, 1, 1)
-    converter = InputConverter(torch.bfloat16, mean=[0.9], std=[0.01])
-    right = (images.double() / 255 - 0.9) / 0.01
-    assert torch.equal(converter(images), right.float().bfloat16())
-    assert converter.target(torch.rand(256)).dtype == torch.float32
 
 
 def test_what_is_cast_and_what_stays() -> None:

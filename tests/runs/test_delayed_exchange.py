@@ -4,12 +4,14 @@ import csv
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lockstep.errors import StoppedEarly
 from lockstep.runs.record import read_run
+from support.commands import ema
 from support.configs import composed
 from support.worlds import in_world, same_bits, train, train_all
 
@@ -73,3 +75,19 @@ def test_a_stop_and_a_limit_of_time_are_heard_by_all_ranks_at_one_step(tmp_path:
     run = read_run(tmp_path / "timed")
     assert run["starts"][-1]["state"] == "finished"
     assert run["steps"] > 0
+
+
+def stop_in_an_evaluation(cfg: Any) -> None:
+    from lockstep.training import evaluate
+
+    evaluate.signals = SimpleNamespace(stop_requested=lambda: True)  # type: ignore[assignment]
+    with pytest.raises(StoppedEarly):
+        train(cfg)
+
+
+def test_a_run_that_is_stopped_in_an_evaluation_goes_on_with_its_own_weights(tmp_path: Path) -> None:
+    """They are not the average, which an evaluation puts into their place."""
+    stopped, whole = (composed(*SMALL, ema(0.9), f"run_dir={tmp_path / name}") for name in ("stopped", "whole"))
+    in_world(1, stop_in_an_evaluation, stopped)
+    in_world(1, train_all, [stopped, whole])
+    assert same_bits(tmp_path / "stopped", tmp_path / "whole")

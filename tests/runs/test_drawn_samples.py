@@ -7,10 +7,7 @@ from support.configs import composed
 from support.digits import FEW
 from support.worlds import distance, in_world, same_bits, train_all, weights
 
-UNEVEN = [
-    "dataset=pair",
-    *(f"dataset.{half}={{_target_:support.own_data.Uneven}}" for half in ("train", "test")),
-]
+UNEVEN = ["dataset=pair", *(f"dataset.{half}={{_target_:support.own_data.Uneven}}" for half in ("train", "test"))]
 BASE = [
     "model=mlp",
     "model.width=8",

@@ -24,7 +24,7 @@ from lockstep.data.loader import LoadedPart
 from lockstep.data.partition import generator, seeded
 from lockstep.models.tutorial import mlp
 from lockstep.training.rng import Draws
-from support.commands import PYTHON_TRAIN, ROOT, Command, own_data
+from support.commands import PYTHON_TRAIN, ROOT, Command
 from support.digits import FEW, digits
 from support.event_files import read, scalars
 from support.pages import copy_examples, example_files
@@ -304,78 +304,6 @@ def test_the_page_counts_its_lines() -> None:
     lines = [len([line for line in text.splitlines() if line.strip()]) for text in files.values()]
     assert [int(number) for number in written.values()] == lines[: len(written)]
     assert max(lines) <= 45
-
-
-INNER_LOOP = """
-import torch
-from torch.func import functional_call
-from lockstep.tasks.base import Task
-
-class Episodes(torch.utils.data.Dataset):
-    def __init__(self, train):
-        pass
-
-    def __len__(self):
-        return 30
-
-    def __getitem__(self, index):
-        if index >= 30:
-            raise IndexError
-        draw = torch.Generator().manual_seed(index)
-        x, phase = torch.rand(20, 1, generator=draw) * 6, 3 * torch.rand((), generator=draw)
-        return torch.cat([x, (x + phase).sin()], 1), 0
-
-class Net(torch.nn.Sequential):
-    def __init__(self):
-        super().__init__(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-
-class MAML(Task):
-    def outputs(self, model, inputs):
-        found = []
-        for x, y in zip(inputs[..., :1], inputs[..., 1:]):
-            with torch.enable_grad():
-                weights = dict(model.named_parameters())
-                loss = (functional_call(model, weights, x[:10]) - y[:10]).square().mean()
-                slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=model.training)
-            near = {name: weight - 0.1 * slope for (name, weight), slope in zip(weights.items(), slopes)}
-            found.append((functional_call(model, near, x[10:]) - y[10:]).square().mean())
-        return torch.stack(found)
-
-    def __call__(self, outputs, targets):
-        return {"loss": outputs}
-"""
-
-
-def test_an_inner_loop_is_that_of_plain_torch(start: Callable[..., Command], tmp_path: Path) -> None:
-    (tmp_path / "maml.py").write_text(INNER_LOOP)
-    sys.path.insert(0, str(tmp_path))
-    code = importlib.import_module("maml")
-    sys.path.remove(str(tmp_path))
-    words = [*JOB[1:], "model._target_=maml.Net", "task._target_=maml.MAML", *own_data("maml.Episodes")]
-    words += ["dataset.classes=1", "trainer.batch_size=11", f"optimizer.lr={LR}", "launch=fork"]
-    model = built(code.Net)
-    first, second = model[0], model[2]
-    episodes = torch.stack([sample for sample, _ in code.Episodes(True)]).double()
-    for epoch in range(EPOCHS):
-        for batch in torch.randperm(30, generator=generator(0, epoch)).split(11):
-            losses = []
-            for x, y in zip(episodes[batch][..., :1], episodes[batch][..., 1:], strict=True):
-                weights = [first.weight, first.bias, second.weight, second.bias]
-                loss = ((net_of(weights, x[:10]) - y[:10]) ** 2).mean()
-                slopes = torch.autograd.grad(loss, weights, create_graph=True)
-                near = [weight - 0.1 * slope for weight, slope in zip(weights, slopes, strict=True)]
-                losses.append(((net_of(near, x[10:]) - y[10:]) ** 2).mean())
-            slopes = torch.autograd.grad(sum(losses) / len(losses), weights)
-            for weight, slope in zip(weights, slopes, strict=True):
-                weight.data -= LR * slope
-    for ranks in (1, 2):
-        typed = [*PYTHON_TRAIN, *words, f"launch.nproc_per_node={ranks}", f"hydra.run.dir={ranks}"]
-        start(*typed, cwd=tmp_path, PYTHONPATH=tmp_path).finish()
-        assert (saved_parameters(tmp_path / str(ranks), model) - parameter_vector(model)).abs().max() < 1e-9, ranks
-
-
-def net_of(weights: list[Tensor], x: Tensor) -> Tensor:
-    return (x @ weights[0].T + weights[1]).tanh() @ weights[2].T + weights[3]
 
 
 def test_a_graph_is_refused_without_a_gpu(start: Callable[..., Command], tmp_path: Path) -> None:

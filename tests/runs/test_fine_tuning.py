@@ -16,7 +16,7 @@ from lockstep.snapshots.initial_weights import load_initial_weights
 from support.commands import ROOT, TRAIN, WHOLE, Command
 from support.configs import with_values
 from support.pages import environment, section
-from support.refusals import accepted, answer
+from support.refusals import accepted
 from support.run_folders import newest_snapshot
 from support.worlds import distance, in_world, train_all, weights
 
@@ -121,11 +121,6 @@ def test_a_run_begins_with_the_weights_of_another_and_a_new_head(tmp_path: Path)
     assert "freeze: 1072 of 1276 weights are not trained: 1.bias, 1.weight, 2.bias, 2.weight" in log
 
 
-def test_a_group_without_a_match_is_refused_before_ranks_start() -> None:
-    said = "has no match, the names of parameters; type parameters.groups=[{match:fc,lr:0.1}]"
-    assert said in str(answer(*BASE, "parameters.groups=[{lr:0.1}]"))
-
-
 def refusals(configs: list[Any]) -> list[str]:
     sentences = []
     for cfg in configs:
@@ -139,11 +134,7 @@ def test_what_does_not_fit_the_model_is_refused_on_all_ranks_with_what_to_type(t
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Identity(), torch.nn.ReLU())
     torch.save({f"module.{name}": value for name, value in net.state_dict().items()}, tmp_path / "body.pt")
     cases = [
-        (
-            "init",
-            f"{tmp_path}/none.pt",
-            "none.pt does not exist; type a run folder or one of",
-        ),
+        ("init", f"{tmp_path}/none.pt", "none.pt does not exist; type a run folder or one of"),
         ("init", f"{tmp_path}", "holds no finished snapshot; type a run folder"),
         ("init", f"{tmp_path}/body.pt", 'Missing key(s) in state_dict: "2.weight", "2.bias", "4.weight", "4.bias".'),
         ("init", f"{tmp_path}/body.pt", "type parameters.new_layers=[<the layers that shall begin with random w"),

@@ -1,14 +1,9 @@
-"""Samples of every type reach the model as they should, alone and in a training."""
-
-from pathlib import Path
+"""Samples of every type reach the model as they should."""
 
 import pytest
 import torch
 
 from lockstep.data.loader import InputConverter
-from support.commands import own_data
-from support.configs import composed
-from support.worlds import distance, in_world, train_all, weights
 
 pytestmark = pytest.mark.whole
 
@@ -31,39 +26,3 @@ def test_samples_are_scaled_and_normalised_by_channel(shape: tuple[int, ...]) ->
         torch.testing.assert_close(converter(normalise=True)(samples), (scaled - mean) / std, **tolerance)
         alone = InputConverter(torch.float64, std=STD)
         torch.testing.assert_close(alone(samples), scaled / std, **tolerance)
-
-
-def test_classes_and_tokens_stay_integers_and_other_targets_take_the_models_type() -> None:
-    tokens = torch.arange(6).view(2, 3)
-    samples = converter(normalise=True)(tokens)
-    assert torch.equal(samples, tokens)
-    assert samples.dtype == torch.int64
-    target = converter(normalise=False).target
-    assert target(torch.tensor([0, 1], dtype=torch.uint8)).dtype == torch.int64
-    assert target(torch.rand(2, 1)).dtype == target(torch.tensor([True])).dtype == torch.float64
-
-
-def test_a_data_set_is_not_changed_by_its_normalisation() -> None:
-    stored = torch.rand(4, 3, 2, 2, dtype=torch.float64)
-    before = stored.clone()
-    converter(normalise=True)(stored)
-    assert torch.equal(stored, before)
-
-
-FLOATS = own_data("support.models.float_digits")
-SHORT = ["model=linear", "trainer.precision=fp64", "trainer.max_steps=4", "logger=[]", "evaluation.batch_size=360"]
-RUNS = {
-    "bytes": ["dataset.mean=null", "dataset.std=null"],
-    "floats": FLOATS,
-    "normalised bytes": ["dataset.mean=[0.1]", "dataset.std=[0.4]"],
-    "normalised floats": [*FLOATS, "dataset.mean=[0.1]", "dataset.std=[0.4]"],
-}
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_float_images_with_integer_classes_train_as_uint8_images_do(tmp_path: Path, ranks: int) -> None:
-    in_world(ranks, train_all, [composed(*SHORT, *more, f"run_dir={tmp_path / name}") for name, more in RUNS.items()])
-    found = {name: weights(tmp_path / name) for name in RUNS}
-    assert distance(found["bytes"], found["floats"]) < 1e-12
-    assert distance(found["normalised bytes"], found["normalised floats"]) < 1e-12
-    assert distance(found["bytes"], found["normalised bytes"]) > 1e-3

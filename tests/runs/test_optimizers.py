@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from lockstep.training.optimizers import Muon, orthogonalised
-from lockstep.training.schedules import TorchSchedule, plateau
+from lockstep.training.schedules import Plateau, TorchSchedule
 from support.commands import ON_TEST, Command
 from support.configs import with_values
 from support.event_files import scalars
@@ -73,7 +73,7 @@ def test_the_plateau_is_torchs(mode: Any) -> None:
     """Two steps an epoch, an evaluation after each."""
     values, ours, plain = [5.0, 4.0, 4.5, 5.5, 5.6, 5.7, 3.0, 2.0], optimizer(), optimizer()
     theirs = lr_scheduler.ReduceLROnPlateau(plain, mode, 0.5, patience=1, min_lr=0.2)
-    scheduler = plateau(ours, mode, factor=0.5, patience=1, threshold=1e-4, min_lr=0.2)
+    scheduler = Plateau(ours, mode, factor=0.5, patience=1, threshold=1e-4, min_lr=0.2)
     found, expected = [], []
     for number, value in enumerate(values):
         found += rates(ours, scheduler, range(2 * number, 2 * number + 2))

@@ -16,7 +16,7 @@ REFUSED = [
     (
         ["optimizer._target_=zoo.optimizers.Recent", "trainer.max_steps=1"],
         "has collections.deque; keep tensors, numbers",
-    ),
+    )
 ]
 
 
@@ -32,13 +32,3 @@ def test_state_that_no_snapshot_has_is_refused(tmp_path: Path, words: list[str],
     answer = answer_of(["model=linear", "optimizer=sgd", "optimizer.lr=0.05", "backend=gloo", *words], tmp_path)
     assert answer.code == 2, answer
     assert said in answer.sentences[0]
-
-
-def test_what_a_scheduler_never_changes_may_be_anything(tmp_path: Path) -> None:
-    words = ["model=linear", "optimizer=sgd", "backend=gloo", "trainer.batch_size=32", "trainer.epochs=4"]
-    words += ["scheduler._target_=zoo.optimizers.Shaken", "+scheduler.draws=false"]
-    paused = answer_of([*words, "hydra.run.dir=run", "trainer.pause_after=2"], tmp_path)
-    whole, resumed = (answer_of([*words, f"hydra.run.dir={name}"], tmp_path) for name in ("whole", "run"))
-    assert [paused.code, whole.code, resumed.code] == [0, 0, 0], paused
-    one, other = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "run"))
-    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -19,28 +19,14 @@ def test_the_gpt_has_one_processs_numbers_under_every_strategy(tmp_path: Path, v
     words = [f"model.variant={variant}"]
     base = composed(*small_gpt(tmp_path, *words))
     untied = with_values(base, "model.tied=false")
-    in_world(1, train_all, [with_values(base, f"run_dir={tmp_path / 'alone'}")])
-    in_world(1, train_all, [with_values(untied, f"run_dir={tmp_path / 'untied'}")])
-    in_world(
-        2,
-        train_all,
-        [
-            with_values(base, f"run_dir={tmp_path / 'ddp'}"),
-            composed(*small_gpt(tmp_path, *words, "strategy=virtual_ranks", f"run_dir={tmp_path / 'virtual_ranks'}")),
-            composed(*small_gpt(tmp_path, *words, "strategy=fsdp", f"run_dir={tmp_path / 'fsdp'}")),
-            composed(
-                *small_gpt(tmp_path, *words, "strategy=tensor_parallel", f"run_dir={tmp_path / 'tensor_parallel'}")
-            ),
-            composed(
-                *small_gpt(
-                    tmp_path, *words, "strategy=pipeline", "model.tied=false", f"run_dir={tmp_path / 'pipeline'}"
-                )
-            ),
-        ],
-    )
-    for name in ("ddp", "virtual_ranks", "fsdp", "tensor_parallel"):
-        assert distance(weights(tmp_path / "alone"), weights(tmp_path / name)) < 1e-11, name
-    assert distance(weights(tmp_path / "untied"), weights(tmp_path / "pipeline")) < 1e-11
+    alone = {"alone": base, "untied": untied}
+    in_world(1, train_all, [with_values(cfg, f"run_dir={tmp_path / name}") for name, cfg in alone.items()])
+    found = {"ddp": [], "virtual_ranks": [], "fsdp": [], "tensor_parallel": [], "pipeline": ["model.tied=false"]}
+    own = {name: [f"strategy={name}", f"run_dir={tmp_path / name}", *more] for name, more in found.items()}
+    in_world(2, train_all, [composed(*small_gpt(tmp_path, *words, *each)) for each in own.values()])
+    for name in found:
+        one = weights(tmp_path / ("untied" if name == "pipeline" else "alone"))
+        assert distance(one, weights(tmp_path / name)) < 1e-11, name
 
 
 class Uneven(Text):
@@ -59,16 +45,11 @@ def test_uneven_ignored_labels_have_the_mean_over_tokens_at_any_number_of_ranks(
     target = f"dataset._target_={__name__}.Uneven"
     base = composed(*small_gpt(tmp_path, target, "trainer.epochs=1", "trainer.max_grad_norm=null"))
     losses: dict[str, Any] = {}
-    for name, ranks, more in (
-        ("alone", 1, []),
-        ("accumulated", 1, ["trainer.gradient_accumulation_steps=3"]),
-        ("two", 2, []),
-    ):
-        (losses[name], *_) = in_world(ranks, train_all, [with_values(base, f"run_dir={tmp_path / name}", *more)])
-    assert losses["accumulated"] == pytest.approx(losses["alone"], rel=1e-12)
-    assert losses["two"] == pytest.approx(losses["alone"], rel=1e-12)
-    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "two")) < 1e-12
-    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "accumulated")) < 1e-12
+    for name, ranks, steps in (("alone", 1, 1), ("accumulated", 1, 3), ("two", 2, 1)):
+        words = [f"trainer.gradient_accumulation_steps={steps}", f"run_dir={tmp_path / name}"]
+        (losses[name], *_) = in_world(ranks, train_all, [with_values(base, *words)])
+        assert losses[name] == pytest.approx(losses["alone"], rel=1e-12)
+        assert distance(weights(tmp_path / "alone"), weights(tmp_path / name)) < 1e-12
 
 
 def test_the_speed_is_told_in_tokens_too(tmp_path: Path) -> None:

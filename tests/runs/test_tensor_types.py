@@ -19,7 +19,6 @@ from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.state import require_loadable, trained_weights
 from lockstep.strategies.messages import to_bytes
 from lockstep.training.ema import Average
-from lockstep.training.setup import cast
 from support.commands import ema
 from support.configs import composed, with_values
 from support.models import MadeInForward, OddTensors
@@ -28,12 +27,7 @@ from support.run_folders import newest_snapshot
 from support.small_text import small_gpt
 from support.worlds import distance, in_world, same_bits, train, train_all, weights
 
-MODEL = (
-    "model=linear",
-    "model._target_=support.models.OddTensors",
-    "optimizer.fused=false",
-    "logger=[]",
-)
+MODEL = ("model=linear", "model._target_=support.models.OddTensors", "optimizer.fused=false", "logger=[]")
 
 
 def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -72,38 +66,6 @@ def test_each_type_and_layout_is_trained_averaged_saved_and_resumed(tmp_path: Pa
     averaged = {"layer.weight", "layer.bias", "filter", "gain", "shift", "coarse", "running_mean"}
     assert saved["ema"].keys() - {"empty"} == averaged
     assert saved["ema"]["shift"].dtype == torch.float32, "bfloat16 rounds small changes of an average away"
-
-
-def test_rank_zeros_buffers_of_each_type_and_layout_reach_the_others() -> None:
-    first, second = in_world(2, buffers_after_a_broadcast)
-    assert first == second
-    assert len(first) == len(list(as_made().buffers()))
-
-
-def buffers_after_a_broadcast() -> list[list[int]]:
-    from lockstep.distributed.world import join_world
-    from lockstep.strategies.base import Strategy
-    from lockstep.strategies.gradient_sync import GradientSync
-    from lockstep.tasks.base import Task
-
-    with join_world("gloo", 60, None) as world:
-        model, strategy = as_made(), Strategy()
-        cast(model, "fp32")
-        model(torch.rand(3, 1, 8, 8) + world.rank)
-        strategy.setup(model, Task().outputs, world, GradientSync())
-        strategy.sync_buffers()
-        return [to_bytes([buffer]).tolist() for buffer in model.buffers()]
-
-
-def test_precision_casts_float32_and_complex64_alone() -> None:
-    model = as_made()
-    before = {name: value.dtype for name, value in model.state_dict().items()}
-    cast(model, "fp32")
-    assert {name: value.dtype for name, value in model.state_dict().items()} == before
-    cast(model, "fp64")
-    doubled = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-    expected = {name: doubled.get(dtype, dtype) for name, dtype in before.items()}
-    assert {name: value.dtype for name, value in model.state_dict().items()} == expected
 
 
 def test_an_average_of_complex_and_bfloat16_weights_is_that_of_plain_torch() -> None:
@@ -167,39 +129,6 @@ def test_the_average_of_a_shared_weight_is_under_all_its_names(tmp_path: Path, s
     for held in (saved, trained_weights(newest, tmp_path, averaged=True)):
         assert torch.equal(held[shared[0]], held[shared[1]])
     assert not torch.equal(newest["model"][shared[0]], saved[shared[0]])
-
-
-class Velocity(torch.optim.Optimizer):
-    """SGD with momentum in float64, and an integer count of each weight's changes of sign."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            if not state:
-                state["velocity"] = torch.zeros_like(parameter, dtype=torch.float64)
-                state["changes"] = torch.zeros_like(parameter, dtype=torch.int16)
-            before = state["velocity"].sign()
-            state["velocity"].mul_(0.9).add_(parameter.grad)
-            state["changes"].add_((before != state["velocity"].sign()).to(torch.int16))
-            update = state["velocity"] / (1 + state["changes"])
-            parameter.sub_((self.param_groups[0]["lr"] * update).to(parameter.dtype))
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_optimizer_state_of_other_types_than_its_weight_is_resumed(tmp_path: Path, strategy: str) -> None:
-    words = ["model=mlp", f"optimizer._target_={__name__}.Velocity", "optimizer.lr=0.05"]
-    others = ["trainer.batch_size=300", "trainer.epochs=2", "logger=[]"]
-    base = composed(*words, *others, f"strategy={strategy}")
-    whole, parts = (with_values(base, f"run_dir={tmp_path / name}") for name in ("whole", "parts"))
-    in_world(2, train_all, [whole, with_values(parts, "trainer.pause_after=1"), parts])
-    assert same_bits(tmp_path / "whole", tmp_path / "parts")
-    newest = newest_snapshot(tmp_path / "parts")
-    state = newest["optimizer"]["1.weight"]
-    assert (state["velocity"].dtype, state["changes"].dtype) == (torch.float64, torch.int16)
 
 
 @pytest.mark.parametrize(("strategy", "extra"), [("ddp", "set"), ("fsdp", "bytes")])
@@ -277,26 +206,6 @@ def test_factors_of_a_loss_are_a_node(tmp_path: Path, target: str) -> None:
     make = partial(torch.optim.SGD, lr=cfg.optimizer["lr"])
     reference = train_reference(model, pairs, mean_loss, make, epochs=2, batch_size=16)
     assert distance(reference.weights, weights(tmp_path / "run")) < 1e-12
-
-
-def test_a_batch_of_one_value_is_refused_by_batch_norm_on_any_number_of_ranks() -> None:
-    for size in (1, 2):
-        assert in_world(size, normalised_alone) == ["ValueError"] * size
-
-
-def normalised_alone() -> str:
-    from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
-    from lockstep.distributed.world import join_world
-    from lockstep.strategies.base import forward
-
-    with join_world("gloo", 60, None) as world:
-        model = nn.BatchNorm1d(3)
-        convert_sync_batch_norm(model, world)
-        try:
-            forward(model, torch.ones(int(world.rank == 0), 3))
-        except ValueError as error:
-            return type(error).__name__
-    return "trained"
 
 
 def test_a_schedule_goes_on_from_where_it_was_after_the_batch_size_changed(tmp_path: Path) -> None:

@@ -129,17 +129,6 @@ def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(numb
     assert {path: path.read_bytes() for path in (tmp_path / "run").glob("snapshots/*/*")} == snapshots
 
 
-def test_a_finished_run_does_not_read_its_test_set_again(train, start, tmp_path):
-    own = ["dataset._target_=support.own_data.Stopping"]
-    own += ["loader.test_transforms=[{_target_:torch.nn.Identity}]"]
-    typed = [sys.executable, TRAIN, *SMALL, "hydra.run.dir=run", *own]
-    first = start(*typed).finish().output
-    (tmp_path / "stop").write_text(str(int(signal.SIGKILL)))  # of whoever reads it
-    again = start(*typed).finish().output
-    (line,) = [line for line in first.splitlines() if line.startswith("test:")]
-    assert line in again.splitlines()
-
-
 def test_a_run_that_is_cut_in_mid_epoch_goes_on_with_the_same_split_and_ends_with_the_same_bits(train, tmp_path):
     words = ["model=mlp", "trainer.epochs=2", "scheduler=constant", "logger=[csv,console]"]
     train(*words, "hydra.run.dir=whole")

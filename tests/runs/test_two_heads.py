@@ -52,9 +52,8 @@ DATA = "defaults: [pair]\ntrain: {_target_: heads.TwoTargets}\ntest: {_target_: 
 TASK = "_target_: heads.Both\n"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_metrics_and_predictions_of_two_heads_are_over_the_samples(
-    start: Callable[..., Command], tmp_path: Path, ranks: int
+    start: Callable[..., Command], tmp_path: Path
 ) -> None:
     (tmp_path / "heads.py").write_text(CODE)
     for name, text in (("dataset/two", DATA), ("task/both", TASK), ("model/net", "_target_: heads.Net\n")):
@@ -62,15 +61,14 @@ def test_metrics_and_predictions_of_two_heads_are_over_the_samples(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     python_path = os.pathsep.join([str(tmp_path), str(ROOT / "tests")])
-    own = ["--config-dir=conf", "model=net", "task=both", "launch=fork", f"launch.nproc_per_node={ranks}"]
+    own = ["--config-dir=conf", "model=net", "task=both", "launch=fork"]
     train = [*own, "dataset=two", "dataset.classes=2", "trainer.precision=fp64", "trainer.epochs=2"]
     start(*PYTHON_TRAIN, *train, "trainer.batch_size=5", "hydra.run.dir=run", PYTHONPATH=python_path).finish()
     for mode in ("evaluate", "predict"):
         start(*PYTHON_TRAIN, *own, f"mode={mode}", "resume=run", PYTHONPATH=python_path).finish()
-    if ranks == 1:
-        start(*PYTHON_TRAIN, *own, "mode=export", "resume=run", PYTHONPATH=python_path).finish()
-        exported = torch.export.load(tmp_path / "run" / "last.pt2").module()
-        assert list(exported(torch.zeros(3, 4, dtype=torch.float64))) == ["side", "sum"]
+    start(*PYTHON_TRAIN, *own, "mode=export", "resume=run", "launch=env", PYTHONPATH=python_path).finish()
+    exported = torch.export.load(tmp_path / "run" / "last.pt2").module()
+    assert list(exported(torch.zeros(3, 4, dtype=torch.float64))) == ["side", "sum"]
     rows = list(csv.DictReader((tmp_path / "run" / "predictions.csv").open()))
     assert list(rows[0]) == ["index", "side", "sum", "truth_side", "truth_sum"]
     assert [float(row["truth_sum"]) for row in rows] == pytest.approx([float(point.sum()) for point, _ in Points()])

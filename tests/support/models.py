@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lockstep.data import Tensors
 from lockstep.tasks.tasks import CrossEntropy
-from support.digits import digits
 
 WATCHED: list[weakref.ref[nn.Parameter]] = []  # the parameters of the last `watched_layers`
 
@@ -69,12 +68,6 @@ def tokens(samples: int, vocabulary: int, length: int, train: bool) -> Tensors:
     """Random tokens (samples, length) int64; the next one is the first one again."""
     rows = torch.randint(0, vocabulary, (samples, length), generator=torch.Generator().manual_seed(int(train)))
     return Tensors(rows, rows[:, 0].clone())
-
-
-def float_digits(train: bool) -> Tensors:
-    """The digits as floating-point images in 0..1, with the same integer classes."""
-    images = digits(train)
-    return Tensors(images.inputs.double() / 255, images.targets)
 
 
 class WithConstants(nn.Module):
@@ -309,19 +302,3 @@ class Words(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         rows: Tensor = self.head(self.embedding((inputs.flatten(1) * 16).long().clamp(0, 16)).mean(1))
         return rows
-
-
-class HiddenCodes(nn.Module):
-    """A frozen weight that moves to the mean of the samples that a rank sees, by `.data`: no version tells it."""
-
-    def __init__(self, shape: list[int], classes: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(math.prod(shape), classes)
-        self.code = nn.Parameter(torch.zeros(math.prod(shape)), requires_grad=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        flat = inputs.flatten(1)
-        if self.training:
-            self.code.data.lerp_(flat.mean(0), 0.1)
-        outputs: Tensor = self.layer(flat - self.code)
-        return outputs

@@ -207,7 +207,7 @@ class RunConfig:
         no_refit = trainer.final is not None and not (loader.validation or folds)
         no_validation = metric and not self.holds_out
         hold_out = "trainer.final=null" if trainer.final else "loader.validation=0.1"
-        plateau = self.scheduler.get("_target_") == "lockstep.training.schedules.plateau"
+        plateau = self.scheduler.get("_target_") == "lockstep.training.schedules.Plateau"
         compares = "compares evaluations, and here nothing is chosen; type"
         both = trainer.precision == "fp16" and self.watch.nan == "skip"
         ungrouped = any("match" not in one for one in self.parameters.groups)

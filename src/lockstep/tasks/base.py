@@ -28,45 +28,30 @@ NaN where a sample has no such value, or several."""
 
 
 class Sums(NamedTuple):
-    """What some samples add to the means of a task, name by name.
+    """What some samples add to the means of a task, name by name."""
 
-    loss: 0-d, with its gradient, in float32 at least. values: 0-d, without. counts: what each is divided by in the end.
-    """
-
-    loss: Tensor
-    values: list[Tensor]
-    counts: list[int | Tensor]
+    loss: Tensor  # 0-d, with its gradient, in float32 at least
+    values: list[Tensor]  # 0-d, without
+    counts: list[int | Tensor]  # what each is divided by in the end
 
 
 class Task:
-    """A loss, and what else is measured: values of samples or tokens, of which a mean over all of them is shown.
+    """A loss, and what else is measured: values of samples or tokens, of which a mean over all of them is shown."""
 
-    better: whether "min" or "max" is better, of each value by its name. loss is the first.
-    monitor: the value that chooses the best weights, if the config says auto.
-    derived: those that `finish` computes from the others.
-    counts: what is counted, in the plural.
-    ignored: the target that counts nowhere, if there is one.
-    target_weights: (classes,) how much a target of each class counts in the loss, if that differs.
-    draws: whether `figures` shows something.
-    """
-
-    better: Mapping[str, str] = {"loss": "min"}
-    derived: Sequence[str] = ()
-    monitor = "loss"
-    counts = "samples"
-    ignored: int | None = None
-    target_weights: Tensor | None = None
-    draws = False
+    better: Mapping[str, str] = {"loss": "min"}  # or "max", of each value by its name; loss is the first
+    derived: Sequence[str] = ()  # those that `finish` computes from the others
+    monitor = "loss"  # the value that chooses the best weights, if the config says auto
+    counts = "samples"  # what is counted, in the plural
+    ignored: int | None = None  # the target that counts nowhere
+    target_weights: Tensor | None = None  # (classes,) how much a target of each class counts in the loss
+    draws = False  # whether `figures` shows something
 
     def outputs(self, model: nn.Module, inputs: Any) -> Any:
         """What the model computes of `inputs` for a loss. All that is called in here is synchronised over the ranks."""
         return model(inputs)
 
     def __call__(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
-        """{name of `names`: its values}: one for each sample (N,), or for each target, in the shape of `targets`.
-
-        "loss" is one of them, and has a gradient.
-        """
+        """{name of `names`: its values}: one for each sample (N,), or for each target, in the shape of `targets`."""
         raise NotImplementedError
 
     def count(self, targets: Any) -> int | Tensor:
@@ -81,10 +66,8 @@ class Task:
         return torch.ne(targets, self.ignored).sum()
 
     def counts_by_value(self, targets: Any, ignores: bool) -> bool:
-        """Whether ranks have to add up what `count` gives of such targets. Else samples count, whose number all know.
-
-        ignores: whether some of them may be `self.ignored`.
-        """
+        """Whether ranks have to add up what `count` gives of such targets, some of which may be `self.ignored` if
+        `ignores` says so. Else samples count, whose number all know."""
         is_of_classes = isinstance(targets, Tensor) and targets.dim() > 1 and not targets.is_floating_point()
         may_be_ignored = ignores and self.ignored is not None and is_of_classes
         return may_be_ignored or self.target_weights is not None or type(self).count is not Task.count
@@ -102,17 +85,13 @@ class Task:
         return {"prediction": outputs}
 
     def figures(self, samples: Samples, read: ReadSample, classes: Sequence[str], images: int) -> dict[str, Tensor]:
-        """{name: image (3, height, width) with values from 0 to 1} of an evaluation, where `draws` says so.
-
-        classes: their names, empty if they have none. images: how many samples are shown at most.
-        """
+        """{name: image (3, height, width) from 0 to 1} of an evaluation, where `draws` says so. images: of so many
+        samples at most. classes: their names, if they have any."""
         return {}
 
     def check_targets(self, targets: Any, numbers: Any, classes: int | None) -> None:
-        """Raise ConfigError for targets that this task does not take. It is called where samples are read.
-
-        numbers: of their samples. classes: as dataset.classes. Here: as many targets as samples.
-        """
+        """Raise ConfigError where targets of the samples `numbers` are read that this task does not take. Here: another
+        number of them. classes: as dataset.classes."""
         rows = next((len(tensor) for tensor in tensors_in(targets) if tensor.dim()), len(numbers))
         if type(self).count is Task.count and rows != len(numbers):
             what = f"loader.collate_fn makes {rows} targets of {len(numbers)} samples, and a step takes the mean of all"
@@ -126,10 +105,7 @@ class Task:
     def start(self, world: World, progress: Position, dtype: torch.dtype, has_whole_batches: bool = True) -> None:
         """Called once, before anything is computed: tensors and modules among the attributes, such as a teacher, go to
         the rank's device, modules in the type of the model, `dtype`; float64 only where the device has it.
-
-        progress: `epoch` and `step` say how far the training is. has_whole_batches: whether all ranks together pass a
-        whole batch forward at once.
-        """
+        has_whole_batches: whether all ranks together pass a whole batch forward at once."""
         self.world, self.progress, self.has_whole_batches = world, progress, has_whole_batches
         device = world.device
         for name, part in vars(self).items():
@@ -143,39 +119,38 @@ class Task:
         """As `World.all_gather_samples`, for a loss that compares the samples of a batch. Raises ConfigError where a
         forward pass has a part of the batch."""
         if not self.has_whole_batches:
-            what = (
-                f"{type(self).__name__} compares the samples of a batch, and a forward pass would have a part of them"
-            )
+            what = f"{type(self).__name__} compares the samples of a batch, of which a forward pass would have a part"
             raise ConfigError(f"{what}; type trainer.gradient_accumulation_steps=1 strategy=ddp")
         return self.world.all_gather_samples(tensor)
 
     def sums(self, outputs: Any, targets: Any, ignores: bool = True, found: Any = None) -> Sums:
         """What these samples add to each mean. ignores: whether some targets may be `self.ignored`; where none may,
-        values of the shape of the targets are first averaged over each sample. found: what a call gave.
-        """
+        values of the shape of the targets are first averaged over each sample. found: what a call gave."""
         found = self(outputs, targets) if found is None else found
         rows = count_samples(targets)
         shape = targets.shape if isinstance(targets, Tensor) and targets.dim() > 1 else (rows,)
-        may_be_ignored = ignores and self.ignored is not None
         values, counts = list[Tensor](), list[int | Tensor]()
         for name in self.names:
-            value: Any = found.get(name) if isinstance(found, Mapping) else None
+            value: Any = found.get(name) if isinstance(found, dict) else None
             count: int | Tensor = rows
-            given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            if given not in ([rows], [*shape]):
-                what = f"{type(self).__name__} gives {name} as {given}, and a value for each sample is wanted"
-                where = f"{[rows]}{f', or {[*shape]}' if len(shape) > 1 else ''}: the ranks add them up"
-                advice = 'reduction="none" where it calls a loss of torch' if given == [] else "a dict of such tensors"
-                raise ConfigError(f"{what}, {where}; type {advice}")
-            if value.dim() > 1 and may_be_ignored:
+            if not isinstance(value, Tensor) or value.shape not in ((rows,), shape):
+                raise self._not_each(name, value, rows, shape)
+            if value.dim() > 1 and ignores and self.ignored is not None:
                 count = (targets != self.ignored).sum()
             elif value.dim() > 1:
                 value = at_least_float32(value.flatten(1)).mean(1)
-            if name == "loss":
-                count = self.count(targets) if self.counts_by_value(targets, ignores) else rows
+            if name == "loss" and self.counts_by_value(targets, ignores):
+                count = self.count(targets)
             values.append(at_least_float32(value).sum() if value.is_floating_point() else value.count_nonzero())
             counts.append(count)
-        return Sums(values[0], [value.detach() for value in values], counts)
+        return Sums(values[0], [value.detach() if value.requires_grad else value for value in values], counts)
+
+    def _not_each(self, name: str, value: Any, rows: int, shape: Sequence[int]) -> ConfigError:
+        given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        what = f"{type(self).__name__} gives {name} as {given}, and a value for each sample is wanted"
+        where = f"{[rows]}{f', or {[*shape]}' if len(shape) > 1 else ''}: the ranks add them up"
+        advice = 'reduction="none" where it calls a loss of torch' if given == [] else "a dict of such tensors"
+        return ConfigError(f"{what}, {where}; type {advice}")
 
     def mode(self, objective: str) -> str:
         """ "min" or "max" for an objective such as "val/accuracy". Raises ConfigError if it is not measured."""

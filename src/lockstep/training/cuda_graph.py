@@ -16,10 +16,8 @@ from lockstep.training.step import Step
 class GraphedStep(Step):
     """The kernels of an ordinary step in a torch.cuda.CUDAGraph, replayed with the samples and rates of each step.
 
-    Of one rank on a GPU. What Python decides in a step is decided once: a layer that is dropped now and then, a count
-    in an attribute. Draws are those of a rank. A batch of another size is computed without the graph.
-
-    warmup: ordinary steps before the recording, in which caches are filled and states are made.
+    What Python decides in a step is decided once: a layer that is dropped now and then, a count in an attribute. Draws
+    are those of a rank. A batch of another size, and the first `warmup` ones, are computed without the graph.
     """
 
     def __init__(self, *, warmup: Count, **parts: Any) -> None:
@@ -43,14 +41,14 @@ class GraphedStep(Step):
     def __call__(self, batch: Batch) -> None:
         if self.warm < self.warmup or (self.graph is not None and _forms(batch) != _forms(self.recorded)):
             self.warm += 1
-            with self._on_own_stream():
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
                 super().__call__(batch)
             return
         if self.graph is None:
             self._record(batch)
-        for part, recorded in zip(batch.parts, self.recorded.parts, strict=True):
-            for now, place in zip(_tensors(part), _tensors(recorded), strict=True):
-                place.copy_(now, non_blocking=True)
+        for now, place in zip(_tensors(batch), _tensors(self.recorded), strict=True):
+            place.copy_(now, non_blocking=True)
         for part in batch.parts:
             self.draws.of_part(self.progress.step, part, batch.count)
         assert self.graph is not None
@@ -59,10 +57,6 @@ class GraphedStep(Step):
             self.meter.add(self.progress.step + 1, [value.clone() for value in values], counts)
         self.grad_norm = None if self.norm is None else self.norm.clone()
         self.schedule(self.progress.step + self.progress.ahead + 1)
-
-    def _on_own_stream(self) -> torch.cuda.StreamContext:
-        self.stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self.stream)
 
     def _record(self, batch: Batch) -> None:
         """Nothing is computed yet."""
@@ -89,9 +83,9 @@ class GraphedStep(Step):
         self.meter.discard(self.progress.step + 1)
 
 
-def _tensors(part: Any) -> list[Tensor]:
-    return [*tensors_in(part.inputs), *tensors_in(part.targets)]
+def _tensors(batch: Any) -> list[Tensor]:
+    return [tensor for part in batch.parts for tensor in (*tensors_in(part.inputs), *tensors_in(part.targets))]
 
 
 def _forms(batch: Any) -> list[Any]:
-    return [(tensor.shape, tensor.dtype) for part in batch.parts for tensor in _tensors(part)]
+    return [(tensor.shape, tensor.dtype) for tensor in _tensors(batch)]

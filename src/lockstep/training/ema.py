@@ -11,6 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from lockstep.config.schema import Fraction
 from lockstep.errors import ConfigError
 from lockstep.models.base import all_names
+from lockstep.strategies.base import local_part
 
 RUNNING_STATISTICS = ("running_mean", "running_var")  # what torch's norms call them
 
@@ -28,12 +29,10 @@ class Average:
     """
 
     def __init__(self, model: nn.Module, decay: Fraction) -> None:
-        self.model, self.average_into = model, get_ema_multi_avg_fn(decay)
+        self.model, self.average_into, saved = model, get_ema_multi_avg_fn(decay), model.state_dict().keys()
         named: dict[str, Tensor] = dict(model.named_parameters())
-        saved = model.state_dict().keys()
-        for name, buffer in model.named_buffers():
-            if name in saved and name.rpartition(".")[2] in RUNNING_STATISTICS:
-                named[name] = buffer
+        buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+        named |= {name: buffer for name, buffer in buffers if name.rpartition(".")[2] in RUNNING_STATISTICS}
         self.weights = {name: w.detach() for name, w in named.items() if w.is_floating_point() or w.is_complex()}
         self.averages: dict[str, Tensor] = {}  # empty before the first update
         self.groups: list[tuple[list[Tensor], list[Tensor]]] = []  # torch cannot mix types, or DTensors with others
@@ -42,29 +41,38 @@ class Average:
     def update(self) -> None:
         """After each step."""
         if not self.averages:
-            self._keep({name: weight.to(_average_type(weight), copy=True) for name, weight in self.weights.items()})
+            self.load_state_dict(self.weights)
             return
         for averages, weights in self.groups:
-            narrow = averages[0].dtype != weights[0].dtype
-            self.average_into(averages, [w.to(averages[0].dtype) for w in weights] if narrow else weights, None)
+            dtype = averages[0].dtype
+            same = weights if dtype == weights[0].dtype else [weight.to(dtype) for weight in weights]
+            self.average_into(averages, same, None)
 
-    def _keep(self, averages: dict[str, Tensor]) -> None:
-        self.averages = averages
+    def state_dict(self) -> dict[str, Tensor]:
+        """{name: average} of this rank's part, under all names that a tensor has."""
+        names = all_names(self.model)
+        return {name: average for first, average in self.averages.items() for name in names[first]}
+
+    def load_state_dict(self, averages: Mapping[str, Tensor]) -> None:
+        """The average is what `averages` has of the names. bfloat16 would round small changes away."""
         groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-        for name, average in averages.items():
-            kind = type(average), getattr(average, "device_mesh", None), self.weights[name].dtype
-            ours, theirs = groups.setdefault(kind, ([], []))
-            ours.append(average)
-            theirs.append(self.weights[name])
+        for name, weight in self.weights.items():
+            if name in averages:
+                dtype = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
+                average = self.averages[name] = averages[name].to(dtype, copy=True)
+                kind = type(average), getattr(average, "device_mesh", None), weight.dtype
+                ours, theirs = groups.setdefault(kind, ([], []))
+                ours.append(average)
+                theirs.append(weight)
         self.groups = [*groups.values()]
 
     def check(self) -> None:
         """Raise ConfigError if the model has other tensors now than those that are averaged."""
         now = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        others = [name for name, weight in self.weights.items() if _place(now.get(name)) != _place(weight)]
-        if others:
-            what = f"{others[0]} is another tensor now than when trainer.ema began to average it"
-            raise ConfigError(f"{what}; change it in place, or type trainer.ema=null")
+        for name, weight in self.weights.items():
+            if name not in now or local_part(now[name]).data_ptr() != local_part(weight).data_ptr():
+                what = f"{name} is another tensor now than when trainer.ema began to average it"
+                raise ConfigError(f"{what}; change it in place, or type trainer.ema=null")
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -82,22 +90,3 @@ class Average:
     def _copy(self, values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
             self.weights[name].copy_(value)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """{name: average} of this rank's part, under all names that a tensor has."""
-        names = all_names(self.model)
-        return {name: average for first, average in self.averages.items() for name in names[first]}
-
-    def load_state_dict(self, averages: Mapping[str, Tensor]) -> None:
-        known = {name: weight for name, weight in self.weights.items() if name in averages}
-        self._keep({name: averages[name].to(_average_type(weight)) for name, weight in known.items()})
-
-
-def _average_type(weight: Tensor) -> torch.dtype:
-    """bfloat16 would round small changes away."""
-    return torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
-
-
-def _place(tensor: Any) -> Any:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return None if local is None else local.data_ptr()

@@ -19,21 +19,24 @@ from lockstep.data.partition import fold_in, seeded
 from lockstep.data.reader import EVALUATION
 from lockstep.data.source import class_names, count_samples
 from lockstep.distributed import signals
-from lockstep.distributed.backend import float64_device
 from lockstep.distributed.world import World
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly, TrainingDiverged
 from lockstep.failures.record import heartbeat
 from lockstep.files import write_whole
 from lockstep.loggers.base import Loggers
-from lockstep.tasks.base import Samples, Task, as_float64
+from lockstep.tasks.base import Task, as_float64
 from lockstep.training.metrics import Meter
 from lockstep.training.nonfinite import SMALLER_STEPS
 from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)
 
-COLUMNS = ("seen", "loss", "right", "target", "prediction")  # of a sample in SampleResults; NaN: it has none
+MEASURED = {"loss": "loss", "accuracy": "right"}  # {of a task: column of SampleResults}
+COLUMNS = (*MEASURED.values(), "target", "prediction")  # NaN where a sample has no such value
 ASKED_EVERY = 8  # parts, after which the ranks ask whether one of them was told to stop; of the first ones each
+Means = dict[str, float]
+Look = Callable[[Mapping[str, Tensor], Any, Any, Tensor], None]
+"""(what the task gave, outputs, targets, numbers of the samples in the data set)."""
 
 
 def stop() -> NoReturn:
@@ -41,193 +44,151 @@ def stop() -> NoReturn:
     raise StoppedEarly("stopped early; the numbers are dropped, type the command again", EXIT_STOPPED_WITHOUT_SNAPSHOT)
 
 
-def evaluate(
-    run: Run,
-    loader: Loader,
-    on_stop: Callable[[], NoReturn] = stop,
-    results: "SampleResults | None" = None,
-    metrics: "Metrics | None" = None,
-) -> dict[str, float]:
-    """{metric: mean over every sample of the data set, each counted once}, with the averaged weights if there are any.
-
-    A collective: every rank calls it and gets the same numbers. After a rank was asked to stop, the evaluation ends,
-    its numbers are dropped, and `on_stop` is called on every rank.
-
-    results: gets all outputs of this rank. metrics: of torchmetrics.
-    """
-    meter, strategy, ignores = Meter(run.task, run.world), run.strategy, not loader.is_whole
+def evaluate(run: Run, loader: Loader, on_stop: Callable[[], NoReturn] = stop, look: "Look | None" = None) -> Means:
+    """{metric: mean over every sample of the data set, each counted once}, with the averaged weights if there are any,
+    on every rank. A collective. After a rank was asked to stop, `on_stop` is called on every rank. look: sees all."""
+    meter, strategy, ignores, stops = Meter(run.task, run.world), run.strategy, not loader.is_whole, False
     numbers = torch.empty(0)  # of the samples that are still to be counted; a pipeline counts some at a time
 
     def count(outputs: Any, targets: Any) -> None:
         nonlocal numbers
         now, numbers = numbers.tensor_split([count_samples(targets)])
-        if not strategy.counts:
-            return
-        found = run.task(outputs, targets)
-        sums = run.task.sums(outputs, targets, ignores, found)
-        meter.add(0, sums.values, sums.counts)
-        if results is not None:
-            results.add(found, outputs, targets, now)
-        if metrics is not None:
-            metrics.add(run.task.scores(outputs), targets, now)
+        if strategy.counts:
+            found = run.task(outputs, targets)
+            sums = run.task.sums(outputs, targets, ignores, found)
+            meter.add(0, sums.values, sums.counts)
+            if look is not None:
+                look(found, outputs, targets, now)
 
     with evaluating(run, loader):
         for number, part in enumerate(loader.evaluation(run.config.evaluation.batch_size), start=1):
             numbers = part.numbers
             strategy.evaluate(part, count)
             heartbeat.beat()
-            if (number < ASKED_EVERY or number % ASKED_EVERY == 0) and run.world.any_of([signals.stop_requested()])[0]:
-                on_stop()
-    means = meter.means(run.world.all_reduce_sum(meter.flush()))
-    return means | ({} if metrics is None else metrics.compute(run))
+            if number < ASKED_EVERY or number % ASKED_EVERY == 0:
+                (stops,) = run.world.any_of([signals.stop_requested()])
+            if stops:
+                break
+    if stops:  # the model has its own weights again, which may be saved
+        on_stop()
+    return meter.means(run.world.all_reduce_sum(meter.flush()).tolist())
 
 
 @contextmanager
 def evaluating(run: Run, loader: Loader) -> Iterator[None]:
-    """Inside the block the model holds the averaged weights, and evaluates without gradients. After it, its buffers and
-    all random states are what they were."""
+    """The model evaluates with the averaged weights. Afterwards its buffers and all random states are as before."""
     heartbeat.enter("evaluation")
-    strategy = run.strategy
+    strategy, modules = run.strategy, [*run.model.modules()]
     # Not inference_mode: buffers that FSDP creates inside it could not be used for training afterwards.
     with run.averaged_weights(), torch.no_grad(), seeded(fold_in(loader.seed, EVALUATION, loader.share[0])):
         strategy.sync_buffers()
-        with buffers_kept(strategy.model):
-            strategy.module.eval()
-            try:
-                yield
-            finally:
-                strategy.module.train()
+        # Some modules change buffers, or the weights of an embedding with max_norm, in an evaluation, too.
+        owned = [(module, name) for module in modules for name, _ in module.named_buffers(recurse=False)]
+        embeddings = (module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+        owned += [(each, "weight") for each in embeddings if each.max_norm is not None]
+        before = [(tensor, tensor.clone()) for tensor in (getattr(*place) for place in owned)]
+        strategy.module.eval()
+        try:
+            yield
+        finally:
+            strategy.module.train()
+            for place, (tensor, copy) in zip(owned, before, strict=True):
+                if getattr(*place) is tensor and tensor.shape == copy.shape:
+                    tensor.copy_(copy)
+                else:
+                    setattr(*place, copy)
 
 
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """After the block the buffers, and the weights of an embedding with max_norm, are what they were before it: some
-    modules change them in an evaluation, too, and the training would go on with what the test data has left."""
-    owned = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    owned += [(module, "weight") for module in embeddings if module.max_norm is not None]
-    before = [(getattr(module, name), getattr(module, name).clone()) for module, name in owned]
-    yield
-    for (module, name), (tensor, copy) in zip(owned, before, strict=True):
-        if getattr(module, name) is tensor and tensor.shape == copy.shape:
-            tensor.copy_(copy)
-        else:
-            setattr(module, name, copy)
+def gathered(world: World, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The rows that all ranks have of the samples, on rank 0 in the order of their "number"; empty elsewhere. A
+    collective. parts: {name: rows (n, ...)} of this rank."""
+    mine = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]} if parts else {}
+    shares = [share for share in world.gather_tensors(mine) if share]  # of a pipeline, one rank has the outputs
+    joined = {name: torch.cat([share[name] for share in shares]) for name in shares[0]} if shares else {}
+    return {name: rows[joined["number"].argsort()] for name, rows in joined.items()}
 
 
 class Metrics:
-    """Metrics of torchmetrics over an evaluation, in float64.
+    """Metrics of torchmetrics over an evaluation, in float64. Those that keep samples, as AUROC does, get all in their
+    order, on rank 0. Of the others each rank has its share, and torchmetrics brings their states together."""
 
-    One that keeps samples, as AUROC does, gets those of all ranks, in the order of the data set. Of the others each
-    rank has its share, and their states are brought together by their own rules.
-    """
-
-    def __init__(self, metrics: Mapping[str, Any], samples: int) -> None:
-        self.metrics, self.samples = metrics, samples
-        self.kept = list[tuple[Tensor, Tensor, Tensor]]()  # (scores, targets, numbers)
-        self.by_sample = set[str]()
-        for name, metric in metrics.items():
+    def __init__(self, metrics: Mapping[str, Any]) -> None:
+        self.metrics, self.kept = metrics, list[dict[str, Tensor]]()
+        for metric in metrics.values():
             metric.reset()
-            if any(isinstance(state, list) for state in metric.metric_state.values()):
-                self.by_sample.add(name)
+        keep = {name for name, one in metrics.items() if any(isinstance(s, list) for s in one.metric_state.values())}
+        self.by_sample, self.by_rank = sorted(keep), sorted(metrics.keys() - keep)
 
     def add(self, scores: Tensor, targets: Tensor, numbers: Tensor) -> None:
         """numbers: (N,) of the samples in the data set."""
-        for name in self.metrics.keys() - self.by_sample if len(targets) else ():
+        for name in self.by_rank if len(targets) else ():
             self.metrics[name].update(scores.double(), targets)
         if self.by_sample:
-            self.kept.append((scores.double(), targets, numbers))
+            self.kept.append({"number": numbers, "scores": scores.double(), "targets": targets})
 
-    def compute(self, run: Run) -> dict[str, float]:
-        """{name: value}, the same on every rank. A collective."""
-        whole = self._whole(run) if self.by_sample else ()
-        for name, metric in self.metrics.items():
-            metric.sync_on_compute = name not in self.by_sample
-            if name in self.by_sample:
-                metric.update(*whole)
-        return {name: float(metric.compute()) for name, metric in self.metrics.items()}
-
-    def _whole(self, run: Run) -> list[Tensor]:
-        """The scores and targets of all samples, on every rank, in the order of the data set."""
-        columns = [torch.cat(column) for column in zip(*self.kept, strict=True)]
-        mine = [[list(column.shape[1:]), str(column.dtype).removeprefix("torch.")] for column in columns]
-        forms = next(filter(None, run.world.all_gather_json(mine)))  # of a pipeline, one rank has the outputs
-        columns = columns or [torch.empty(0, *shape, dtype=getattr(torch, dtype)) for shape, dtype in forms]
-        *rows, numbers = columns
-        return [by_sample(run.world, self.samples, numbers, each).to(each.dtype) for each in rows]
-
-
-def by_sample(world: World, samples: int, numbers: Tensor, rows: Tensor) -> Tensor:
-    """(samples, ...) float64: the rows that the ranks have of each sample, 0 where none has any. A collective.
-
-    numbers: (N,) of the samples of this rank's rows.
-    """
-    device = float64_device(world.device)
-    whole = torch.zeros(samples, *rows.shape[1:], dtype=torch.float64, device=device)
-    whole[numbers.to(device)] = rows.to(device, torch.float64)
-    return world.all_reduce_sum(whole)
+    def compute(self, world: World) -> Means:
+        """The same on every rank. A collective."""
+        found = {name: float(self.metrics[name].compute()) for name in self.by_rank}
+        whole = gathered(world, self.kept) if self.by_sample else {}
+        for name in self.by_sample if whole else ():
+            metric = self.metrics[name]
+            metric.distributed_available_fn = lambda: False  # else it waits for the other ranks
+            metric.update(whole["scores"].to(metric.device), whole["targets"].to(metric.device))
+            found[name] = float(metric.compute())
+        return world.broadcast_json(found) if self.by_sample else found
 
 
 class SampleResults:
-    """What an evaluation says of each sample.
+    """What an evaluation says of each sample. draws: whether predictions, too.
 
-    samples: of the split. draws: whether predictions, too.
-    Attributes after `reduce`: columns, as `Samples`. samples: how many were evaluated. errors: {metric: standard error
-    of its mean over the samples}, but of an accuracy that is 0 or 1, whose number tells it.
+    After `gather`, on rank 0: columns, as `lockstep.tasks.base.Samples`. errors: {metric: standard error of its mean},
+    but of an accuracy that is 0 or 1, whose number tells it.
     """
 
-    def __init__(self, task: Task, samples: int, draws: bool = False) -> None:
-        self.task, self.length, self.draws = task, samples, draws
-        self.samples, self.errors = 0, dict[str, float]()
-        self.kept = list[tuple[Tensor, Tensor]]()  # (numbers, rows of `COLUMNS`)
-        self.columns: dict[str, Tensor] = {}
+    def __init__(self, task: Task, draws: bool = False) -> None:
+        self.task, self.draws = task, draws
+        self.kept, self.columns, self.errors = list[dict[str, Tensor]](), dict[str, Tensor](), dict[str, float]()
 
     def add(self, found: Mapping[str, Tensor], outputs: Any, targets: Any, numbers: Tensor) -> None:
         """found: what the task gave for these samples of this rank."""
-        self.samples += count_samples(targets)
-        loss = self._each(found["loss"], targets)
-        row = {"seen": torch.ones_like(loss), "loss": loss, "target": _one_value(targets)}
-        if self.task.ignored is not None and isinstance(targets, Tensor) and targets.dim() == 1:
-            row["seen"] = as_float64(targets != self.task.ignored)
-        if "accuracy" in found:
-            row["right"] = self._each(found["accuracy"], targets)
+        row = {name: self._each(found[metric], targets) for metric, name in MEASURED.items() if metric in found}
+        row["target"] = _one_value(targets)
         if self.draws and row["target"] is not None:
             row["prediction"] = _one_value(self.task.predictions(outputs).get("prediction"))
+        nothing = torch.full((len(numbers),), math.nan, dtype=torch.float64)
         known = {name: column for name, column in row.items() if column is not None}
-        nothing = torch.full_like(loss, math.nan)
-        self.kept.append((numbers, torch.stack([known.get(name, nothing) for name in COLUMNS], 1)))
+        self.kept.append({"number": numbers} | {name: known.get(name, nothing) for name in COLUMNS})
 
-    def _each(self, value: Tensor, targets: Any) -> Tensor:
+    def _each(self, value: Tensor, targets: Any) -> Tensor | None:
         """(N,) float64: of values of targets the mean over those of a sample that count."""
-        if value.dim() <= 1:
-            return as_float64(value)
-        counted = as_float64(torch.ones_like(targets) if self.task.ignored is None else targets != self.task.ignored)
-        return (as_float64(value) * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1)
+        values, ignored = as_float64(value), self.task.ignored
+        if value.dim() < 2:
+            return values
+        counted = torch.ones_like(values) if ignored is None else as_float64(targets != ignored)
+        return (values * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1)
 
-    def reduce(self, world: World) -> None:
-        self.samples = sum(world.all_gather_json(self.samples))
-        self.kept.append((torch.empty(0, dtype=torch.int64), torch.empty(0, len(COLUMNS))))  # a rank may have none
-        mine, rows = ([each.cpu() for each in column] for column in zip(*self.kept, strict=True))
-        whole = by_sample(world, self.length, torch.cat(mine), torch.cat(rows)).cpu()
-        numbers = whole[:, 0].nonzero().flatten()
-        self.columns = {"number": numbers} | dict(zip(COLUMNS, whole[numbers].unbind(1), strict=True))
-        for metric, name in (("loss", "loss"), ("accuracy", "right")):
+    def gather(self, world: World) -> None:
+        self.columns = gathered(world, self.kept)
+        for metric, name in MEASURED.items() if self.columns else ():
             column = self.columns[name]
             is_binary = metric == "accuracy" and bool(((column == 0) | (column == 1)).all())
             if len(column) > 1 and not is_binary and not column.isnan().any():
                 self.errors[metric] = float(column.std() / len(column) ** 0.5)
 
-    def table(self, loader: Loader) -> dict[str, Sequence[Any]]:
-        """{column: a value for each sample} of number, file, target, loss and right: those that there are."""
-        files, classes = files_of(loader), class_names(loader.reader.dataset)
-        known: dict[str, list[Any]] = {name: column.tolist() for name, column in self.columns.items()}
-        for name in ("target", "right"):
+    def write(self, file: Path, loader: Loader) -> None:
+        """The columns number, file, target, loss and right that there are. A full disk costs them, and a warning."""
+        files, classes, text = files_of(loader), class_names(loader.reader.dataset), io.StringIO()
+        known: dict[str, list[Any]] = {n: c.tolist() for n, c in self.columns.items() if not c.isnan().all()}
+        for name in {"target", "right"} & known.keys():
             known[name] = [int(value) if value.is_integer() else value for value in known[name]]
-        known["target"] = [classes[one] if one in range(len(classes)) else one for one in known["target"]]
+        known["target"] = [classes[one] if one in range(len(classes)) else one for one in known.get("target", ())]
         known["file"] = [files[number] for number in known["number"]] if files else []
-        given = [name for name in ("target", "right") if not self.columns[name].isnan().all()]
-        wanted = ("number", *["file"] * bool(files), "target", "loss", "right")
-        return {name: known[name] for name in wanted if name in ("number", "file", "loss", *given)}
+        table = {name: known[name] for name in ("number", "file", "target", "loss", "right") if known.get(name)}
+        csv.writer(text, lineterminator="\n").writerows([[*table], *zip(*table.values(), strict=True)])
+        try:
+            write_whole(file, text.getvalue(), sync=False)
+        except OSError as error:
+            log.warning("%s cannot be written (%s); the run goes on", file, error)
 
 
 def _one_value(values: Any) -> Tensor | None:
@@ -238,11 +199,8 @@ def _one_value(values: Any) -> Tensor | None:
 
 @dataclass
 class Evaluator:
-    """Evaluates `run` on the split `name`, "val" or "test". Images for `loggers` show `images` samples; 0: there are
-    none. file: where rank 0 writes the results of each sample; None: nowhere.
-
-    facts: {"samples", "errors"} of the last evaluation, as in `SampleResults`, where there is a file.
-    """
+    """Evaluates `run` on the split `name`, "val" or "test", with images of so many samples for `loggers`. Rank 0 writes
+    the results of each sample into `file`, and has {"samples", "errors"} of the last evaluation in `facts`."""
 
     run: Run
     loader: Loader
@@ -253,42 +211,35 @@ class Evaluator:
     file: Path | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, on_stop: Callable[[], NoReturn], step: int | None = None) -> dict[str, float]:
-        """As `evaluate`, of the weights of `step`, and the loggers get images; None: the present step. A collective.
-
-        Raises TrainingDiverged if the loss is NaN or infinite.
-        """
-        run, loader = self.run, self.loader
+    def __call__(self, on_stop: Callable[[], NoReturn], step: int | None = None) -> Means:
+        """As `evaluate`, of the weights of `step`; None: the present one. Raises TrainingDiverged for a NaN."""
+        run, loader, task = self.run, self.loader, self.run.task
         step = run.progress.step if step is None else step
-        draws = self.images > 0 and run.task.draws
-        results = SampleResults(run.task, len(loader.reader), draws) if draws or self.file is not None else None
-        metrics = Metrics(self.metrics, len(loader.reader)) if self.metrics else None
-        means = evaluate(run, loader, on_stop, results, metrics)
+        draws, metrics = self.images > 0 and task.draws, Metrics(self.metrics)
+        results = SampleResults(task, draws) if draws or self.file is not None else None
+
+        def look(found: Mapping[str, Tensor], outputs: Any, targets: Any, numbers: Tensor) -> None:
+            if results is not None:
+                results.add(found, outputs, targets, numbers)
+            if self.metrics:
+                metrics.add(task.scores(outputs), targets, numbers)
+
+        means = evaluate(run, loader, on_stop, look) | metrics.compute(run.world)
         if not math.isfinite(means["loss"]):
             raise TrainingDiverged(f"the {self.name} loss is {means['loss']} at step {step}", SMALLER_STEPS)
         for callback in run.callbacks:
             callback.on_evaluation(run, self.name, means)
         if results is None:
             return means
-        results.reduce(run.world)
-        self.facts = {"samples": results.samples, "errors": results.errors}
+        results.gather(run.world)
+        self.facts = {"samples": len(loader.reader), "errors": results.errors}
         if self.file is not None and run.world.is_rank_zero:
-            write_samples(self.file, results, loader)
+            results.write(self.file, loader)
         if draws:
             self.loggers.draw(self.name, partial(self._figures, results.columns), step)
         return means
 
-    def _figures(self, samples: Samples) -> dict[str, Tensor]:
+    def _figures(self, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
         classes = class_names(self.loader.reader.dataset)
         found = self.run.task.figures(samples, self.loader.shown, classes, self.images)
         return {f"{self.name}/{name}": image for name, image in found.items()}
-
-
-def write_samples(file: Path, results: SampleResults, loader: Loader) -> None:
-    """A full disk costs the file, and a warning."""
-    table, text = results.table(loader), io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([[*table], *zip(*table.values(), strict=True)])
-    try:
-        write_whole(file, text.getvalue(), sync=False)
-    except OSError as error:
-        log.warning("%s cannot be written (%s); the run goes on", file, error)

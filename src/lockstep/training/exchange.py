@@ -1,5 +1,6 @@
 """What ranks tell each other while they train: in one all-reduce now and then, never in a step."""
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -24,62 +25,55 @@ LONG = 2.0  # seconds of a stride from which on a result is read at once
 class Exchange:
     """Sums of the losses, a wish to stop, rank 0's clock, and whether a weight was frozen or unfrozen.
 
-    delayed: whether a result is read at the next exchange, so that the host never waits for a GPU. Else at once.
-    due: an attribute, the step after which the next exchange is: the same on all ranks.
+    delayed: whether a result is read at the next exchange, so that the host never waits for a GPU. due: the step after
+    which that is, the same on all ranks.
     """
 
     def __init__(self, run: Run, loggers: Loggers, snapshots: "Checkpointer", delayed: bool) -> None:
         self.run, self.loggers, self.snapshots, self.delayed = run, loggers, snapshots, delayed
         self.every, self.weights_every = run.config.logging.every, run.config.watch.weights_every
         self.parameters = [*run.model.parameters()]
-        self.flags = self._flags()
+        self.flags = [parameter.requires_grad for parameter in self.parameters]
         self.pending: tuple[Any, Tensor, int, dict[str, Any]] | None = None  # (what waits, the vector, step, its log)
         self.stride, self.last_seconds, self.is_first = 1, 0.0, True
-        self.width = 2 * len(run.meter.names)
-        self.reported = torch.zeros(self.width, dtype=torch.float64)  # the sums at the last log of this epoch
+        self.reported = [0.0] * 2 * len(run.meter.names)  # the sums at the last log of this epoch
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """Before the first step of an epoch, or of the rest of one. What came before, such as an evaluation, is no part
-        of a step."""
+        """What came before the first step of an epoch, or of the rest of one, is no part of a step."""
         progress = self.run.progress
         self.speed_from = progress.samples, time.perf_counter()
         self.interval = self.last = progress.step, time.perf_counter()
         if progress.samples == 0:
-            self.reported.zero_()
+            self.reported = [0.0] * len(self.reported)
         self._set_due()
 
     def _set_due(self) -> None:
         step, unit = self.run.progress.step, self.run.step.unit
-        due = step + self.stride
-        for every in (self.every, self.weights_every, self.snapshots.every_steps):
-            if every:
-                due = min(due, step - step % every + every)
+        multiples = [every for every in (self.every, self.weights_every, self.snapshots.every_steps) if every]
+        due = min(step + self.stride, *(step - step % every + every for every in multiples))
         self.due = -(-due // unit) * unit
 
     def __call__(self) -> bool:
-        """Returns whether the run ends here. A collective.
-
-        Raises TrainingDiverged, StoppedEarly, ConfigError and RanksDiffer, each on all ranks.
-        """
-        if type(self.run.step).__call__ is Step.__call__:  # another one may have cleared some
-            self.run.strategy.require_gradients()
+        """Returns whether the run ends here. A collective: what it raises, all ranks raise."""
+        run, step = self.run, self.run.progress.step
+        if type(run.step).__call__ is Step.__call__:  # another one may have cleared some
+            run.strategy.require_gradients()
         self.drain()
         self._start()
         if not self.delayed or self.last_seconds > LONG:
             self.drain()
-        progress = self.run.progress
         if self.is_first:  # the first step of a process fills caches
-            self.is_first, self.speed_from = False, (progress.samples, time.perf_counter())
-        if self.run.average is not None:
-            self.run.average.check()
-        if self.weights_every and progress.step % self.weights_every == 0:
-            require_same_weights(self.run)
+            self.is_first, self.speed_from = False, (run.progress.samples, time.perf_counter())
+        if run.average is not None:
+            run.average.check()
+        if self.weights_every and step % self.weights_every == 0:
+            require_same_weights(run)
         if self.snapshots.due_after_step():
             self.drain()
             self.snapshots.save()
         self._set_due()
-        return self.run.finished
+        return run.finished
 
     def samples_per_second(self) -> float | None:
         """Of this epoch's steps, over all ranks. None if this process has trained none, but perhaps its first one."""
@@ -88,14 +82,14 @@ class Exchange:
 
     def _start(self) -> None:
         run, step, now = self.run, self.run.progress.step, time.perf_counter()
-        words = [float(signals.stop_requested()), float(self._flags() != self.flags), 0.0, 0.0, 0.0, 0.0]
+        has_changed = [parameter.requires_grad for parameter in self.parameters] != self.flags
+        words = [float(signals.stop_requested()), float(has_changed), 0.0, 0.0, 0.0, 0.0]
         if run.world.is_rank_zero:  # whose clock alone counts
             seconds = now - self.last[1]
             fitting = int(PAUSE * (step - self.last[0]) / max(seconds, 1e-9))
-            stride = max(1, min(fitting, 2 * self.stride))
-            words[2:] = [float(run.clock.is_over), float(self.snapshots.due_by_clock()), stride, seconds]
-        self.last = step, now
-        logged: dict[str, Any] = {}
+            is_over, is_due = run.clock.seconds >= run.clock.limit, self.snapshots.due_by_clock()
+            words[2:] = [float(is_over), float(is_due), max(1, min(fitting, 2 * self.stride)), seconds]
+        self.last, logged = (step, now), dict[str, Any]()
         if step % self.every == 0:
             logged = {"train/lr": float(run.optimizer.param_groups[0]["lr"]), "train/grad_norm": run.step.grad_norm}
             first, start = self.interval
@@ -107,8 +101,7 @@ class Exchange:
         wait = run.world.all_reduce_async(vector)
         if vector.is_cuda:
             wait()  # in the GPU's queue
-            host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
-            vector = host.copy_(vector, non_blocking=True)
+            vector = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True).copy_(vector, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
             wait = event.synchronize
@@ -120,20 +113,19 @@ class Exchange:
             return
         (wait, vector, step, logged), self.pending = self.pending, None
         wait()
-        run, totals = self.run, vector[: self.width]
-        stop, changed, is_over, is_due, stride, self.last_seconds = vector[self.width :].tolist()
-        recent = totals - self.reported
-        if not torch.isfinite(recent[0]):
-            raise diverged(run, f"the loss is {float(recent[0])}", run.meter.first_non_finite())
-        if changed:
+        run, width, told = self.run, len(self.reported), vector.tolist()
+        recent = [now - before for now, before in zip(told[:width], self.reported, strict=True)]
+        stop, has_changed, is_over, is_due, stride, self.last_seconds = told[width:]
+        if not math.isfinite(recent[0]):
+            raise diverged(run, f"the loss is {recent[0]}", run.meter.first_non_finite())
+        if has_changed:
             what = "a weight was frozen or unfrozen since the training began, which no rank can follow"
-            raise ConfigError(
-                f"{what}; type parameters.freeze=[<it>], or leave it trained, with a learning rate of its own"
-            )
+            advice = "type parameters.freeze=[<it>], or leave it trained, with a learning rate of its own"
+            raise ConfigError(f"{what}; {advice}")
         self.stride = int(stride)
         if logged:
-            self._log(step, recent, logged)
-            self.reported = totals.clone()
+            self._log(step, run.meter.means(recent), logged)
+            self.reported = told[:width]
         if is_over:
             run.clock.end_at(run.progress.step)
         if is_due:
@@ -141,16 +133,12 @@ class Exchange:
         if stop:
             self.snapshots.stop_before_evaluation()
 
-    def _log(self, step: int, recent: Tensor, logged: dict[str, Any]) -> None:
-        norm = logged.pop("train/grad_norm")
+    def _log(self, step: int, means: dict[str, float], logged: dict[str, Any]) -> None:
+        norm, skip = logged.pop("train/grad_norm"), self.run.step.skip
         if norm is not None and bool(norm.isfinite()):
             logged["train/grad_norm"] = float(norm)
-        means = self.run.meter.means(recent)
         if means:  # where all updates were left out, nothing is counted
             logged["train/running_loss"] = means["loss"]
-        if self.run.step.skip is not None:
-            logged["watch/skipped_steps"] = self.run.step.skip.skipped
+        if skip is not None:
+            logged["watch/skipped_steps"] = skip.skipped
         self.loggers.log(logged, step)
-
-    def _flags(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self.parameters]

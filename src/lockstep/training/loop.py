@@ -17,6 +17,9 @@ from lockstep.training.run import Run
 if TYPE_CHECKING:
     from lockstep.snapshots.checkpointer import Checkpointer
 
+Evaluated = dict[str, dict[str, float]]
+"""{split: {metric: value}}."""
+
 
 def fit(
     run: Run,
@@ -27,14 +30,15 @@ def fit(
     info: RunInfo,
     tested: Mapping[str, Any] | None = None,
 ) -> float | None:
-    """Train epoch by epoch, evaluate, save; test once, with the weights that were chosen. Returns the monitored value
-    of these weights, None if nothing chooses.
+    """Train epoch by epoch, evaluate, save; test once, with the weights that were chosen. Returns what was monitored of
+    them, None if nothing chooses.
 
-    evaluators: each time an evaluation is due. tester: at the end; None: the test set stays shut.
-    info: what the loggers have got. tested: the test of an earlier start, as `RunInfo.test`, if there was one.
+    tester: None: the test set stays shut. info: what the loggers have got. tested: the test of an earlier start, as
+    `RunInfo.test`, if there was one.
     """
     exchange = Exchange(run, loggers, snapshots, delayed=run.world.device.type == "cuda")
-    batches, evaluated = run.loaders.train.batches(run.progress), dict[str, dict[str, float]]()
+    batches, evaluated = run.loaders.train.batches(run.progress), Evaluated()
+    split, _, name = (run.objective or "").partition("/")
     run.clock.start(run.clock.before, run.progress.step)
     for callback in run.callbacks:
         callback.on_fit_start(run, loggers)
@@ -48,14 +52,17 @@ def fit(
             if run.progress.step >= exchange.due and exchange():
                 break
         summary = end_epoch(run, exchange)
-        if run.evaluation_due:
+        if run.finished or run.evaluates_each_time:
             evaluated = {each.name: each(snapshots.stop_before_evaluation) for each in evaluators}
             summary.metrics.update(evaluated)
-            if run.objective is not None and run.update_best(value_of(run.objective, evaluated)):
+            if run.objective is not None and run.update_best(evaluated[split][name]):
                 snapshots.save("best")
             if run.objective is not None and run.progress.best is not None:
-                summary.metrics["best"] = {run.objective.partition("/")[2]: run.progress.best}
-        finish_epoch(run, summary, loggers, snapshots)
+                summary.metrics["best"] = {name: run.progress.best}
+        loggers.epoch(summary)
+        snapshots.after_epoch()
+        for callback in run.callbacks:
+            callback.on_epoch_end(run)
     if not evaluated:  # nothing is evaluated at each epoch, or a finished run was started again: all is logged
         evaluated = {each.name: each(snapshots.stop) for each in evaluators}
     heartbeat.enter("export")
@@ -69,7 +76,7 @@ def fit(
     loggers.end(replace(info, last=last, test=result), PAUSED if is_paused else FINISHED)
     if run.objective is None:
         return None
-    return run.progress.best if run.progress.best is not None else value_of(run.objective, evaluated)
+    return run.progress.best if run.progress.best is not None else evaluated[split][name]
 
 
 def begin_epoch(run: Run, exchange: Exchange) -> None:
@@ -88,15 +95,13 @@ def end_epoch(run: Run, exchange: Exchange) -> EpochSummary:
     """After the last step of an epoch, or of the run."""
     run.step.synchronise()
     exchange.drain()
-    totals = run.world.all_reduce_sum(run.meter.flush().clone())
-    means, step = run.meter.means(totals), run.progress.step
+    totals, step = run.world.all_reduce_sum(run.meter.flush().clone()).tolist(), run.progress.step
+    means, speed, speeds = run.meter.means(totals), exchange.samples_per_second(), dict[str, float]()
     if means and not math.isfinite(means["loss"]):
         raise diverged(run, f"the loss is {means['loss']}", run.meter.first_non_finite())
-    speed = exchange.samples_per_second()
-    speeds = {} if speed is None else {"samples": speed}
-    if run.task.counts != "samples" and speed is not None:
-        per_sample = float(totals[len(run.meter.names)]) / run.progress.samples
-        speeds[run.task.counts] = speed * (run.step.targets_per_sample or per_sample)
+    if speed is not None:
+        of_each = run.step.targets_per_sample or totals[len(run.meter.names)] / run.progress.samples
+        speeds = {"samples": speed} | ({run.task.counts: speed * of_each} if run.task.counts != "samples" else {})
     run.end_epoch()
     return EpochSummary(
         epoch=run.progress.epoch + (run.progress.samples > 0),
@@ -107,18 +112,10 @@ def end_epoch(run: Run, exchange: Exchange) -> EpochSummary:
     )
 
 
-def finish_epoch(run: Run, summary: EpochSummary, loggers: Loggers, snapshots: "Checkpointer") -> None:
-    """After an epoch and its evaluation."""
-    loggers.epoch(summary)
-    snapshots.after_epoch()
-    for callback in run.callbacks:
-        callback.on_epoch_end(run)
-
-
 def test(
     run: Run,
     tester: Evaluator,
-    evaluated: Mapping[str, dict[str, float]],
+    evaluated: Evaluated,
     snapshots: "Checkpointer",
     loggers: Loggers,
     tested: Mapping[str, Any] | None,
@@ -136,8 +133,3 @@ def test(
         found = {"step": chosen, "metrics": metrics, **tester.facts}
     loggers.test(found, is_logged)
     return found
-
-
-def value_of(objective: str, evaluated: Mapping[str, Mapping[str, float]]) -> float:
-    split, _, name = objective.partition("/")
-    return evaluated[split][name]

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
-import torch
 from torch.optim import Optimizer
 
 from lockstep.training.callbacks import Callback
@@ -24,19 +23,16 @@ def rising(optimizer: Optimizer, total_steps: int, first: float, last: float) ->
 
 
 class RateFinder(Callback):
-    """Keeps the loss of each step over all ranks, and ends the training when it diverges.
-
-    losses: an attribute, of each step before its update, so that the rate of a step shows in the loss of the next.
-    """
+    """Keeps the loss of each step over all ranks, before its update, and ends the training when it diverges."""
 
     def __init__(self) -> None:
-        self.losses, self.lowest = list[float](), float("inf")
-        self.before = torch.zeros(())
+        self.losses, self.lowest, self.before = list[float](), float("inf"), list[float]()
 
     def on_step_end(self, run: "Run") -> None:
-        totals = run.world.all_reduce_sum(run.meter.flush().clone())
+        totals = run.world.all_reduce_sum(run.meter.flush().clone()).tolist()
         is_first = run.progress.samples <= run.batch_size  # of an epoch, whose sums begin at zero
-        recent, self.before = totals - (0 if is_first else self.before), totals
+        before, self.before = [0.0] * len(totals) if is_first else self.before, totals
+        recent = [now - then for now, then in zip(totals, before, strict=True)]
         self.losses.append(run.meter.means(recent).get("loss", float("nan")))
         begin, newest = fmean(self.losses[:START]), fmean(self.losses[-START:])
         self.lowest = min(self.lowest, newest)
@@ -51,10 +47,8 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 
 def suggested(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """A part of the rate at which the loss is lowest, None if the loss never falls by more than batches differ.
-
-    The usual rule, the rate at which it falls fastest, is too low where it falls slowly: see docs/modes.md.
-    """
+    """A part of the rate with the lowest loss, None if it never falls by more than batches differ. The usual rule,
+    the rate at which it falls fastest, is too low where it falls slowly: see docs/modes.md."""
     curve = smoothed(losses)
     lowest = curve.index(min(curve))
     if lowest < START or fmean(losses[:START]) - curve[lowest] <= 2 * stdev(losses[:START]):

@@ -24,16 +24,13 @@ class Meter:
     """
 
     def __init__(self, task: Task, world: World) -> None:
-        self.task, self.world, self.names = task, world, task.names
-        self.device = float64_device(world.device)
-        self.waiting: list[tuple[int, Sequence[Tensor], Sequence[int | Tensor]]] = []  # (step, values, counts)
-        self.losses = deque[tuple[list[int], Tensor]](maxlen=LOSSES_KEPT)  # (steps, their losses (n,))
+        self.task, self.world, self.names, self.device = task, world, task.names, float64_device(world.device)
         self.clear()
 
     def clear(self) -> None:
         """Start again from zero, with a new epoch."""
-        self.waiting.clear()
-        self.losses.clear()
+        self.waiting: list[tuple[int, Sequence[Tensor], Sequence[int | Tensor]]] = []  # (step, values, counts)
+        self.losses = deque[tuple[list[int], Tensor]](maxlen=LOSSES_KEPT)  # (steps, their losses (n,))
         self.totals = torch.zeros(2 * len(self.names), dtype=torch.float64, device=self.device)
 
     def add(self, step: int, values: Sequence[Tensor], counts: Sequence[int | Tensor]) -> None:
@@ -64,22 +61,20 @@ class Meter:
                     self.totals[place] += torch.stack(column).to(self.device).sum(dtype=torch.float64)
         return self.totals
 
-    def means(self, totals: Tensor) -> dict[str, float]:
+    def means(self, totals: Sequence[float]) -> dict[str, float]:
         """{name: mean} of totals over all ranks; empty if nothing was counted."""
-        numbers = totals.tolist()
-        values, counts = numbers[: len(self.names)], numbers[len(self.names) :]
+        values, counts = totals[: len(self.names)], totals[len(self.names) :]
         if not any(counts):
             return {}
-        named = {name: value / (count or 1) for name, value, count in zip(self.names, values, counts, strict=True)}
-        return self.task.finish(named)
+        named = zip(self.names, values, counts, strict=True)
+        return self.task.finish({name: value / (count or 1) for name, value, count in named})
 
     def first_non_finite(self) -> int | None:
         """The first of the steps that are kept whose loss is NaN or infinite on some rank. A collective."""
         self.flush()
         pairs = [pair for steps, losses in self.losses for pair in zip(steps, losses.tolist(), strict=True)]
-        bad = [step for step, loss in pairs if not math.isfinite(loss)]
-        everyones = self.world.all_gather_json(min(bad, default=None))
-        return min((step for step in everyones if step is not None), default=None)
+        bad = min((step for step, loss in pairs if not math.isfinite(loss)), default=None)
+        return min(filter(None, self.world.all_gather_json(bad)), default=None)
 
     def restore(self, totals: Tensor) -> None:
         """Go on from totals over all ranks, perhaps of another world size: rank 0 holds them all."""

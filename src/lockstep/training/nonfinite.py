@@ -17,20 +17,15 @@ from lockstep.training.run import Run
 log = logging.getLogger(__name__)
 
 SKIPS_IN_A_ROW = 10  # more of them mean that the weights are bad, not a batch
-SAMPLES_NAMED = 16  # in a sentence
 SMALLER_STEPS = "type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0"
 OTHER_DATA = "repair or remove what is broken there, or to leave out such batches type watch.nan=skip"
 
 
 class SkipNonFinite:
-    """watch.nan=skip: leaves the updates out whose gradient is not finite on some rank. The host waits in each step.
-
-    skipped, in_a_row: attributes, updates left out so far, and since the last one that was taken.
-    """
+    """watch.nan=skip: leaves the updates out whose gradient is not finite on some rank. The host waits in each step."""
 
     def __init__(self, strategy: Strategy) -> None:
-        self.strategy = strategy
-        self.skipped = self.in_a_row = 0
+        self.strategy, self.skipped, self.in_a_row = strategy, 0, 0  # updates left out, and since one was taken
         self.before: list[tuple[Tensor, Tensor]] = []  # buffers, and copies of them: the forward pass changes them
 
     def restore(self, skipped: int, in_a_row: int) -> None:
@@ -71,33 +66,29 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def diverged(run: Run, what: str, step: int | None) -> TrainingDiverged:
-    """The error for a loss that is not finite, with the samples that broke it. A collective.
-
-    what: the first words. step: that of the loss, counted from 1, as far as it is known.
-    """
+    """The error for a loss that is not finite in `step`, if that is known, with the samples that broke it: `what` and
+    more. A collective."""
     if step is None:
         return TrainingDiverged(what, SMALLER_STEPS)
     loader, progress = run.loaders.train, run.progress
-    steps_of_epoch = -(-progress.samples // run.batch_size)
-    start = max(0, steps_of_epoch - (progress.step - step + 1)) * run.batch_size  # all steps back are in this epoch
+    batches_of_epoch = -(-progress.samples // run.batch_size)
+    start = max(0, batches_of_epoch - (progress.step - step + 1)) * run.batch_size  # all steps back are in this epoch
     mine = list[int]()
     for request in loader.requests_at(progress.epoch, start):
         mine += broken_samples(loader.whole(request.numbers), *loader.read(request))
     broken = sorted({number for of_rank in run.world.all_gather_json(mine) for number in of_rank})
     if not broken:
         return TrainingDiverged(f"{what} at step {step}", SMALLER_STEPS)
-    named = f"{what} at step {step}; NaN or infinite values are in sample {first_of(broken, SAMPLES_NAMED)}"
+    named = f"{what} at step {step}; NaN or infinite values are in sample {first_of(broken, 16)}"
     return TrainingDiverged(named, OTHER_DATA)
 
 
 def broken_samples(numbers: Any, inputs: Any, targets: Any) -> list[int]:
-    """Those of a batch with NaN or infinite values. numbers: an array (N,) of its samples. On a GPU the host waits.
-
-    A tensor with other rows than samples, such as sequences that a collate_fn packs, names none.
-    """
-    found = set[int]()
+    """Those of the samples `numbers` (N,) with NaN or infinite values. A tensor with other rows than samples, such as
+    sequences that a collate_fn packs, names none."""
+    found = list[int]()
     for tensor in filter(torch.is_floating_point, [*tensors_in(inputs), *tensors_in(targets)]):
         if tensor.shape[:1] == numbers.shape:
             is_broken = ~tensor.isfinite().reshape(len(tensor), tensor.shape[1:].numel()).all(1)
-            found |= set(numbers[is_broken.cpu().numpy()].tolist())
-    return sorted(found)
+            found += numbers[is_broken.cpu().numpy()].tolist()
+    return sorted(set(found))

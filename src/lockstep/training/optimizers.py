@@ -1,6 +1,7 @@
 """The optimizer of a run: parameter groups by rule, and Muon beside another one."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,10 +24,8 @@ def rules_of(parameters: Parameters) -> list[Rule]:
     """What `parameters` says of hyperparameters of their own."""
     rules = list[Rule]()
     for group in parameters.groups:
-        match: Any = group["match"]
-        patterns = [str(each) for each in (match if isinstance(match, list | tuple) else [match])]
-        values = {name: value for name, value in group.items() if name != "match"}
-        rules.append(("parameters.groups", patterns, values))
+        match, values = group["match"], {name: value for name, value in group.items() if name != "match"}
+        rules.append(("parameters.groups", [*map(str, match if isinstance(match, list | tuple) else [match])], values))
     if parameters.no_decay:
         rules.append(("parameters.no_decay", [*map(str, parameters.no_decay)], {"weight_decay": 0.0}))
     return rules
@@ -36,30 +35,27 @@ def require_fit(optimizer: Optimizer, rules: Sequence[Rule]) -> None:
     """Raise ConfigError for a rule with a hyperparameter that the optimizer does not have: torch would keep it, and
     never read it."""
     for key, _, values in rules:
-        for name in values:
-            if name not in optimizer.defaults:
-                what = f"{key}: {type(optimizer).__name__} has no {name}, but {', '.join(optimizer.defaults)}"
-                raise ConfigError(f"{what}; type {key}=[] or one of these")
+        for name in values.keys() - optimizer.defaults.keys():
+            what = f"{key}: {type(optimizer).__name__} has no {name}, but {', '.join(optimizer.defaults)}"
+            raise ConfigError(f"{what}; type {key}=[] or one of these")
 
 
 def parameter_groups(model: nn.Module, world: World, rules: Sequence[Rule]) -> list[Any]:
-    """What an optimizer takes: the trained parameters, in groups if there are rules. A collective.
-
-    rules: of several that match a parameter, the last one wins. The groups and their order are the same on all ranks,
-    though a rank may hold only some layers: a group can be empty. Raises ConfigError for a pattern that no rank has.
-    """
+    """What an optimizer takes: the trained parameters, in groups if there are rules, of which the last one wins. A
+    collective: groups and their order are the same on all ranks, though a rank may hold only some layers, and none of a
+    group. Raises ConfigError for a pattern that no rank has."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not rules:
         return list(trained.values()) or [{"params": []}]  # a rank of a pipeline may hold frozen layers only
     matched = [[matching_parameters(model, pattern) for pattern in patterns] for _, patterns, _ in rules]
     kinds = {name: [name in set().union(*found) for found in matched] for name in trained}
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    everyones = world.all_gather_json([[[bool(some) for some in found] for found in matched], names, [*kinds.values()]])
-    of_all = [name for _, there, _ in everyones for name in there]
-    for (key, patterns, _), *found in zip(rules, *(flags for flags, _, _ in everyones), strict=True):
-        require_matches(key, patterns, map(any, zip(*found, strict=True)), of_all)
+    flags = [[bool(some) for some in found] for found in matched]
+    of_ranks, of_names, of_kinds = zip(*world.all_gather_json([flags, names, [*kinds.values()]]), strict=True)
+    for (key, patterns, _), *found in zip(rules, *of_ranks, strict=True):
+        require_matches(key, patterns, map(any, zip(*found, strict=True)), [*chain(*of_names)])
     groups = []
-    for kind in sorted({tuple(kind) for _, _, there in everyones for kind in there}):
+    for kind in sorted({tuple(kind) for kind in chain(*of_kinds)}):
         group: dict[str, Any] = {"params": [trained[name] for name in trained if tuple(kinds[name]) == kind]}
         for (_, _, values), applies in zip(rules, kind, strict=True):
             group |= values if applies else {}
@@ -87,13 +83,8 @@ class Muon(Optimizer):
     """Muon (Jordan et al. 2024) for weights of two and more dimensions, another optimizer for all other parameters.
 
     torch.optim.Muon takes matrices only; here a filter (out, in, height, width) is a matrix of `out` rows. A parameter
-    group with use_muon=false is the other optimizer's as a whole: an embedding, or the last layer. Of several groups
-    each may have hyperparameters of its own. The iteration computes in the weights' own type.
-
-    lr, momentum, weight_decay: of Muon; the decay is decoupled, as AdamW's.
-    steps: of the Newton-Schulz iteration.
-    normalised: whether a weight is scaled to the norm sqrt(out) before each step; then no decay is needed.
-    others: the other optimizer's _target_ and its arguments.
+    group with use_muon=false is the other optimizer's as a whole: an embedding, or the last layer. The decay is
+    decoupled, as AdamW's. The Newton-Schulz iteration computes in the weights' own type.
     """
 
     def __init__(
@@ -106,21 +97,17 @@ class Muon(Optimizer):
         normalised: bool,
         others: Callable[[Any], Optimizer],
     ) -> None:
-        own = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "use_muon": True}
-        groups = list(params)
-        groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
-        self.others = others([group | {"params": self._parted(group)[1]} for group in groups])
-        groups = [own | group | {"params": self._parted(group)[0]} for group in groups]
         self.steps, self.normalised = steps, normalised
-        super().__init__([*groups, *self.others.param_groups], self.others.defaults | own)
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "use_muon": True}
+        groups, own, rest = list(params), list[Any](), list[Any]()
+        for group in groups if groups and isinstance(groups[0], dict) else [{"params": groups}]:
+            mine = [weight for weight in group["params"] if group.get("use_muon", True) and weight.dim() >= 2]
+            known = {id(weight) for weight in mine}
+            own.append(defaults | group | {"params": mine})
+            rest.append(group | {"params": [weight for weight in group["params"] if id(weight) not in known]})
+        self.others = others(rest)
+        super().__init__([*own, *self.others.param_groups], self.others.defaults | defaults)
         self._share()
-
-    @staticmethod
-    def _parted(group: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """(what is Muon's of a group, the others)."""
-        is_own = [group.get("use_muon", True) and weight.dim() >= 2 for weight in group["params"]]
-        pairs = [*zip(group["params"], is_own, strict=True)]
-        return [weight for weight, own in pairs if own], [weight for weight, own in pairs if not own]
 
     def _share(self) -> None:
         """The other optimizer works on this one's groups and state."""
@@ -152,8 +139,7 @@ class Muon(Optimizer):
         weight.mul_(1 - lr * weight_decay)
         rows, columns = direction.shape
         scale = 1.0 if self.normalised else max(1.0, rows / columns) ** 0.5
-        update = orthogonalised(direction, self.steps).view(weight.shape)
-        weight.sub_(update, alpha=lr * scale)
+        weight.sub_(orthogonalised(direction, self.steps).view(weight.shape), alpha=lr * scale)
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:

@@ -29,13 +29,9 @@ WORDS = re.compile(
     "rand|normal|uniform|bernoulli|multinomial|poisson|binomial|exponential|cauchy|geometric|gamma|dirichlet|"
     "dropout|rrelu|lstm|gru|rnn|attention|gumbel|fractional"
 )
-MAY_DRAW = {
-    getattr(place, name)
-    for place in (torch, F, Tensor)
-    for name in dir(place)
-    if WORDS.search(name) and callable(getattr(place, name))
-}
-"""Their operations are looked at one by one, which takes some microseconds for each."""
+# Their operations are looked at one by one, which takes some microseconds for each.
+MAY_DRAW = {getattr(place, name) for place in (torch, F, Tensor) for name in dir(place) if WORDS.search(name)}
+MAY_DRAW = {function for function in MAY_DRAW if callable(function)}
 BATCH_DIMENSIONS = {  # those of what they draw inside, if not the first or the second
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), (1,)),
     F.multi_head_attention_forward: (0,),
@@ -43,66 +39,17 @@ BATCH_DIMENSIONS = {  # those of what they draw inside, if not the first or the 
 UNWATCHED = nullcontext()
 
 
-class Draws:
-    """Seeds torch, numpy and random in each step, the same on all ranks.
-
-    by_sample: whether draws belong to samples. Else each part of a batch has its own: of a compiled model, and where
-        several ranks compute the same samples.
-    """
-
-    def __init__(self, seed: int, device: torch.device, by_sample: bool) -> None:
-        self.seed, self.by_sample, self.samples = seed, by_sample, SampleDraws()
-        self.generators = [torch.default_generator]
-        if device.type == "cuda":
-            self.generators.append(torch.cuda.default_generators[device.index or 0])
-        self.is_mps = device.type == "mps"
-        self.first: int | None = None  # the step of this epoch in which a model is looked at that has drawn nothing
-
-    @property
-    def has_drawn(self) -> bool:
-        return self.samples.has_drawn
-
-    def restore(self, has_drawn: bool) -> None:
-        """Go on from a snapshot in the middle of an epoch: the same draws belong to samples as without the stop."""
-        self.samples.has_drawn = has_drawn
-
-    def begin_epoch(self, step: int) -> None:
-        """step: the first one of the epoch, counted from 0."""
-        self.first = step
-
-    def of_part(self, step: int, part: LoadedPart, count: int) -> AbstractContextManager[Any]:
-        """The block in which `part` of a batch of `count` samples is passed forward and backward.
-
-        numpy and random give all parts the same numbers: one that decides about a layer, or mixes a batch, is that of
-        one process.
-        """
-        seed = fold_in(self.seed, step)
-        seed_numpy_and_random(seed)
-        if not self.by_sample:
-            seed = fold_in(self.seed, step, part.number)
-        for generator in self.generators:  # torch.manual_seed takes 0.5 ms where torch could use a GPU
-            generator.manual_seed(seed)
-        if self.is_mps:
-            torch.mps.manual_seed(seed)
-        if self.by_sample and (step == self.first or self.samples.has_drawn):
-            return self.samples.of(part.start, len(part.numbers), count)
-        return UNWATCHED
-
-
 class SampleDraws(TorchFunctionMode):
     """Inside the block, draws belong to the samples from `start` to `start + rows` of a global batch of `count`.
 
     A single number, which may decide about a layer, and noise of a weight are the same on all ranks, as in one process.
-    What else has no dimension of the batch is drawn by each rank for itself: mode=check names what depends on it.
-    Each draw takes a seed from torch's generator, which is seeded alike on all ranks. So checkpointed blocks draw the
-    same again.
-
-    has_drawn: an attribute, whether anything was drawn yet.
+    What else has no dimension of the batch is drawn by each rank for itself: mode=check names what depends on it. Each
+    draw takes a seed from torch's generator, which is seeded alike on all ranks: checkpointed blocks draw the same.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.has_drawn, self.operators = False, _Operators(self)
+        self.has_drawn, self.operators = False, _Operators(self)  # yet
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def of(self, start: int, rows: int, count: int) -> "SampleDraws":
@@ -114,8 +61,7 @@ class SampleDraws(TorchFunctionMode):
         if func is Tensor.backward and args[0].requires_grad:  # checkpointed blocks draw in it
             gradient = args[1] if len(args) > 1 else kwargs.pop("gradient", None)
             with self:  # of an edge: with the tensor, torch would ask this again
-                torch.autograd.backward(get_gradient_edge(args[0]), gradient, **kwargs)
-            return None
+                return torch.autograd.backward(get_gradient_edge(args[0]), gradient, **kwargs)
         if func not in MAY_DRAW:
             return func(*args, **kwargs)
         self.of_weight = bool(args) and isinstance(args[0], Parameter)
@@ -124,10 +70,7 @@ class SampleDraws(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def fill(self, tensor: Tensor, fill: Callable[[Tensor, torch.Generator], Any]) -> Tensor:
-        """Fill `tensor` with this rank's rows of what `fill` would draw for the global batch. Returns it.
-
-        fill: puts random numbers of a generator into a tensor (rows, ...).
-        """
+        """`tensor` with this rank's rows of what `fill` would draw into one of the global batch."""
         seed, dimension = self.new_seed(), self._batch_dimension(tensor.shape)
         if dimension is None:
             is_shared = self.of_weight or tensor.numel() == 1
@@ -139,9 +82,8 @@ class SampleDraws(TorchFunctionMode):
         for number, (begin, end) in enumerate(edges):
             first, last = (min(max(0, edge - self.start), self.rows) for edge in (begin, end))
             if first < last:
-                generator = self._seeded(tensor.device, fold_in(seed, number))
                 whole = tensor.new_empty(end - begin, *rows.shape[1:])
-                fill(whole, generator)
+                fill(whole, self._seeded(tensor.device, fold_in(seed, number)))
                 rows[first:last] = whole[self.start + first - begin :][: last - first]
         return tensor
 
@@ -174,6 +116,42 @@ class SampleDraws(TorchFunctionMode):
         return self.generators[device].manual_seed(seed)
 
 
+class Draws(SampleDraws):
+    """Seeds torch, numpy and random in each step, the same on all ranks. by_sample: False: torch's draws are those of a
+    part: of a compiled model, and where several ranks compute the same samples."""
+
+    def __init__(self, seed: int, device: torch.device, by_sample: bool) -> None:
+        super().__init__()
+        self.seed, self.by_sample, self.is_mps = seed, by_sample, device.type == "mps"
+        self.seeded_each_step = [torch.default_generator]
+        if device.type == "cuda":
+            self.seeded_each_step.append(torch.cuda.default_generators[device.index or 0])
+        self.first: int | None = None  # the step of this epoch in which a model is looked at that has drawn nothing
+
+    def restore(self, has_drawn: bool) -> None:
+        """Go on from a snapshot in the middle of an epoch: the same draws belong to samples as without the stop."""
+        self.has_drawn = has_drawn
+
+    def begin_epoch(self, step: int) -> None:
+        """step: the first one of the epoch, counted from 0."""
+        self.first = step
+
+    def of_part(self, step: int, part: LoadedPart, count: int) -> AbstractContextManager[Any]:
+        """The block in which `part` of a batch of `count` samples is passed forward and backward. numpy and random give
+        all parts the numbers of one process, which may decide about a layer, or mix a batch."""
+        seed = fold_in(self.seed, step)
+        seed_numpy_and_random(seed)
+        if not self.by_sample:
+            seed = fold_in(self.seed, step, part.number)
+        for generator in self.seeded_each_step:  # torch.manual_seed takes 0.5 ms where torch could use a GPU
+            generator.manual_seed(seed)
+        if self.is_mps:
+            torch.mps.manual_seed(seed)
+        if self.by_sample and (step == self.first or self.has_drawn):
+            return self.of(part.start, len(part.numbers), count)
+        return UNWATCHED
+
+
 class _Operators(dispatch_mode()):  # type: ignore[misc]
     """Answers those of torch's operators that draw, whichever function they are a part of."""
 
@@ -204,18 +182,15 @@ class _Operators(dispatch_mode()):  # type: ignore[misc]
                 return input * mask / (1 - p), mask.bool()
             case _, (Tensor() as tensor, *numbers) if name in FILLERS:
                 return self._fill(tensor, name, *numbers, **kwargs)
-            case (("_sample_dirichlet" | "multinomial"), (row, *_)) if row.numel() == row.shape[-1]:
-                self.draws.has_drawn = True  # one draw, as MixUp's, is the same on all ranks
-                return func(*args, **kwargs)
-            case "_standard_gamma", (number, *_) if number.numel() == 1:
-                self.draws.has_drawn = True
-                return func(*args, **kwargs)
+            case (("_sample_dirichlet" | "multinomial" | "_standard_gamma"), (row, *_)):
+                # One draw, as MixUp's, is the same on all ranks: of a row of weights, or of one number.
+                if row.numel() == (1 if name == "_standard_gamma" else row.shape[-1]):
+                    self.draws.has_drawn = True
+                    return func(*args, **kwargs)
         return self.draws.by_rank(func, *args, **kwargs)
 
     def _fill(self, tensor: Tensor, name: str, *numbers: Any, **kwargs: Any) -> Tensor:
         name = {"rand": "uniform_", "randn": "normal_", "randint": "random_"}.get(name.removesuffix("_like"), name)
-
-        def fill(part: Tensor, generator: torch.Generator) -> None:
-            getattr(part, name)(*numbers, **kwargs | {"generator": generator})
-
-        return self.draws.fill(tensor, fill)
+        return self.draws.fill(
+            tensor, lambda part, generator: getattr(part, name)(*numbers, **kwargs, generator=generator)
+        )

@@ -8,16 +8,12 @@ stepped after every optimizer step, or a `Schedule`.
 import math
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Lt
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep.config.schema import NotNegative, Positive, Whole
-
-START_OF_CYCLE, END_OF_CYCLE = 1 / 25, 1 / 25e4  # torch's own shares of the highest rate
 
 
 class Schedule:
@@ -46,16 +42,11 @@ class Schedule:
 
 
 def constant(optimizer: Optimizer) -> Schedule:
-    """The optimizer's lr in every step."""
     return Schedule(optimizer, lambda step: 1.0)
 
 
 def step(optimizer: Optimizer, steps_per_epoch: int, step_epochs: Positive, gamma: Positive) -> Schedule:
-    """lr times a factor after every few epochs.
-
-    step_epochs: epochs between two changes of the learning rate.
-    gamma: factor of each change.
-    """
+    """lr times `gamma` after every `step_epochs` epochs."""
     return Schedule(optimizer, lambda number: gamma ** (number // (step_epochs * steps_per_epoch)))
 
 
@@ -67,11 +58,7 @@ def decay(
     warmup_epochs: NotNegative,
     final_lr_ratio: NotNegative,
 ) -> Schedule:
-    """Linear warm-up, then half a cosine (Loshchilov and Hutter 2017) or a straight line down.
-
-    warmup_epochs: epochs in which the learning rate rises to optimizer.lr.
-    final_lr_ratio: learning rate at the end, as a share of optimizer.lr.
-    """
+    """Linear warm-up, then half a cosine (Loshchilov and Hutter 2017) or a straight line down to a share of lr."""
     warmup = int(warmup_epochs * steps_per_epoch)
 
     def factor(number: int) -> float:
@@ -84,16 +71,13 @@ def decay(
 
 
 def one_cycle(optimizer: Optimizer, total_steps: int, pct_start: Annotated[float, Gt(0), Lt(1)]) -> Schedule:
-    """Up to the optimizer's lr and down again (Smith 2018): torch's OneCycleLR with cycle_momentum=False.
-
-    pct_start: share of the run in which the learning rate rises.
-    """
+    """Up to lr and down again (Smith 2018): torch's OneCycleLR with cycle_momentum=False, whose shares these are."""
     peak = pct_start * (total_steps + 1) - 1
 
     def factor(number: int) -> float:
         if number < peak:
-            return _along_cosine(START_OF_CYCLE, 1.0, number / peak)
-        return _along_cosine(1.0, END_OF_CYCLE, min(1.0, (number - peak) / (total_steps - peak)))
+            return _along_cosine(1 / 25, 1.0, number / peak)
+        return _along_cosine(1.0, 1 / 25e4, min(1.0, (number - peak) / (total_steps - peak)))
 
     return Schedule(optimizer, factor)
 
@@ -102,12 +86,45 @@ def _along_cosine(start: float, end: float, done: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * done)) / 2
 
 
+class Plateau(Schedule):
+    """torch's ReduceLROnPlateau, which has these arguments, with the monitor after each evaluation."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        direction: Literal["min", "max"],
+        factor: Annotated[float, Gt(0), Lt(1)],
+        patience: Whole,
+        threshold: NotNegative,
+        min_lr: NotNegative,
+    ) -> None:
+        self.sign, self.by, self.patience = 1 if direction == "min" else -1, factor, patience
+        self.threshold, self.min_lr = threshold, min_lr
+        self.best, self.bad, self.reached = math.inf, 0, 1.0  # the best value times the sign
+        super().__init__(optimizer, lambda step: self.reached)
+
+    def __call__(self, step: int) -> None:
+        for group, lr in zip(self.optimizer.param_groups, self.base, strict=True):
+            group["lr"] = max(lr * self.reached, min(lr, self.min_lr))
+
+    def evaluated(self, value: float) -> None:
+        is_better = self.sign * value < self.best * (1 - self.sign * self.threshold)
+        self.best, self.bad = (self.sign * value, 0) if is_better else (self.best, self.bad + 1)
+        if self.bad > self.patience:
+            self.reached, self.bad = self.reached * self.by, 0
+            self(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "bad": self.bad, "reached": self.reached}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.bad, self.reached = state["best"], state["bad"], state["reached"]
+
+
 class TorchSchedule(Schedule):
     """Any schedule of torch, or of the user's own. A resumed run steps it again, from the first step on.
 
-    schedule: the schedule's _target_ and its arguments: (optimizer) -> a torch scheduler.
-    every: when the schedule moves on.
-    is_judged: of `plateau`: it moves on after each evaluation alone, by the monitor's value.
+    schedule: the schedule's _target_ and its arguments: (optimizer) -> a torch scheduler. every: when it moves on.
     """
 
     def __init__(
@@ -116,56 +133,19 @@ class TorchSchedule(Schedule):
         steps_per_epoch: int,
         schedule: Callable[[Optimizer], Any],
         every: Literal["epoch", "step"],
-        is_judged: bool = False,
     ) -> None:
         self.optimizer, self.interval = optimizer, steps_per_epoch if every == "epoch" else 1
-        self.number, self.is_judged, self.base = 0, is_judged, self._rates()
-        self.schedule = schedule(optimizer)
-        self.move = self.schedule.step
-        self.rates = self._rates()
-
-    def _rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.moves, self.move = 0, schedule(optimizer).step
+        self.rates = [float(group["lr"]) for group in optimizer.param_groups]
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # before the optimizer's: a resume
 
     def __call__(self, step: int) -> None:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate  # a resume has put the snapshot's there, and some schedules go on from what they find
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # before the optimizer's: a resume
-            while self.number < step:
-                self.number += 1
-                if not self.is_judged and self.number % self.interval == 0:
-                    self.move()
-        self.rates = self._rates()
-
-    def evaluated(self, value: float) -> None:
-        if self.is_judged:
-            self.move(value)
-            self.rates = self._rates()
-
-    def state_dict(self) -> dict[str, Any]:
-        if not self.is_judged:
-            return {}
-        factors = [rate / base if base else 1.0 for rate, base in zip(self.rates, self.base, strict=True)]
-        return {"factors": factors, "schedule": self.schedule.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.is_judged:
-            self.rates = [base * factor for base, factor in zip(self.base, state["factors"], strict=True)]
-            self.schedule.load_state_dict(state["schedule"])
-
-
-def plateau(
-    optimizer: Optimizer,
-    direction: Literal["min", "max"],
-    factor: Annotated[float, Gt(0), Lt(1)],
-    patience: Whole,
-    threshold: NotNegative,
-    min_lr: NotNegative,
-) -> TorchSchedule:
-    """torch's ReduceLROnPlateau, which has these arguments, stepped with the monitor after each evaluation."""
-    options: dict[str, Any] = {"factor": factor, "patience": patience, "threshold": threshold, "min_lr": min_lr}
-    return TorchSchedule(optimizer, 1, partial(ReduceLROnPlateau, mode=direction, **options), "step", is_judged=True)
+        while self.moves < step // self.interval:
+            self.moves += 1
+            self.move()
+        self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
 
 
 def as_schedule(made: Any, optimizer: Optimizer) -> Schedule:

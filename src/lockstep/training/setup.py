@@ -4,7 +4,7 @@ import logging
 import os
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -25,11 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def set_determinism(seed: int, deterministic: bool, tf32: bool | None = None) -> None:
-    """Seed torch. With `deterministic`, use only algorithms that give the same bits every time; else the fastest.
-
-    tf32: whether GPUs round float32 to 10 bits in products of matrices and in convolutions; None: as torch does without
-    being asked, in convolutions alone.
-    """
+    """Seed torch, and choose algorithms that give the same bits every time, or the fastest. tf32: as trainer.tf32."""
     torch.manual_seed(seed)
     torch.backends.cuda.matmul.allow_tf32 = tf32 is True
     torch.backends.cudnn.allow_tf32 = tf32 is not False
@@ -47,12 +43,11 @@ CAST = {
 
 
 def cast(module: nn.Module, precision: str) -> None:
-    """Give the parameters and buffers of `module` the types of `CAST`, in place.
+    """Give the parameters and buffers of `module` the types of `CAST`, in place. Other types stay, as they were chosen:
+    `Module.to` would take the imaginary part of complex weights away.
 
-    Any other type was chosen by the module's author, and stays: `Module.to` would take the imaginary part of complex
-    weights away. In bfloat16 running statistics would not move: a norm that has them stays as a whole, since torch
-    wants its weights in their type. A tensor whose elements share memory, as `expand` makes it, becomes an ordinary
-    one: no value could be loaded into it.
+    In bfloat16 running statistics would not move: a norm that has them stays as a whole, as torch wants it. A tensor
+    whose elements share memory, as `expand` makes it, becomes an ordinary one: no value could be loaded into it.
     """
     types, kept = CAST.get(precision, {}), set[Tensor]()
     if precision == "bf16-true":
@@ -66,31 +61,24 @@ def cast(module: nn.Module, precision: str) -> None:
 
 
 def model_memory_format(model: nn.Module, channels_last: bool | str, device: torch.device) -> torch.memory_format:
-    """The layout of images and convolution weights; "auto" is channels_last for models with convolutions: on a CPU the
-    convolutional net is 1.4 times as fast in it.
+    """The layout of images and convolution weights; "auto" is channels_last for models with convolutions.
 
-    Not with a `damaging_layer`: then it raises ConfigError if channels_last is True.
+    Not with a 1x1 convolution of few channels with a stride: channels_last, its backward pass damages memory on CPUs
+    without AVX-512 (torch 2.14.1's oneDNN; `tests/drills/test_cpu_kernels.py` compares all others).
     """
-    damaging = damaging_layer(model) if device.type == "cpu" else None
-    if channels_last is True and damaging is not None:
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d)]
+    damaging = [
+        name
+        for name, layer in layers  # 0 channels if a first batch is still to give their number
+        if layer.kernel_size == (1, 1) and max(layer.stride) > 1 and layer.in_channels < 8 and layer.groups == 1
+    ]
+    if channels_last is True and device.type == "cpu" and damaging:
         what = "trainer.channels_last=true would damage memory: torch's backward pass of a 1x1 convolution with a "
-        what += f"stride above 1 and fewer than 8 input channels ({damaging}) writes past its end in that layout"
+        what += f"stride above 1 and fewer than 8 input channels ({damaging[0]}) writes past its end in that layout"
         raise ConfigError(f"{what} on CPUs; type trainer.channels_last=auto")
-    if channels_last == "auto":
-        has_convolutions = any(isinstance(module, nn.Conv2d) for module in model.modules())
-        channels_last = has_convolutions and damaging is None and device.type != "mps"  # has few kernels for it
+    if channels_last == "auto":  # MPS has few kernels for it
+        channels_last = bool(layers) and device.type != "mps" and not (damaging and device.type == "cpu")
     return torch.channels_last if channels_last else torch.contiguous_format
-
-
-def damaging_layer(model: nn.Module) -> str | None:
-    """The name of a layer whose backward pass damages memory on CPUs without AVX-512 if it is channels_last: seen in
-    torch 2.14.1 (oneDNN), compared with all others in `tests/drills/test_cpu_kernels.py`."""
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Conv2d) or module.kernel_size != (1, 1) or max(module.stride) == 1:
-            continue
-        if module.in_channels < 8 and module.groups == 1:  # 0 if a first batch is still to give its shape
-            return str(name)
-    return None
 
 
 def prepare_model(
@@ -116,10 +104,7 @@ def prepare_model(
 
 def checkpoint_activations(model: nn.Module, patterns: Sequence[object]) -> None:
     """Let the outermost modules that `patterns` name, by the rules of fnmatch, compute their values again in the
-    backward pass, in place of keeping them (Chen et al. 2016). Names of weights stay.
-
-    Raises ConfigError for a pattern that names no module which is called.
-    """
+    backward pass, in place of keeping them (Chen et al. 2016). Raises ConfigError for a pattern that names none."""
     uncalled, texts = nn.ModuleList | nn.ModuleDict | torch.jit.ScriptModule, [str(pattern) for pattern in patterns]
     modules = {name: part for name, part in model.named_modules() if name and not isinstance(part, uncalled)}
     matched = [any(fnmatchcase(name, text) for name in modules) for text in texts]
@@ -138,35 +123,32 @@ def _checkpointing(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class _Checkpointed(nn.Module):
+    """A second pass computes what the first one did: running statistics and counters in buffers move once in a step,
+    and numpy and random draw the same again, as torch does."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return super().forward(*args, **kwargs)
-        again = _as_now(self)
-        options: Any = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), again)}
+        places = [(module, name) for module in self.modules() for name, _ in module.named_buffers(recurse=False)]
+        then = [getattr(*place).clone() for place in places]
+        numpy_state, state = np.random.get_state(), random.getstate()
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            now = [getattr(*place) for place in places]
+            with random_states_kept():
+                np.random.set_state(numpy_state)
+                random.setstate(state)
+                put(places, then)
+                try:
+                    yield
+                finally:
+                    put(places, now)
+
+        options: Any = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), again())}
         return checkpoint(super().forward, *args, **options, **kwargs)
 
 
-def _as_now(block: nn.Module) -> AbstractContextManager[None]:
-    """A block in which `block` computes as it does now: running statistics and counters in buffers move once in a step,
-    and numpy and random draw the same again, as torch does."""
-    places = [(module, name) for module in block.modules() for name, _ in module.named_buffers(recurse=False)]
-    then = [getattr(*place).clone() for place in places]
-    numpy_state, state = np.random.get_state(), random.getstate()
-
-    def put(buffers: list[Tensor]) -> None:
-        for place, buffer in zip(places, buffers, strict=True):
-            setattr(*place, buffer)
-
-    @contextmanager
-    def again() -> Iterator[None]:
-        now = [getattr(*place) for place in places]
-        with random_states_kept():
-            np.random.set_state(numpy_state)
-            random.setstate(state)
-            put(then)
-            try:
-                yield
-            finally:
-                put(now)
-
-    return again()
+def put(places: Sequence[tuple[nn.Module, str]], buffers: Sequence[Tensor]) -> None:
+    for place, buffer in zip(places, buffers, strict=True):
+        setattr(*place, buffer)

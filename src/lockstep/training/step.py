@@ -20,17 +20,13 @@ from lockstep.training.schedules import Schedule
 
 
 class Step:
-    """Forward, backward, averaging, clipping, update.
-
-    A subclass passes the keyword arguments that it does not take itself on to this constructor.
+    """Forward, backward, averaging, clipping, update. A subclass passes on the keyword arguments that it does not take.
 
     scaler: of the loss, for fp16; else one that does nothing. ignores: whether some targets may count nowhere.
-    progress: how far the run is; `progress.step` steps are done. average: as
-    `lockstep.training.ema.Average`. skip: for watch.nan=skip.
-    unit: an attribute, after how many steps all ranks hold the same.
+    progress: `progress.step` steps are done. average: as `lockstep.training.ema.Average`. skip: for watch.nan=skip.
     """
 
-    unit = 1
+    unit = 1  # after how many steps all ranks hold the same
 
     def __init__(
         self,
@@ -59,7 +55,8 @@ class Step:
         self.pending: tuple[Any, Tensor, Tensor] | None = None  # (what waits for the counts, the weight)
 
     def __call__(self, batch: Batch) -> None:
-        self.optimizer.zero_grad()
+        for parameter in self.parameters:  # as zero_grad, which tells torch's profiler of each call
+            parameter.grad = None
         weight = self.begin(batch)
         for part in batch.parts:
             with self.draws.of_part(self.progress.step, part, batch.count):
@@ -67,15 +64,13 @@ class Step:
         self.update()
 
     def forward_backward(self, batch: Batch, loss: Loss | None = None, outputs: Outputs | None = None) -> None:
-        """For steps of your own: the gradient of the mean loss over the global batch is added to `.grad`, averaged over
-        the ranks.
+        """For steps of your own: adds the gradient of the mean loss over the global batch to `.grad`, on all ranks.
 
-        loss: (outputs, targets) -> the summed loss of these samples, 0-d, in the place of the task's; it is not
-        measured. outputs: (model, inputs) -> what the loss takes, in the place of the task's. Both are for a second
-        pass of a step: a sample counts once a step in the metrics.
+        loss: (outputs, targets) -> the summed loss of these samples, 0-d, which is not measured: a sample counts once a
+        step in the metrics. outputs: (model, inputs) -> what it takes. Both stand for those of the task.
         """
         weight, chosen = self.begin(batch), self.loss if loss is None else loss
-        if loss is not None and self.pending is not None:
+        if loss is not None:
             self._fill_in()
         for part in batch.parts:
             with self.draws.of_part(self.progress.step, part, batch.count):
@@ -84,9 +79,9 @@ class Step:
     def begin(self, batch: Batch) -> Tensor:
         """0-d: what multiplies the sum of a part's losses before the backward pass, W / N.
 
-        N is the count of the whole global batch, and W what the averaging of gradients divides by. A mean of the ranks'
-        means would be wrong wherever ranks have unequally many samples or tokens. Where the ranks have to add up their
-        counts, they do so during the forward pass, and `loss` fills the weight in.
+        N is the count of the global batch, W what the averaging of gradients divides by: a mean of the ranks' means is
+        wrong where their shares differ. Counts that ranks add up travel during the forward pass, and `loss` fills the
+        weight in.
         """
         if self.skip is not None:
             self.skip.begin()
@@ -95,18 +90,23 @@ class Step:
             device, dtype = self.strategy.world.device, self.strategy.loss_type
             # torch.tensor would wait for a GPU
             weight = torch.full((), self.strategy.gradient_divisor / batch.count, device=device, dtype=dtype)
-            if batch.parts and self.task.counts_by_value(batch.parts[0].targets, self.ignores):
-                counts = [as_tensor(self.task.count(part.targets), self.meter.device) for part in batch.parts]
-                self.pending = *self.strategy.sum_counts(torch.stack(counts)), weight
+            targets = batch.parts[0].targets if batch.parts else None
+            if targets is not None and self.task.counts_by_value(targets, self.ignores):
+                counts = torch.stack([self._count(part.targets) for part in batch.parts])
+                self.pending = *self.strategy.sum_counts(counts), weight
                 return weight
             self.weights[batch.count] = weight
-            targets = batch.parts[0].targets if batch.parts else None
             if isinstance(targets, Tensor) and len(targets):
                 self.targets_per_sample = targets[0].numel()
         return self.scaler.scale(weight) if self.scales else weight
 
+    def _count(self, targets: Any) -> Tensor:
+        count, zero = self.task.count(targets), torch.zeros((), dtype=torch.float64, device=self.meter.device)
+        return count.to(zero.device).double() if isinstance(count, Tensor) else zero + count
+
     def _fill_in(self) -> None:
-        assert self.pending is not None
+        if self.pending is None:
+            return
         (wait, counts, weight), self.pending = self.pending, None
         wait()
         total = counts.sum()
@@ -127,10 +127,8 @@ class Step:
         return self.task.sums(outputs, targets, self.ignores).loss
 
     def update(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Unscale, clip, step, schedule and average, with the gradients in `.grad`.
-
-        optimizer: another one than the run's. Schedule and average go with that of the run.
-        """
+        """Unscale, clip, step, schedule and average, with the gradients in `.grad`. Schedule and average go with the
+        run's optimizer, not with another one."""
         chosen = self.optimizer if optimizer is None else optimizer
         if self.scales:
             self.scaler.unscale_(chosen)
@@ -156,10 +154,3 @@ class Step:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse, before the first step of a resumed run."""
-
-
-def as_tensor(count: int | Tensor, device: torch.device) -> Tensor:
-    """0-d, in float64."""
-    if isinstance(count, Tensor):
-        return count.to(device).double()
-    return torch.full((), count, dtype=torch.float64, device=device)
