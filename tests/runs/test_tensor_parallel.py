@@ -13,7 +13,7 @@ from lockstep.data.loader import LoadedPart
 from lockstep.errors import ConfigError
 from lockstep.loggers.csv_logger import read_rows
 from lockstep.models.gpt import gpt
-from lockstep.strategies.sharded import Sharded, layers_of_plan
+from lockstep.strategies.sharded import Sharded, styles_of_plan
 from lockstep.tasks.base import Task
 from support.commands import ema
 from support.configs import composed, with_values
@@ -89,7 +89,7 @@ def test_a_plan_that_cuts_nothing_or_one_of_two_names_is_refused(plan: list[tupl
     with torch.device("meta"):
         model = gpt([8], 28, layers=1, heads=2, width=24, dropout=0.0, tied=True, variant="gpt2")
     with pytest.raises(ConfigError, match=said):
-        layers_of_plan(model, plan)
+        styles_of_plan(model, plan)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

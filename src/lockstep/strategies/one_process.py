@@ -1,6 +1,5 @@
 """One process, several devices: a model spread over them (model_parallel), or a copy on each (data_parallel)."""
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,16 +14,12 @@ from lockstep.distributed.world import World
 from lockstep.strategies.base import Strategy, layer_groups
 from lockstep.strategies.ddp import DDP
 
-log = logging.getLogger(__name__)
-
 
 class ModelParallel(DDP):
     """Puts the children of the model, in equal groups of neighbours, on several devices of this rank.
 
     It fits a model that calls its children one after another, in their order. Outputs come back to the rank's first
     device, where inputs start. With several ranks each holds a replica, averaged as by DDP.
-
-    devices: devices of each rank. options: those of DDP.
     """
 
     name = "model_parallel"
@@ -57,10 +52,7 @@ def rank_devices(world: World, count: int) -> list[torch.device]:
 
 
 class DataParallel(Strategy):
-    """Copies the model to every GPU for each batch, and sends each GPU a part of it. Without a GPU, a plain module.
-
-    first_share: the first GPU's samples relative to another's; it also gathers outputs and gradients.
-    """
+    """Copies the model to every GPU for each batch, and sends each GPU a part of it. Without a GPU, a plain module."""
 
     name = "data_parallel"
     # A copy normalises its part by itself, and a compiled one has the wrong weights.
@@ -73,8 +65,6 @@ class DataParallel(Strategy):
     def spread(self) -> None:
         if self.world.device.type == "cuda":
             self.module = self.evaluated = UnevenDataParallel(self.module, self.first_share)
-        else:
-            log.info("strategy=data_parallel finds no GPU: the model trains as a plain module on %s", self.world.device)
 
 
 class UnevenDataParallel(nn.DataParallel[nn.Module]):
@@ -95,12 +85,9 @@ class UnevenDataParallel(nn.DataParallel[nn.Module]):
 
 
 def part_places(samples: int, devices: int, first_share: float) -> list[slice]:
-    """Each device's samples: the first has about `first_share` times as many as another, the others alike.
-
-    The first device, which holds the weights, gets at least one.
-    """
+    """Each device's samples: the first, which holds the weights, has about `first_share` times as many as another, and
+    at least one. The others have equally many."""
     others = devices - 1
     first = min(samples, max(1, round(samples * first_share / (others + first_share))))
-    return [slice(0, first)] + [
-        slice(*(first + end for end in cut(samples - first, others, number))) for number in range(others)
-    ]
+    rest = [cut(samples - first, others, number) for number in range(others)]
+    return [slice(0, first), *(slice(first + start, first + stop) for start, stop in rest)]
