@@ -22,16 +22,14 @@ from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, Strategy, from_bytes, to_bytes
 from lockstep.training.step import Step
 
-# Workers compute different batches at the same time, gradients are applied in the order they arrive, and no rank knows
-# all of them.
-REFUSED = ("snapshot.every=<n>steps", "sync_bn=on", "trainer.deterministic=true", "trainer.precision=fp16")
-
 
 class AsyncParameterServer(Strategy):
     """Ranks hold different weights between two synchronisations: every `sync_every` steps, and at an epoch's end."""
 
     name = "async_parameter_server"
-    refused = (*Strategy.refused, *REFUSED, "watch.nan=skip")
+    # Workers compute different batches at the same time, and no rank knows all gradients.
+    refused = (*Strategy.refused, "snapshot.every=<n>steps", "sync_bn=on", "trainer.deterministic=true")
+    refused += ("trainer.precision=fp16", "watch.nan=skip")
     replicas_equal = False
     passes_whole_batches = False
 

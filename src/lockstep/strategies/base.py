@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,7 @@ from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import sparse_parameters
-
-if TYPE_CHECKING:
-    from lockstep.strategies.gradient_sync import GradientSync
+from lockstep.strategies.gradient_sync import GradientSync
 
 Outputs = Callable[[nn.Module, Any], Any]  # (model, inputs) -> what a task takes, or the second pass of a Step
 Loss = Callable[[Any, Any], Tensor]  # (outputs, targets) -> the sum of the losses of these samples, 0-d
@@ -75,7 +73,7 @@ class Strategy:
     """A plain module, the same on every rank. `setup` sets the attributes that have no value here."""
 
     world: World
-    gradient_sync: "GradientSync"
+    gradient_sync: GradientSync
     precision: str
     autocast: AbstractContextManager[Any]
     loss_type: torch.dtype
@@ -97,15 +95,15 @@ class Strategy:
 
     def validate(self, job: JobSpec) -> None:
         """Raise ConfigError for what this strategy cannot do or would do wrong. Called before any process starts."""
-        sync, refusable = job.gradient_sync, job.refusable()
-        both = [(f"strategy={self.name}", self.refused), (f"gradient_sync={sync.name}", sync.refused)]
-        for who, what in [(who, what) for who, refused in both for what in refused]:
-            is_asked, instead = refusable[what]
-            if is_asked:
-                raise ConfigError(f"{who} cannot have {what}; type {instead}")
+        refusable = job.refusable()
+        for who, part in (("strategy", self), ("gradient_sync", job.gradient_sync)):
+            for what in part.refused:
+                is_asked, instead = refusable[what]
+                if is_asked:
+                    raise ConfigError(f"{who}={part.name} cannot have {what}; type {instead}")
 
     def setup(
-        self, model: nn.Module, outputs: Outputs, world: World, gradient_sync: "GradientSync", precision: str = "fp32"
+        self, model: nn.Module, outputs: Outputs, world: World, gradient_sync: GradientSync, precision: str = "fp32"
     ) -> None:
         """Take over `model` and spread it over the ranks. Raises ConfigError for a model that cannot be.
 
@@ -199,8 +197,8 @@ class Strategy:
         return dict(self.model.named_parameters()) if some_equal and self.gradient_sync.replicas_bitwise_equal else {}
 
     def sync_buffers(self) -> None:
-        """Copy rank 0's buffers to every rank: running statistics differ between ranks with sync_bn=off."""
-        if self.world.size > 1:
+        """Copy rank 0's buffers to every rank. Running statistics of ranks with samples of their own may differ."""
+        if self.data_share_of(self.world.size) > 1:
             broadcast(list(self.model.buffers()))
 
 

@@ -151,8 +151,7 @@ class PowerSGD(GradientSync):
             future.wait()
             return future
 
-        # epsilon: for columns of zeros
-        state = PowerSGDState(None, self.rank, self.start_step, orthogonalization_epsilon=1e-8)
+        state = PowerSGDState(None, self.rank, self.start_step, orthogonalization_epsilon=1e-8)  # for columns of zeros
         module.register_comm_hook(state, one_bucket_at_a_time)
 
 
@@ -170,9 +169,7 @@ def mean_hook(world: World, sum_in_place: SumInPlace) -> Hook:
 
 
 def exchange(*operations: P2POp) -> None:
-    """Run all operations at once and wait for them. One at a time, two ranks that send to each other would deadlock.
-
-    Put receives first: gloo tells the peer on a connection that it may send, and would do so only after it has sent.
-    """
+    """Run all operations at once and wait for them: one at a time, two ranks that send to each other would deadlock.
+    Put receives first: gloo tells the peer on a connection that it may send, and would do so only after it has sent."""
     for work in batch_isend_irecv(list(operations)):
         work.wait()

@@ -10,7 +10,6 @@ from torch import nn
 from lockstep.config.schema import Count, Positive
 from lockstep.data.partition import cut
 from lockstep.data.source import count_samples, map_tensors
-from lockstep.distributed.world import World
 from lockstep.strategies.base import Strategy, layer_groups
 from lockstep.strategies.ddp import DDP
 
@@ -30,7 +29,9 @@ class ModelParallel(DDP):
         self.devices = devices
 
     def spread(self) -> None:
-        mine = rank_devices(self.world, self.devices)
+        world, mine = self.world, [self.world.device] * self.devices
+        if world.device.type == "cuda":  # the first is `world.device`, and no two ranks share one
+            mine = [torch.device("cuda", world.local_rank + n * world.local_size) for n in range(self.devices)]
         for group, device in zip(layer_groups(self.model, self.devices), mine, strict=True):
             for child in group.values():
                 child.to(device)
@@ -42,13 +43,6 @@ class ModelParallel(DDP):
 def move(device: torch.device, module: nn.Module, *tensors: Any) -> Any:
     """A hook that moves what a layer takes or returns."""
     return map_tensors(lambda tensor: tensor.to(device), tensors)
-
-
-def rank_devices(world: World, count: int) -> list[torch.device]:
-    """The `count` devices of this rank. On GPUs the first is `world.device`, and no two ranks share one."""
-    if world.device.type != "cuda":
-        return [world.device] * count
-    return [torch.device("cuda", world.local_rank + number * world.local_size) for number in range(count)]
 
 
 class DataParallel(Strategy):
@@ -68,26 +62,20 @@ class DataParallel(Strategy):
 
 
 class UnevenDataParallel(nn.DataParallel[nn.Module]):
-    """torch.nn.DataParallel whose first GPU may take a smaller part of each batch."""
+    """torch.nn.DataParallel whose first GPU, which holds the weights, takes `first_share` times as many samples as
+    another, and at least one."""
 
     def __init__(self, module: nn.Module, first_share: float) -> None:
         super().__init__(module)
         self.first_share = first_share
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
-        places = part_places(count_samples(inputs[0]), len(device_ids), self.first_share)
+        samples, others = count_samples(inputs[0]), len(device_ids) - 1
+        first = min(samples, max(1, round(samples * self.first_share / (others + self.first_share))))
+        rest = [cut(samples - first, others, number) for number in range(others)]
+        places = [(0, first), *((first + start, first + stop) for start, stop in rest if start < stop)]
         sent = [
-            (map_tensors(lambda t, p=place, d=device: t[p].to(d, non_blocking=True), inputs[0]),)  # type: ignore[misc]
-            for place, device in zip(places, device_ids, strict=True)
-            if place.start < place.stop
+            (map_tensors(lambda t, a=start, b=stop, d=device: t[a:b].to(d, non_blocking=True), inputs[0]),)  # type: ignore[misc]
+            for (start, stop), device in zip(places, device_ids, strict=False)
         ]
         return sent, [kwargs or {}] * len(sent)
-
-
-def part_places(samples: int, devices: int, first_share: float) -> list[slice]:
-    """Each device's samples: the first, which holds the weights, has about `first_share` times as many as another, and
-    at least one. The others have equally many."""
-    others = devices - 1
-    first = min(samples, max(1, round(samples * first_share / (others + first_share))))
-    rest = [cut(samples - first, others, number) for number in range(others)]
-    return [slice(0, first), *(slice(first + start, first + stop) for start, stop in rest)]

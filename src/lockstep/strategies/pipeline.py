@@ -4,8 +4,7 @@ Every rank reads every batch. The first stage uses its inputs, the last one its 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -18,20 +17,7 @@ from lockstep.config.schema import Count
 from lockstep.data.loader import LoadedPart
 from lockstep.data.partition import Part
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import Loss, Outputs, Strategy, layer_groups
-
-
-class Stage(nn.Sequential):
-    """Neighbouring layers of the model. Outputs are contiguous and not of autocast's type, as the next rank expects."""
-
-    def __init__(self, layers: Mapping[str, nn.Module], autocast: AbstractContextManager[Any], is_bf16: bool) -> None:
-        super().__init__(OrderedDict(layers))
-        self.autocast, self.is_bf16 = autocast, is_bf16
-
-    def forward(self, rows: Tensor) -> Tensor:
-        with self.autocast:
-            outputs: Tensor = super().forward(rows)  # type: ignore[no-untyped-call]
-        return (outputs.float() if self.is_bf16 and outputs.is_floating_point() else outputs).contiguous()
+from lockstep.strategies.base import Computed, Loss, Outputs, Strategy, layer_groups
 
 
 class Pipeline(Strategy):
@@ -58,12 +44,19 @@ class Pipeline(Strategy):
         if not isinstance(model, nn.Sequential):
             what = "strategy=pipeline needs a model that is a plain sequence of layers (torch.nn.Sequential)"
             raise ConfigError(f"{what}; type model=convnet, model=mlp or model=toy_parallel")
-        stages = [Stage(layers, self.autocast, self.precision == "bf16") for layers in layer_groups(model, world.size)]
+        is_bf16, layers = self.precision == "bf16", layer_groups(model, world.size)
+
+        def outputs_of(stage: nn.Module, rows: Tensor) -> Tensor:
+            """Contiguous and not of autocast's type, as the next rank expects."""
+            found: Tensor = stage(rows)
+            return (found.float() if is_bf16 and found.is_floating_point() else found).contiguous()
+
+        stages = [Computed(nn.Sequential(OrderedDict(group)), outputs_of, self.autocast) for group in layers]
         if sum(len(list(stage.parameters())) for stage in stages) > len(list(model.parameters())):
             what = "strategy=pipeline puts layers on different ranks, and two of them share a weight"
             raise ConfigError(f"{what}; type model.tied=false if model=gpt, or strategy=ddp")
-        self.module = self.evaluated = self.model = self.stage = stages[world.rank].to(world.device)
-        self.ranks_per_model = world.size
+        self.module = self.evaluated = stages[world.rank].to(world.device)
+        self.model, self.ranks_per_model = self.module.model, world.size
         # This rank needs the shapes that enter its stage, so it keeps the stages before it without their weights.
         self.shapes = [deepcopy(stage).to("meta").eval() for stage in stages[: world.rank + 1]]
 
@@ -118,11 +111,8 @@ class Pipeline(Strategy):
             entering.requires_grad_(with_backward and entering.is_floating_point())
             leaving.requires_grad_(with_backward)
             world = self.world
-            stage = PipelineStage(self.stage, world.rank, world.size, world.device, entering, leaving)
+            stage = PipelineStage(self.module, world.rank, world.size, world.device, entering, leaving)
             # 1F1B needs at least as many micro-batches as ranks.
             chosen: Any = ScheduleGPipe if count < world.size else get_schedule_class(self.schedule_name)
             self.schedules[key] = chosen(stage, count, lambda *of: self.loss_function(*of), scale_grads=False)
         return self.schedules[key]
-
-    def sync_buffers(self) -> None:
-        """No two ranks hold the same buffers."""

@@ -160,6 +160,7 @@ class Sharded(Strategy):
             self.module.set_requires_gradient_sync(last)  # type: ignore[operator]
         super().forward_backward(part, loss, weight, last, outputs)
         if last and self.blocks:
+            self.require_gradients()
             self._require_same_calls()
         if last and self.tensor > 1:
             with torch.no_grad():
@@ -169,9 +170,7 @@ class Sharded(Strategy):
                     gradient.copy_(total / self.tensor)
 
     def _require_same_calls(self) -> None:
-        """Before the update. Ranks that call blocks in another order have gathered parts of several blocks as one, and
-        those that use other weights have added up gradients of several weights as one."""
-        self.require_gradients()
+        """Before the update: ranks that call blocks in another order have gathered parts of several blocks as one."""
         calls, self.calls = self.calls, []
         everyone = [calls] if self.expected else self.world.all_gather_json(calls)
         self.expected = self.expected or everyone[0]

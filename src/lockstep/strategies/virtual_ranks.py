@@ -104,24 +104,21 @@ class VirtualRanks(Strategy):
             what = "the forward pass changes the weights, and strategy=virtual_ranks makes several in a step"
             raise ConfigError(f"{what}; type strategy=ddp, or keep them in a buffer (register_buffer)")
         self.require_gradients()
-        with torch.no_grad():
-            self._fill_row(count_samples(part.targets))
-            if last:
-                self._combine()
-
-    def _fill_row(self, samples: int) -> None:
-        """With this virtual rank's results. The next one begins with the buffers that this one began with."""
         *views, counted = self.views[self.computed]
         self.computed += 1
-        for view, parameter in zip(views, self.parameters, strict=False):
-            view.copy_(parameter.grad)
-        for view, place, before in zip(views[len(self.parameters) :], self.buffers, self.buffers_before, strict=False):
-            now = getattr(*place)  # constants stay, those too that are infinite
-            torch.mul((now - before).where(now != before, 0), samples, out=view)
-        counted.fill_(samples)
-        if self.computed < len(self.share):
-            for place, before in zip(self.buffers, self.buffers_before, strict=True):
-                getattr(*place).copy_(before)
+        samples, before_step = count_samples(part.targets), list(zip(self.buffers, self.buffers_before, strict=True))
+        with torch.no_grad():
+            for view, parameter in zip(views, self.parameters, strict=False):
+                view.copy_(parameter.grad)  # type: ignore[arg-type]
+            for view, (place, then) in zip(views[len(self.parameters) :], before_step, strict=False):
+                now = getattr(*place)  # constants stay, those too that are infinite
+                torch.mul((now - then).where(now != then, 0), samples, out=view)
+            counted.fill_(samples)
+            if last:
+                self._combine()
+            else:  # the next one begins with the buffers that this one began with
+                for place, then in before_step:
+                    getattr(*place).copy_(then)
 
     def _combine(self) -> None:
         """Add up all virtual ranks' results in one fixed order, on every rank."""
