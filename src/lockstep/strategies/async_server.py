@@ -19,7 +19,7 @@ from lockstep.data.loader import Batch
 from lockstep.data.partition import Part
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import JobSpec, Strategy, from_bytes, to_bytes
+from lockstep.strategies.base import Strategy, from_bytes, to_bytes
 from lockstep.training.step import Step
 
 
@@ -28,19 +28,13 @@ class AsyncParameterServer(Strategy):
 
     name = "async_parameter_server"
     # Workers compute different batches at the same time, and no rank knows all gradients.
-    refused = (*Strategy.refused, "snapshot.every=<n>steps", "sync_bn=on", "trainer.deterministic=true")
+    refused = (*Strategy.refused, "one rank", "snapshot.every=<n>steps", "sync_bn=on", "trainer.deterministic=true")
     refused += ("trainer.precision=fp16", "watch.nan=skip")
     replicas_equal = False
     passes_whole_batches = False
 
     def __init__(self, sync_every: Count) -> None:
         self.sync_every = sync_every
-
-    def validate(self, job: JobSpec) -> None:
-        super().validate(job)
-        if job.world_size < 2:
-            what = "strategy=async_parameter_server has no worker in a world of 1"
-            raise ConfigError(f"{what}; type launch=spawn launch.nproc_per_node=3")
 
     def data_share_of(self, world_size: int) -> int:
         return 1  # a worker computes whole batches

@@ -46,6 +46,7 @@ class JobSpec:
         return {
             "a gradient_sync of DDP": (self.gradient_sync.needs_hooks, "gradient_sync=auto, or strategy=ddp"),
             "a step of your own": (self.has_own_step, "step=default, or strategy=ddp"),
+            "one rank": (self.world_size == 1, "launch=spawn launch.nproc_per_node=3"),
             "several ranks": (self.world_size > 1, "strategy=ddp, or launch=env"),
             "snapshot.every=<n>steps": ("step" in config.snapshot.every, "snapshot.every=1epochs"),
             "sync_bn=on": (config.sync_bn.mode == "on", "sync_bn=off"),
