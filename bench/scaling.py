@@ -60,13 +60,13 @@ def time_collectives(rounds: int) -> dict[tuple[str, int], float]:
     import torch.distributed as dist
 
     from lockstep.distributed.world import join_world
-    from lockstep.strategies.gradient_sync import ring_sum, server_sum
+    from lockstep.strategies.gradient_sync import ParameterServer, Ring
 
     with join_world("gloo", 120) as world:
         run: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
             "all-reduce": lambda vector, part: dist.all_reduce(vector),
-            "ring_sum": lambda vector, part: ring_sum(vector, world.rank, world.size),
-            "server_sum": lambda vector, part: server_sum(vector, world.rank, world.size),
+            "ring_sum": lambda vector, part: Ring().add_up(world.rank, world.size, vector),
+            "server_sum": lambda vector, part: ParameterServer().add_up(world.rank, world.size, vector),
             "all-gather": dist.all_gather_into_tensor,
             "reduce-scatter": lambda vector, part: dist.reduce_scatter_tensor(part, vector),
         }

@@ -1,4 +1,4 @@
-"""The table of `make promise`, which measures more lines, line by line.
+"""The tables of `make promise`, of which the first measures more lines, line by line.
 
 runs/test_same_numbers.py has fewer ranks, and runs/test_starters.py the other launchers.
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.promise import LIMITS, STARTERS, table
+from support.promise import LIMITS, STARTERS, systems, table
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(900)]
 
@@ -19,3 +19,9 @@ def test_every_line_of_the_table_keeps_its_limit(tmp_path: Path) -> None:
     for what, precision, losses, weights in table(tmp_path, (8,), (1,), starters):
         print(f"{what} ({precision}): losses {losses:.1e}, weights {weights:.1e}")
         assert max(losses, weights) <= LIMITS[precision], what
+
+
+def test_every_system_of_the_tutorials_has_the_weights_of_one_process(tmp_path: Path) -> None:
+    for name, _, command, weights in systems(tmp_path):
+        print(f"{name}: {command}: {weights:.1e}")
+        assert weights <= 1e-9, name

@@ -1,7 +1,8 @@
-"""Ways of averaging gradients: their sums and the bytes they send."""
+"""Ways of averaging gradients: their sums, the bytes they send, and trainings with them."""
 
 import hashlib
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +10,21 @@ import pytest
 import torch
 
 from lockstep.distributed.world import World, join_world
-from support.worlds import in_world
+from support.configs import composed
+from support.worlds import distance, in_world, same_bits, train, train_all, weights
 
 LENGTHS = [0, 1, 2, 3, 4, 5, 6, 7, 11, 64, 1000, 4097]
-SUMS = ["ring_sum", "server_sum", "shared_memory"]
+SUMS = ["Ring", "ParameterServer", "shared_memory"]
+SMALL = ["model=mlp", "model.width=32", "trainer.max_steps=6", "strategy.bucket_cap_mb=0.001", "logger=[]"]
 
 
 def sum_by(name: str, world: World) -> Any:
     from lockstep.distributed.shared_memory import SharedMemorySum
-    from lockstep.strategies.gradient_sync import ring_sum, server_sum
+    from lockstep.strategies import gradient_sync
 
     if name == "shared_memory":
         return SharedMemorySum(world, 1500, torch.double)  # the longest vector is summed in three pieces
-    add_up = {"ring_sum": ring_sum, "server_sum": server_sum}[name]
-    return lambda vector: add_up(vector, world.rank, world.size)
+    return lambda vector: getattr(gradient_sync, name)().add_up(world.rank, world.size, vector)
 
 
 def sums() -> dict[str, list[tuple[str, float]]]:
@@ -65,7 +67,21 @@ def error_of_the_slow_rank() -> str:
     return f"{raised.type.__name__}: {raised.value}"
 
 
-def test_a_rank_that_is_slow_to_open_the_shared_files_is_told_that_rank_0_is_gone() -> None:
+def rank_zero_exits() -> str:
+    """Rank 0 takes part in one sum and exits; rank 1 tries a second sum."""
+    with join_world("gloo", 60) as world:
+        add_up, vector = sum_by("shared_memory", world), torch.ones(4, dtype=torch.double)
+        add_up(vector)
+        if world.is_rank_zero:
+            return "left"
+        assert vector[0] == 2
+        with pytest.raises(ConnectionError) as error:
+            add_up(vector)
+        return str(error.value)
+
+
+def test_ranks_that_share_memory_notice_at_once_that_one_is_gone() -> None:
+    assert in_world(2, rank_zero_exits, limit=40) == ["left", "rank 0 is gone: closed by peer"]
     fails, slow = in_world(2, error_of_the_slow_rank)
     assert fails == "RuntimeError: rank 0 fails"
     assert slow.startswith("ConnectionError: rank 0 is gone")
@@ -91,23 +107,58 @@ def bytes_handed_over(name: str, length: int) -> int:
 @pytest.mark.parametrize(("size", "length"), [(2, 1000), (4, 10_000)])
 def test_the_bytes_sent_are_the_formulas(size: int, length: int) -> None:
     whole = 4 * length
-    assert in_world(size, bytes_handed_over, "ring_sum", length) == [2 * (size - 1) * whole // size] * size
-    assert in_world(size, bytes_handed_over, "server_sum", length) == [(size - 1) * whole] + [whole] * (size - 1)
+    assert in_world(size, bytes_handed_over, "Ring", length) == [2 * (size - 1) * whole // size] * size
+    server = [(size - 1) * whole] + [whole] * (size - 1)
+    assert in_world(size, bytes_handed_over, "ParameterServer", length) == server
 
 
-def rank_zero_exits() -> tuple[float, str] | None:
-    """Rank 0 takes part in one sum and exits; rank 1 tries a second sum."""
-    with join_world("gloo", 60) as world:
-        add_up, vector = sum_by("shared_memory", world), torch.ones(4, dtype=torch.double)
-        add_up(vector)
-        if world.is_rank_zero:
-            return None
-        total = float(vector[0])
-        with pytest.raises(ConnectionError) as error:
-            add_up(vector)
-        return total, str(error.value)
+def sums_of(configs: list[Any]) -> list[Counter[str]]:
+    """Trainings in this rank -> for each how often each of this project's ways of adding up took a bucket."""
+    from lockstep.distributed.shared_memory import SharedMemorySum
+    from lockstep.strategies.gradient_sync import ParameterServer, Ring
+
+    found: list[Counter[str]] = []
+
+    def count(cls: Any, method: str, name: str) -> None:
+        add_up = getattr(cls, method)
+        setattr(cls, method, lambda *args: (found[-1].update([name]), add_up(*args)))
+
+    count(Ring, "add_up", "ring")
+    count(ParameterServer, "add_up", "parameter_server")
+    count(SharedMemorySum, "__call__", "shared_memory")
+    for cfg in configs:
+        found.append(Counter())
+        train(cfg)
+    return found
 
 
-def test_ranks_that_share_memory_notice_at_once_that_one_is_gone() -> None:
-    _, answer = in_world(2, rank_zero_exits, limit=40)
-    assert answer == (2.0, "rank 0 is gone: closed by peer")
+def test_topologies_end_in_the_same_weights_with_many_buckets(tmp_path: Path) -> None:
+    names = ["all_reduce", "ring", "parameter_server", "shared_memory", "auto"]
+    double = ["trainer.precision=fp64", "trainer.gradient_accumulation_steps=2"]
+    configs = [composed(f"run_dir={tmp_path / name}", *SMALL, *double, f"gradient_sync={name}") for name in names]
+    (all_reduce, *sums), *others = in_world(3, sums_of, configs)
+    assert others == [[all_reduce, *sums]] * 2
+    assert not all_reduce
+    assert [list(one) for one in sums] == [["ring"], ["parameter_server"], ["shared_memory"], ["shared_memory"]]
+    assert min(one.total() for one in sums) >= 2 * 6  # several buckets in most of the six steps
+    found = {name: weights(tmp_path / name) for name in names}
+    assert max(distance(found["all_reduce"], found[name]) for name in names) <= 1e-12
+
+
+def test_approximations_differ_by_what_they_round_off(tmp_path: Path) -> None:
+    runs = {name: [f"gradient_sync={name}"] for name in ("all_reduce", "fp16", "bf16")}
+    runs |= {
+        name: ["gradient_sync=powersgd", f"gradient_sync.start_step={n}"] for name, n in (("low", 3), ("late", 100))
+    }
+    words = [*SMALL, "trainer.precision=fp64", "scheduler=constant"]
+    in_world(2, train_all, [composed(f"run_dir={tmp_path / name}", *words, *more) for name, more in runs.items()])
+    errors = {name: distance(weights(tmp_path / "all_reduce"), weights(tmp_path / name)) for name in runs}
+    assert errors["late"] < 1e-12  # plain all-reduce before its first step
+    assert 1e-9 < errors["fp16"] < errors["bf16"] < 1e-2  # 11 bits and 8 bits
+    assert 1e-4 < errors["low"] < 0.2
+
+
+def test_a_world_of_one_has_nothing_to_average(tmp_path: Path) -> None:
+    names = ("all_reduce", "ring", "bf16")
+    in_world(1, train_all, [composed(f"run_dir={tmp_path / n}", *SMALL, f"gradient_sync={n}") for n in names])
+    assert all(same_bits(tmp_path / "all_reduce", tmp_path / name) for name in names)

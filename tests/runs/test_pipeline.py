@@ -1,4 +1,4 @@
-"""strategy=pipeline: stages, small batches, and what each rank keeps."""
+"""strategy=pipeline: one rank's numbers with any schedule, in small batches, of frozen stages and of growing images."""
 
 from pathlib import Path
 from typing import Any
@@ -10,20 +10,43 @@ from lockstep.config.check import instantiate
 from lockstep.data.loader import LoadedPart
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.preflight import preflight
 from support.commands import ema
-from support.configs import composed, with_values
+from support.configs import composed
 from support.worlds import distance, in_world, train, train_all, weights
 
-SMALL = [
-    "dataset=random",
-    "dataset.samples=61",
-    "model=mlp",
-    "model.depth=3",
-    "model.width=16",
-    "trainer.precision=fp64",
-]
-SHORT = ["trainer.batch_size=16", "trainer.epochs=1", "evaluation.batch_size=20", "optimizer=adamw", "logger=[]"]
+MLP = ["model=mlp", "model.depth=3", "model.width=16", "trainer.precision=fp64", "logger=[]"]
+SHORT = ["dataset=random", "dataset.samples=61", "trainer.batch_size=16", "trainer.epochs=1", "optimizer=adamw"]
+SHORT += ["evaluation.batch_size=20"]
+CLIPPED = ["trainer.max_grad_norm=0.3", ema(0.8)]
+SCALED = ["model=linear", "model._target_=support.models.scaled_layers", "trainer.precision=fp64", "logger=[]"]
+GROWING = ["model=linear", "model._target_=support.models.of_any_size", "trainer.precision=fp64", "logger=[]"]
+GROWING += ["trainer.epochs=2", "trainer.batch_size=256"]
+GROWING += ["loader.augment={_target_:lockstep.data.augment.ShiftFlip,sizes:[6,8]}"]
+WEIGHTED = [*MLP, "trainer.batch_size=301", "trainer.epochs=2", "task.class_weights=[1,2,0,4,5,6,0.7,8,9,10]"]
+MICRO = "trainer.gradient_accumulation_steps=2"
+ONE_EACH = {("ScheduleGPipe", 1)}  # for the rest of the last batch, of 13 samples
+# {case: (ranks, what is trained, {how in stages: the schedules and their micro-batches, where they matter})}
+CASES: dict[str, tuple[int, list[str], dict[tuple[str, ...], set[tuple[str, int]] | None]]] = {
+    "schedules": (
+        3,
+        [*MLP, *SHORT, *CLIPPED],
+        {
+            (): {("Schedule1F1B", 4), ("Schedule1F1B", 3)} | ONE_EACH,
+            ("strategy.schedule=GPipe",): {("ScheduleGPipe", 4), ("ScheduleGPipe", 3)} | ONE_EACH,
+            ("strategy.micro_batches=2",): {("ScheduleGPipe", 2)} | ONE_EACH,  # 1F1B needs three micro-batches here
+            (MICRO,): None,
+        },
+    ),
+    "frozen first stage": (2, [*SCALED, *SHORT, *CLIPPED, "parameters.freeze=['0']"], {(): None}),
+    "frozen last stage": (2, [*SCALED, *SHORT, *CLIPPED, "parameters.freeze=['2']"], {(): None}),
+    "fewer samples than ranks": (
+        3,
+        [*MLP, *SHORT, "dataset.samples=7", "trainer.batch_size=2"],
+        {(): None},
+    ),
+    "a sample counts once": (3, WEIGHTED, {(): None, (MICRO,): None}),
+    "images that grow": (2, GROWING, {(): None}),
+}
 
 
 def schedules_of(configs: list[Any]) -> list[set[tuple[str, int]]]:
@@ -45,35 +68,16 @@ def schedules_of(configs: list[Any]) -> list[set[tuple[str, int]]]:
     return found
 
 
-def test_schedules_and_micro_batches_have_one_ranks_numbers(tmp_path: Path) -> None:
-    base = composed(*SMALL, *SHORT, "trainer.max_grad_norm=0.3", ema(0.8))
-    in_world(1, train_all, [with_values(base, f"run_dir={tmp_path / 'alone'}")])
-    piped = composed(*SMALL, *SHORT, "trainer.max_grad_norm=0.3", ema(0.8), "strategy=pipeline")
-    runs = {
-        "1F1B": [],
-        "GPipe": ["strategy.schedule=GPipe"],
-        "few": ["strategy.micro_batches=2"],
-        "accumulated": ["trainer.gradient_accumulation_steps=2"],
-    }
-    configs = [with_values(piped, f"run_dir={tmp_path / name}", *more) for name, more in runs.items()]
-    (ran, *others) = in_world(3, schedules_of, configs)
-    assert others == [ran] * 2
-    for name in runs:
-        assert distance(weights(tmp_path / "alone"), weights(tmp_path / name)) < 1e-11, name
-    one_each, gpipe, few, _ = ran
-    assert max(one_each) == ("ScheduleGPipe", 1)  # for the rest of the last batch, of 13 samples
-    assert one_each - {max(one_each)} == {("Schedule1F1B", 4), ("Schedule1F1B", 3)}
-    assert gpipe == {("ScheduleGPipe", 4), ("ScheduleGPipe", 3), ("ScheduleGPipe", 1)}
-    assert few == {("ScheduleGPipe", 2), ("ScheduleGPipe", 1)}  # 1F1B needs three micro-batches here
-
-
-@pytest.mark.parametrize("frozen", ["0", "2"])
-def test_a_stage_may_have_frozen_layers_only(tmp_path: Path, frozen: str) -> None:
-    layers = [*SMALL[:2], SMALL[-1], *SHORT, "model=linear", "model._target_=support.models.scaled_layers"]
-    layers += [f"parameters.freeze=['{frozen}']", "trainer.max_grad_norm=0.3", ema(0.8)]
-    in_world(1, train_all, [composed(f"run_dir={tmp_path / 'alone'}", *layers)])
-    in_world(2, train_all, [composed(f"run_dir={tmp_path / 'piped'}", *layers, "strategy=pipeline")])
-    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "piped")) < 1e-11
+@pytest.mark.parametrize("case", CASES)
+def test_stages_have_one_ranks_numbers(tmp_path: Path, case: str) -> None:
+    ranks, words, ways = CASES[case]
+    in_world(1, train_all, [composed(*words, f"run_dir={tmp_path / 'alone'}")])
+    piped = [[*words, "strategy=pipeline", *way, f"run_dir={tmp_path / str(n)}"] for n, way in enumerate(ways)]
+    ran, *others = in_world(ranks, schedules_of, [composed(*one) for one in piped])
+    assert others == [ran] * (ranks - 1)
+    for number, (found, expected) in enumerate(zip(ran, ways.values(), strict=True)):
+        assert distance(weights(tmp_path / "alone"), weights(tmp_path / str(number))) < 1e-11, number
+        assert expected is None or found == expected
 
 
 @pytest.mark.parametrize(("inputs", "targets"), [("dict", "tensor"), ("tensor", "dict")])
@@ -84,42 +88,9 @@ def test_a_batch_of_several_tensors_is_refused(inputs: str, targets: str) -> Non
     part = LoadedPart(0, 0, values[inputs], values[targets], torch.arange(4))
     with pytest.raises(ConfigError, match="samples or targets here are several; type strategy=fsdp"):
         strategy.forward_backward(part, None, torch.ones(()), True)
-
-
-def test_a_batch_smaller_than_the_number_of_ranks_is_legal(tmp_path: Path) -> None:
-    tiny = [*SMALL, *SHORT, "dataset.samples=7", "trainer.batch_size=2"]
-    cfg = composed(*tiny, "strategy=pipeline", f"run_dir={tmp_path / 'piped'}")
-    launched = composed(
-        *tiny, "strategy=pipeline", "launch=spawn", "launch.nproc_per_node=3", f"run_dir={tmp_path / 'x'}"
-    )
-    preflight(launched)
-    in_world(3, train_all, [cfg])
-    in_world(1, train_all, [composed(*tiny, f"run_dir={tmp_path / 'alone'}")])
-    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "piped")) < 1e-11
-
-
-def test_a_sample_counts_once_however_many_stages_read_it(tmp_path: Path) -> None:
-    words = [*SMALL[2:], "trainer.batch_size=301", "trainer.epochs=2", "optimizer.lr=0.05", "logger=[]"]
-    words.append("task.class_weights=[1,2,0,4,5,6,0.7,8,9,10]")
-    in_world(1, train_all, [composed(*words, f"run_dir={tmp_path / 'alone'}")])
-    runs = {"piped": [], "parts": ["trainer.gradient_accumulation_steps=2"]}
-    piped = [*words, "strategy=pipeline"]
-    configs = [composed(*piped, *more, f"run_dir={tmp_path / name}") for name, more in runs.items()]
-    in_world(3, train_all, configs)
-    for name in runs:
-        assert distance(weights(tmp_path / "alone"), weights(tmp_path / name)) < 1e-11, name
-
-
-def test_images_that_grow_pass_between_stages_in_their_size(tmp_path: Path) -> None:
-    words = ["model=linear", "model._target_=support.models.of_any_size", "trainer.precision=fp64", "logger=[]"]
-    words += [
-        "trainer.epochs=2",
-        "trainer.batch_size=256",
-        "loader.augment={_target_:lockstep.data.augment.ShiftFlip,sizes:[6,8]}",
-    ]
-    in_world(1, train_all, [composed(*words, f"run_dir={tmp_path / 'alone'}")])
-    in_world(2, train_all, [composed(*words, "strategy=pipeline", f"run_dir={tmp_path / 'piped'}")])
-    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "piped")) < 1e-11
+    numbers = [part.number for part in strategy.parts(0, 8, 2)]
+    strategy.world = World(1, 2, torch.device("cpu"), None, 60, None)  # type: ignore[arg-type]
+    assert set(numbers).isdisjoint(part.number for part in strategy.parts(0, 8, 2))  # each stage draws its own masks
 
 
 def refusal(cfg: Any) -> str:

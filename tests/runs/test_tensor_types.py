@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.base import matching_parameters
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.state import require_loadable, trained_weights
-from lockstep.strategies.messages import to_bytes
+from lockstep.strategies.base import to_bytes
 from lockstep.training.ema import Average
 from support.commands import ema
 from support.configs import composed, with_values

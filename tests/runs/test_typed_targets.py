@@ -34,6 +34,7 @@ class Wide(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(64, width), nn.Linear(width, classes))
 """
 RADAM = "optimizer._target_=torch.optim.RAdam"
+SGD = {"lr": 0.1, "momentum": 0.9, "nesterov": False, "weight_decay": 0, "fused": None}
 # What is typed, the node, and its arguments then.
 KEPT: list[tuple[str, str, dict[str, Any]]] = [
     ("model=mlp model._target_=own.Net", "model", {}),
@@ -46,12 +47,10 @@ KEPT: list[tuple[str, str, dict[str, Any]]] = [
     ("dataset.shape=[2] model=mlp model._target_=own.Wide", "model", {"shape": [2], "classes": 10}),
     (RADAM, "optimizer", {}),
     (f"{RADAM} optimizer.lr=0.1", "optimizer", {"lr": 0.1}),
-    (
-        "optimizer.lr=0.1",
-        "optimizer",
-        {"lr": 0.1, "momentum": 0.9, "nesterov": False, "weight_decay": 0, "fused": None},
-    ),
+    ("optimizer.lr=0.1", "optimizer", SGD),
     ("scheduler._target_=lockstep.training.schedules.step +scheduler.gamma=0.5", "scheduler", {"gamma": 0.5}),
+    # The constructor is that of one of ours.
+    ("task._target_=own.Inherits task.class_weights=[1,2]", "task", {"class_weights": [1, 2], "label_smoothing": 0}),
 ]
 # What is typed, and what the sentence says.
 REFUSED = [
@@ -62,30 +61,29 @@ REFUSED = [
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Own classes, and a config folder with the model linear_net and the scheduler own."""
     (tmp_path / "own.py").write_text(NET)
+    for group, name, text in (
+        ("model", "linear_net", "_target_: own.Net\n"),
+        (
+            "scheduler",
+            "own",
+            "defaults: [cosine]\n_target_: lockstep.training.schedules.step\nstep_epochs: 2\ngamma: 0.1\n",
+        ),
+    ):
+        (tmp_path / "mine" / group).mkdir(parents=True)
+        (tmp_path / "mine" / group / f"{name}.yaml").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own", raising=False)
     return {"PYTHONPATH": tmp_path}
-
-
-@pytest.fixture
-def option(tmp_path: Path) -> str:
-    """A config folder of the user's own, with the model linear_net."""
-    (tmp_path / "mine" / "model").mkdir(parents=True)
-    (tmp_path / "mine" / "model" / "linear_net.yaml").write_text("_target_: own.Net\n")
-    return "--config-dir=mine"
 
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(("typed", "key", "arguments"), KEPT, ids=[row[0] for row in KEPT])
 def test_what_a_typed_class_keeps_of_the_option(typed: str, key: str, arguments: dict[str, Any]) -> None:
     node = getattr(composed(*typed.split()), key)
-    assert {name: value for name, value in node.items() if name != "_target_"} == arguments
-
-
-@pytest.mark.usefixtures("path")
-def test_a_class_with_the_constructor_of_one_of_ours_keeps_the_literals_that_it_names() -> None:
-    assert composed("task._target_=own.Inherits", "task.class_weights=[1,2]").task["label_smoothing"] == 0
+    found = {name: value for name, value in node.items() if name != "_target_"}
+    assert (found if key != "task" else {name: found[name] for name in arguments}) == arguments
 
 
 @pytest.mark.usefixtures("path")
@@ -107,26 +105,19 @@ def test_typed_classes_need_no_words_that_remove_keys(start: Start, path: dict[s
     assert "finished: " in run.output
 
 
-def test_a_sweep_and_a_check_of_a_typed_class(start: Start, path: dict[str, Path]) -> None:
-    swept = start(*PYTHON_TRAIN, "-m", "model._target_=own.Net", "seed=1,2", "trainer.max_steps=2", **path).finish()
+@pytest.mark.parametrize("words", [["model._target_=own.Net"], ["--config-dir=mine", "model=linear_net"]])
+def test_lines_to_type_of_a_run_and_a_sweep_work_as_they_are(
+    start: Start, path: dict[str, Path], words: list[str]
+) -> None:
+    swept = start(*PYTHON_TRAIN, "-m", *words, "seed=1,2", "trainer.max_steps=2", **path).finish()
     assert "sweep: 2 finished" in swept.output
-    start(*PYTHON_TRAIN, "mode=check", "model._target_=own.Net", **path).finish()
-
-
-def test_the_line_that_evaluates_a_run_can_be_typed_as_it_is(start: Start, path: dict[str, Path], option: str) -> None:
-    for number, words in enumerate((["model._target_=own.Net"], [option, "model=linear_net"])):
-        run = start(*PYTHON_TRAIN, *words, "trainer.max_steps=2", f"hydra.run.dir=run{number}", **path).finish()
-        _, typed = next(line for line in run.output.splitlines() if line.startswith("evaluate:")).split(maxsplit=1)
-        again = start(sys.executable, *shlex.split(typed)[1:], **path).finish()
-        assert "evaluated: test loss" in again.output
-
-
-def test_a_job_of_a_sweep_can_be_run_again_as_its_record_says(start: Start, path: dict[str, Path], option: str) -> None:
-    words = ["-m", option, "model=linear_net", "seed=1,2", "trainer.max_steps=2"]
-    run = start(*PYTHON_TRAIN, *words, **path).finish()
-    (folder,) = re.findall(r"^sweep: 2 jobs, 1 at once; 0 have finished before; in (.*)$", run.output, re.MULTILINE)
-    typed = read_run(run.cwd / folder / "seed=2")["command"]
+    (folder,) = re.findall(r"^sweep: 2 jobs, 1 at once; 0 have finished before; in (.*)$", swept.output, re.MULTILINE)
+    typed = read_run(swept.cwd / folder / "seed=2")["command"]
     assert "finished: " in start(sys.executable, *shlex.split(typed)[1:], **path).finish().output
+    run = start(*PYTHON_TRAIN, *words, "trainer.max_steps=2", "hydra.run.dir=run", **path).finish()
+    _, typed = next(line for line in run.output.splitlines() if line.startswith("evaluate:")).split(maxsplit=1)
+    again = start(sys.executable, *shlex.split(typed)[1:], **path).finish()
+    assert "evaluated: test loss" in again.output
 
 
 def test_a_loss_and_a_metric_of_ones_own_have_the_same_numbers_on_two_ranks(start: Start) -> None:
@@ -142,11 +133,8 @@ def test_a_loss_and_a_metric_of_ones_own_have_the_same_numbers_on_two_ranks(star
     assert 0 < found[0][0] < 0.1 * found[0][1]  # Huber's loss with delta 0.1 is below a tenth of the distance
 
 
-def test_a_yaml_file_with_keys_that_its_class_does_not_take_is_refused(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "mine" / "scheduler").mkdir(parents=True)
-    text = "defaults: [cosine]\n_target_: lockstep.training.schedules.step\nstep_epochs: 2\ngamma: 0.1\n"
-    (tmp_path / "mine" / "scheduler" / "own.yaml").write_text(text)
+def test_a_yaml_file_with_keys_that_its_class_does_not_take_is_refused(start: Start, path: dict[str, Path]) -> None:
     words = [*PYTHON_TRAIN, "--config-dir=mine", "scheduler=own", "trainer.max_steps=2"]
-    sentence = start(*words).finish(2).sentence
+    sentence = start(*words, **path).finish(2).sentence
     assert "lockstep.training.schedules.step takes no shape or warmup_epochs or final_lr_ratio" in sentence
-    start(*words, *shlex.split(sentence.rpartition("; type ")[2])).finish()
+    start(*words, *shlex.split(sentence.rpartition("; type ")[2]), **path).finish()

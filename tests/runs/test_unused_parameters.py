@@ -11,8 +11,8 @@ REFUSED = [  # in the first step; what a later one leaves out is a hang, whose c
     Combination("Experts", "tensors", way, equal="saved")
     for way in ("two, all_reduce", "two, ring", "three, parameter_server", "fsdp, two")
 ]
-REFUSED += [Combination("LateExperts", "tensors", "fsdp, two"), Combination("Unused", "tensors", "two, ring")]
-REFUSED += [Combination("Unused", "tensors", "fsdp, two")]
+REFUSED += [Combination("Unused", "tensors", way) for way in ("two, ring", "fsdp, two", "virtual_ranks, one")]
+REFUSED += [Combination("LateExperts", "tensors", "virtual_ranks")]
 EQUAL = [Combination("Experts", "tensors", "two, unused", "accumulation", after="resume")]
 
 

@@ -1,5 +1,6 @@
 """One training on other numbers of ranks, from other launchers and with stops, measured against one rank."""
 
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from lockstep.runs.record import read_run
 from lockstep.snapshots.files import list_snapshots
-from support.commands import TORCHRUN, TRAIN, Command
+from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command
 from support.configs import composed
+from support.ports import free_port
 from support.run_folders import contents
 from support.worlds import in_world, train
 
@@ -29,6 +31,37 @@ STARTERS = {
     "mpirun": ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", sys.executable, TRAIN],
 }
 STEPS = 72
+# What the tutorials build or name: (system, ranks, words). All train one net, a plain sequence of layers.
+NET = [
+    "model=mlp", "model.depth=3", "model.width=32", "model.dropout=0", "trainer.precision=fp64", "trainer.epochs=1",
+    "trainer.batch_size=61", "loader.validation=null", "evaluation.test=every", "logger=[]",
+]  # fmt: skip
+PLAN = "strategy.parallelize_plan=[{1:colwise},{4:rowwise}]"
+SYSTEMS: list[tuple[str, int, list[str]]] = [
+    ("nn.DataParallel", 1, ["strategy=data_parallel"]),
+    ("BalancedDataParallel", 1, ["strategy=data_parallel", "strategy.first_share=0.5"]),
+    ("DistributedDataParallel", 2, ["strategy=ddp", "gradient_sync=all_reduce"]),
+    ("the same, sums in shared memory", 3, ["gradient_sync=shared_memory"]),
+    ("ring all-reduce", 3, ["gradient_sync=ring"]),
+    ("parameter server", 3, ["gradient_sync=parameter_server"]),
+    ("asynchronous server, one worker", 2, ["strategy=async_parameter_server"]),
+    ("model parallel", 1, ["strategy=model_parallel"]),
+    ("model parallel and DDP", 2, ["strategy=model_parallel"]),
+    ("pipeline", 2, ["strategy=pipeline"]),
+    ("fully sharded (ZeRO)", 2, ["strategy=fsdp"]),
+    ("tensor parallel", 2, ["strategy=tensor_parallel", PLAN]),
+    ("virtual ranks", 2, ["strategy=virtual_ranks"]),
+]
+NODES = {  # of two machines with a rank each
+    "torchrun on two nodes": [
+        *TORCHRUN, "--nnodes=2", "--node_rank={node}", "--nproc_per_node=1", "--master_addr=127.0.0.1",
+        "--master_port={port}", TRAIN,
+    ],
+    "mp.spawn on two nodes": [
+        *PYTHON_TRAIN, "launch=spawn", "launch.nnodes=2", "launch.node_rank={node}", "launch.nproc_per_node=1",
+        "launch.master_addr=127.0.0.1", "launch.master_port={port}",
+    ],
+}  # fmt: skip
 
 
 def in_ranks(size: int, folder: Path, *overrides: str) -> Path:
@@ -49,11 +82,14 @@ def differences(one: Path, other: Path) -> tuple[float, float]:
     """(of the losses, of the weights) between two run folders: the largest relative differences."""
     mine, theirs = _losses(one), _losses(other)
     assert len(mine) == len(theirs) == STEPS
-    losses = ((mine - theirs).abs() / mine.abs()).max().item()
+    return ((mine - theirs).abs() / mine.abs()).max().item(), weights_apart(one, other)
+
+
+def weights_apart(one: Path, other: Path) -> float:
+    """The largest difference of a weight, relative to the largest weight of its tensor."""
     first, second = (torch.load(folder / "model.pt", weights_only=True) for folder in (one, other))
     floating = [name for name in first if first[name].is_floating_point()]
-    weights = max(((first[name] - second[name]).abs().max() / first[name].abs().max()).item() for name in floating)
-    return losses, weights
+    return max(((first[name] - second[name]).abs().max() / first[name].abs().max()).item() for name in floating)
 
 
 def _losses(folder: Path) -> Tensor:
@@ -88,3 +124,32 @@ def _with_stops(folder: Path) -> tuple[float, float]:
     for size, last in ((4, "13"), (2, "31"), (1, "59"), (3, "null")):  # each stop in the middle of an epoch
         in_ranks(size, folder / "stops", *options, f"trainer.max_steps={last}")
     return differences(in_ranks(1, folder / "no-stops", *options), folder / "stops")
+
+
+def systems(folder: Path) -> Iterator[tuple[str, int, str, float]]:
+    """Yields (system of the tutorials, ranks, command, weight difference to one process), as they are measured."""
+
+    def trained(number: int, *commands: list[str]) -> float:
+        place = folder / f"system{number}"
+        place.mkdir()
+        words = [*NET, f"hydra.run.dir={place}"]
+        for each in [Command([*command, *words], place, new_process=len(commands) > 1) for command in commands]:
+            each.finish(limit=600)  # a busy machine
+        return weights_apart(folder / "system0", place)
+
+    trained(0, PYTHON_TRAIN)
+    for number, (name, ranks, words) in enumerate(SYSTEMS, start=1):
+        launch = ["launch=fork", f"launch.nproc_per_node={ranks}"] if ranks > 1 else []
+        yield name, ranks, _shown([*PYTHON_TRAIN, *launch, *words]), trained(number, [*PYTHON_TRAIN, *launch, *words])
+    for number, (name, command) in enumerate(STARTERS.items(), start=len(SYSTEMS) + 1):
+        if shutil.which(command[0]):
+            yield name, 2, _shown(command), trained(number, command)
+    for number, (name, command) in enumerate(NODES.items(), start=100):
+        port = free_port()
+        nodes = [[word.format(node=node, port=port) for word in command] for node in (0, 1)]
+        yield name, 2, _shown(command), trained(number, *nodes)
+
+
+def _shown(command: list[str]) -> str:
+    words = {sys.executable: "python", TRAIN: "src/train.py"}
+    return " ".join(words.get(word, word) for word in command).replace("python -m torch.distributed.run", "torchrun")

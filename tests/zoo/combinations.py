@@ -163,6 +163,7 @@ NEVER = [
     ({"AlwaysNoise"}, {way for way in WAYS if WAYS[way].ranks > 1} | {"resume"}),
     # A later part of a step that leaves weights out is a hang, whose cause is told.
     ({"Experts", "LateExperts"}, {"accumulation", "all"}),
+    ({"Experts", "LateExperts"}, {*FSDP}),  # gloo itself may end ranks that add up gradients of other weights
     ({"scaled_batches"}, {"small evaluations"}),  # its collate_fn draws for a batch, in evaluations, too
     ({"accumulation", "all"}, set(VIRTUAL)),
     ({"accumulation", "all"}, {"tensor_parallel, two by two"}),  # a batch norm gets single samples there
@@ -176,7 +177,7 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "find_unused_parameters=true": (
         {"Unused", "Experts", "LateExperts", "Reentrant"},
-        {way for way in WAYS if WAYS[way].ranks > 1 and "unused" not in way} | {"resume"},
+        {way for way in WAYS if WAYS[way].ranks > 1 and "unused" not in way} | {"resume", *VIRTUAL},
     ),
     "adds up gradients of one real type": ({"Complex", "OddParameters"}, set(VIRTUAL)),
     "its weights are in model.pt": (set(), {"export"}),

@@ -2,10 +2,8 @@
 
 A worker computes the gradient of a whole global batch, sends it and receives the newest weights. The server takes an
 optimizer step for each gradient when it arrives, and no worker waits for another (Dean et al. 2012, Downpour SGD).
-Other workers' gradients may have changed the weights in the meantime: a gradient is stale by that many steps. Batches,
-steps and learning rates are those of any other run; with one worker the numbers are, too.
-
-Rank 0 does not train: a training thread in the same process would delay every answer.
+Other workers' gradients may have changed the weights in the meantime. Batches, steps and learning rates are those of
+any other run; with one worker the numbers are, too. Rank 0 does not train, which would delay every answer.
 """
 
 from collections.abc import Sequence
@@ -21,39 +19,22 @@ from lockstep.data.loader import Batch
 from lockstep.data.partition import Part
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import JobSpec, Strategy
-from lockstep.strategies.messages import from_bytes, to_bytes
+from lockstep.strategies.base import Strategy, from_bytes, to_bytes
 from lockstep.training.step import Step
 
 
 class AsyncParameterServer(Strategy):
-    """Ranks hold different weights between two synchronisations: every `sync_every` steps, and at an epoch's end.
-
-    sync_every: optimizer steps after which all ranks synchronise.
-    """
+    """Ranks hold different weights between two synchronisations: every `sync_every` steps, and at an epoch's end."""
 
     name = "async_parameter_server"
-    # Workers compute different batches at the same time, gradients are applied in the order they arrive, and no rank
-    # knows all of them.
-    refused = (
-        *Strategy.refused,
-        "snapshot.every=<n>steps",
-        "sync_bn=on",
-        "trainer.deterministic=true",
-        "trainer.precision=fp16",
-        "watch.nan=skip",
-    )
+    # Workers compute different batches at the same time, and no rank knows all gradients.
+    refused = (*Strategy.refused, "one rank", "snapshot.every=<n>steps", "sync_bn=on", "trainer.deterministic=true")
+    refused += ("trainer.precision=fp16", "watch.nan=skip")
     replicas_equal = False
     passes_whole_batches = False
 
     def __init__(self, sync_every: Count) -> None:
         self.sync_every = sync_every
-
-    def validate(self, job: JobSpec) -> None:
-        super().validate(job)
-        if job.world_size < 2:
-            what = "strategy=async_parameter_server has no worker in a world of 1"
-            raise ConfigError(f"{what}; type launch=spawn launch.nproc_per_node=3")
 
     def data_share_of(self, world_size: int) -> int:
         return 1  # a worker computes whole batches
@@ -81,10 +62,8 @@ class ServedStep(Step):
         if not isinstance(self.strategy, AsyncParameterServer):
             raise ConfigError("this step needs its server; type strategy=async_parameter_server, or step=default")
         self.world, self.unit = self.strategy.world, self.strategy.sync_every
-        self.trained = list(self.strategy.model.parameters())
-        self.tensors = [*self.trained, *self.strategy.model.buffers()]
+        self.model, self.trained = self.strategy.model, list(self.strategy.model.parameters())
         self.synchronised = 0  # after which step
-        self.flags = torch.empty(len(self.trained), dtype=torch.bool, device=self.world.device)
 
     def __call__(self, batch: Batch) -> None:
         if self.world.is_rank_zero:
@@ -96,25 +75,27 @@ class ServedStep(Step):
         if (self.progress.step + 1) % self.unit == 0:
             self._bring_weights(self.progress.step + 1)
 
+    # Messages go over gloo, on the CPU: NCCL cannot receive from any rank.
+
     def _serve(self) -> None:
-        # gloo, on the CPU: NCCL cannot receive from any rank.
-        message = to_bytes([*self.tensors, self.flags]).cpu()
-        worker: int = dist.recv(message, group=self.world.control)
         gradients = [torch.empty_like(parameter) for parameter in self.trained]
-        from_bytes(message, [*gradients, *self.strategy.model.buffers(), self.flags])
-        for parameter, gradient, has in zip(self.trained, gradients, self.flags.tolist(), strict=True):
-            parameter.grad = gradient if has else None
+        has = torch.empty(len(gradients), dtype=torch.bool, device=self.world.device)
+        message = to_bytes([*gradients, *self.model.buffers(), has]).cpu()
+        worker: int = dist.recv(message, group=self.world.control)
+        from_bytes(message, [*gradients, *self.model.buffers(), has])
+        for parameter, gradient, sent in zip(self.trained, gradients, has.tolist(), strict=True):
+            parameter.grad = gradient if sent else None
         self.update()
-        dist.send(to_bytes(self.tensors).cpu(), worker, group=self.world.control)
+        dist.send(to_bytes([*self.trained, *self.model.buffers()]).cpu(), worker, group=self.world.control)
 
     def _ask(self) -> None:
         has = torch.tensor([p.grad is not None for p in self.trained], device=self.world.device)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trained]
-        message = to_bytes([*gradients, *self.strategy.model.buffers(), has]).cpu()
+        message = to_bytes([*gradients, *self.model.buffers(), has]).cpu()
         dist.send(message, 0, group=self.world.control)
         weights = message[: -len(has)]  # the answer is as long, without the flags
         dist.recv(weights, 0, group=self.world.control)
-        from_bytes(weights, self.tensors)
+        from_bytes(weights, [*self.trained, *self.model.buffers()])
 
     def synchronise(self) -> None:
         if self.synchronised != self.progress.step:
@@ -122,7 +103,7 @@ class ServedStep(Step):
 
     def _bring_weights(self, step: int) -> None:
         """Copy the server's weights, buffers and average, after `step` steps, to every rank. A collective."""
-        tensors = list(self.tensors)
+        tensors = [*self.trained, *self.model.buffers()]
         if self.average is not None:
             averages = self.average.state_dict()
             if not averages:  # of a worker, whose own average is overwritten

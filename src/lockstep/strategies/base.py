@@ -5,12 +5,13 @@ To add one: a class in a file of its own here, and `conf/strategy/<name>.yaml` w
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
@@ -23,16 +24,10 @@ from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import sparse_parameters
-from lockstep.strategies.messages import broadcast
+from lockstep.strategies.gradient_sync import GradientSync
 
-if TYPE_CHECKING:
-    from lockstep.strategies.gradient_sync import GradientSync
-
-Outputs = Callable[[nn.Module, Any], Any]
-"""(model, inputs) -> what a task takes: `Task.outputs`, or that of a Step's second pass."""
-
-Loss = Callable[[Any, Any], Tensor]
-"""(outputs, targets) -> the sum of the losses of these samples, 0-d."""
+Outputs = Callable[[nn.Module, Any], Any]  # (model, inputs) -> what a task takes, or the second pass of a Step
+Loss = Callable[[Any, Any], Tensor]  # (outputs, targets) -> the sum of the losses of these samples, 0-d
 
 
 @dataclass(frozen=True)
@@ -45,34 +40,22 @@ class JobSpec:
     has_own_step: bool
     gradient_sync: Any  # the class
 
-
-# What a strategy or a gradient sync may refuse: {what: (whether a job asks for it, what to type instead)}.
-REFUSABLE: dict[str, tuple[Callable[[JobSpec], bool], str]] = {
-    "a gradient_sync of DDP": (lambda job: job.gradient_sync.needs_hooks, "gradient_sync=auto, or strategy=ddp"),
-    "a step of your own": (lambda job: job.has_own_step, "step=default, or strategy=ddp"),
-    "several ranks": (lambda job: job.world_size > 1, "strategy=ddp, or launch=env"),
-    "snapshot.every=<n>steps": (
-        lambda job: "step" in job.config.snapshot.every,
-        "snapshot.every=1epochs or snapshot.every=10min",
-    ),
-    "sync_bn=on": (lambda job: job.config.sync_bn.mode == "on", "sync_bn=off"),
-    "trainer.compile": (lambda job: bool(job.config.trainer.compile), "trainer.compile=false"),
-    "trainer.deterministic=true": (lambda job: job.config.trainer.deterministic, "trainer.deterministic=false"),
-    "trainer.gradient_accumulation_steps": (
-        lambda job: job.config.trainer.gradient_accumulation_steps > 1,
-        "trainer.gradient_accumulation_steps=1",
-    ),
-    "trainer.precision=fp16": (lambda job: job.config.trainer.precision == "fp16", "trainer.precision=bf16"),
-    "watch.nan=skip": (lambda job: job.config.watch.nan == "skip", "watch.nan=stop"),
-}
-
-
-def refuse(who: str, refused: Iterable[str], job: JobSpec) -> None:
-    """Raise ConfigError if `job` asks for one of `refused`, keys of REFUSABLE. who: key=value that refuses it."""
-    for what in refused:
-        is_asked, instead = REFUSABLE[what]
-        if is_asked(job):
-            raise ConfigError(f"{who} cannot have {what}; type {instead}")
+    def refusable(self) -> dict[str, tuple[bool, str]]:
+        """{what a strategy or a gradient sync may refuse: (whether this job asks for it, what to type instead)}."""
+        config, trainer, steps = self.config, self.config.trainer, "trainer.gradient_accumulation_steps"
+        return {
+            "a gradient_sync of DDP": (self.gradient_sync.needs_hooks, "gradient_sync=auto, or strategy=ddp"),
+            "a step of your own": (self.has_own_step, "step=default, or strategy=ddp"),
+            "one rank": (self.world_size == 1, "launch=spawn launch.nproc_per_node=3"),
+            "several ranks": (self.world_size > 1, "strategy=ddp, or launch=env"),
+            "snapshot.every=<n>steps": ("step" in config.snapshot.every, "snapshot.every=1epochs"),
+            "sync_bn=on": (config.sync_bn.mode == "on", "sync_bn=off"),
+            "trainer.compile": (bool(trainer.compile), "trainer.compile=false"),
+            "trainer.deterministic=true": (trainer.deterministic, "trainer.deterministic=false"),
+            steps: (trainer.gradient_accumulation_steps > 1, f"{steps}=1"),
+            "trainer.precision=fp16": (trainer.precision == "fp16", "trainer.precision=bf16"),
+            "watch.nan=skip": (config.watch.nan == "skip", "watch.nan=stop"),
+        }
 
 
 class Computed(nn.Module):
@@ -88,53 +71,44 @@ class Computed(nn.Module):
 
 
 class Strategy:
-    """A plain module, the same on every rank. `setup` sets the attributes without a value here.
-
-    module: what a forward pass calls. evaluated: what an evaluation calls, no wrapper that waits for other ranks.
-    model: the net inside, whose parameters carry the names that the model gave them. trained: those of this rank.
-    ranks_per_model: how many ranks hold a model together, each a part of it: ranks this far apart hold the same.
-    counts: False on a rank whose sums another rank adds up, too.
-    gradient_divisor: what averaging divides the sum of the ranks' gradients by. The loss is multiplied by it before.
-    waits_for_gradients: whether ranks average gradients as the backward pass comes to them, of all trained weights.
-    """
+    """A plain module, the same on every rank. `setup` sets the attributes that have no value here."""
 
     world: World
-    model: nn.Module
-    module: nn.Module
-    evaluated: nn.Module
-    trained: list[tuple[str, nn.Parameter]]
-    gradient_sync: "GradientSync"
+    gradient_sync: GradientSync
     precision: str
     autocast: AbstractContextManager[Any]
     loss_type: torch.dtype
-    ranks_per_model: int
-    counts: bool
-    gradient_divisor: int
-    waits_for_gradients: bool
+    model: nn.Module  # the net inside, whose parameters carry the names that the model gave them
+    module: nn.Module  # what a forward pass calls
+    evaluated: nn.Module  # what an evaluation calls: no wrapper that waits for other ranks
+    trained: list[tuple[str, nn.Parameter]]  # those of this rank
+    ranks_per_model = 1  # that hold a model together, each a part of it; ranks this far apart hold the same
+    counts = True  # False on a rank whose sums another rank adds up, too
+    gradient_divisor = 1  # of the sum of the ranks' gradients, in averaging; the loss is multiplied by it before
+    waits_for_gradients = False  # whether ranks average gradients in the backward pass, of all trained weights
 
     name = "own"
-    refused: tuple[str, ...] = ("a gradient_sync of DDP",)
-    """Keys of REFUSABLE. With "sync_bn=on" among them sync_bn=auto is off."""
-    passes_whole_batches = True
-    """Whether a rank passes its share of a batch forward at once."""
-    replicas_equal = True
-    """Whether all ranks hold the same weights and gradients, after every step."""
-    binds_one_device = True
-    """Whether a rank computes on one device only."""
-    cut_on_cpu = False
-    """Whether several ranks set up a model on the CPU, as only a part of it goes to `world.device`."""
+    refused: tuple[str, ...] = ("a gradient_sync of DDP",)  # keys of `JobSpec.refusable`; with "sync_bn=on" auto is off
+    passes_whole_batches = True  # a rank passes its share of a batch forward at once
+    replicas_equal = True  # all ranks hold the same weights and gradients, after every step
+    binds_one_device = True  # a rank computes on one device only
+    cut_on_cpu = False  # several ranks set up a model on the CPU, as only a part of it goes to `world.device`
 
     def validate(self, job: JobSpec) -> None:
         """Raise ConfigError for what this strategy cannot do or would do wrong. Called before any process starts."""
-        refuse(f"strategy={self.name}", self.refused, job)
+        refusable = job.refusable()
+        for who, part in (("strategy", self), ("gradient_sync", job.gradient_sync)):
+            for what in part.refused:
+                is_asked, instead = refusable[what]
+                if is_asked:
+                    raise ConfigError(f"{who}={part.name} cannot have {what}; type {instead}")
 
     def setup(
-        self, model: nn.Module, outputs: Outputs, world: World, gradient_sync: "GradientSync", precision: str = "fp32"
+        self, model: nn.Module, outputs: Outputs, world: World, gradient_sync: GradientSync, precision: str = "fp32"
     ) -> None:
         """Take over `model` and spread it over the ranks. Raises ConfigError for a model that cannot be.
 
-        outputs: what a forward pass computes. gradient_sync: how DistributedDataParallel averages gradients. precision:
-        as trainer.precision.
+        outputs: what a forward pass computes. precision: as trainer.precision.
         """
         if world.size > 1 and sparse_parameters(model):
             what = "several ranks add up dense gradients, and the model has an embedding with sparse=True"
@@ -144,17 +118,14 @@ class Strategy:
             what = "an embedding with max_norm= changes the weights of the samples that a rank sees"
             raise ConfigError(f"{what}; leave max_norm out, or type launch=env")
         self.world, self.model, self.gradient_sync, self.precision = world, model, gradient_sync, precision
-        self.ranks_per_model, self.counts, self.gradient_divisor, self.waits_for_gradients = 1, True, 1, False
         self.autocast = autocast(world.device, precision)
-        self.loss_type = torch.float64 if model_dtype(precision) == torch.float64 else torch.float32
+        self.loss_type = torch.float64 if precision == "fp64" else torch.float32
         self.module = self.evaluated = Computed(model, outputs, self.autocast)
         self.spread()
         self.trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
 
     def spread(self) -> None:
         """The part of `setup` that differs: wrap, cut or move `model` and `module`."""
-
-    # Data: who reads which samples.
 
     def data_share_of(self, world_size: int) -> int:
         """How many different shares a global batch is cut into. Ranks that work on the same samples count once."""
@@ -166,13 +137,8 @@ class Strategy:
         return world.rank * shares // world.size, shares
 
     def parts(self, number: int, count: int, micro_batches: int) -> Sequence[Part]:
-        """This rank's parts of a global batch of `count` samples, the `number`-th of its epoch: one forward pass each.
-
-        Empty is no work.
-        """
+        """This rank's parts of an epoch's `number`-th batch, of `count` samples: one forward pass each, or no work."""
         return partition.parts(count, micro_batches, *self.data_share(self.world))
-
-    # One step.
 
     def forward_backward(
         self, part: LoadedPart, loss: Loss, weight: Tensor, last: bool, outputs: Outputs | None = None
@@ -192,79 +158,66 @@ class Strategy:
 
     def require_gradients(self) -> None:
         """Raise ConfigError for weights that the last step left without a gradient, if all ranks wait for each."""
-        names = [name for name, weight in self.trained if weight.grad is None] if self.waits_for_gradients else []
-        if names:
+        names = [name for name, weight in self.trained if weight.grad is None]
+        if names and self.waits_for_gradients:
             what = f"no gradient of {first_of(names)} in some step, and all ranks wait for each gradient"
             freeze = f"parameters.freeze=[{','.join(names[:2])}]"
             raise ConfigError(f"{what}; type strategy=ddp strategy.find_unused_parameters=true, or {freeze}")
 
     def sum_counts(self, counts: Tensor) -> tuple[Any, Tensor]:
-        """counts: (parts,), of each part that this rank has of a global batch. Returns what waits for the others, and
-        numbers whose sum is then that of the whole batch."""
+        """counts: (parts,), of this rank's. Returns what waits for the others, and numbers that sum to the batch's."""
         sharing = self.world.size // self.data_share_of(self.world.size)  # as many ranks have these samples
         count = counts.sum().double() / sharing
         return self.world.all_reduce_async(count), count
 
+    @torch.no_grad()
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """Scale the gradients so that the norm over the whole model is at most `max_norm`. Returns it, 0-d."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        if self.ranks_per_model == 1:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        total, gradients = torch.zeros((), dtype=torch.float64, device=self.world.device), self.gradients_of(parameters)
+        for copies, parts in gradients.items():
+            total += get_total_norm(parts).to(total).square() / copies
+        norm = self.world.all_reduce_sum(total).sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1)
+        for part in itertools.chain(*gradients.values()):
+            part.mul_(factor)
+        return norm
+
+    def gradients_of(self, parameters: Sequence[nn.Parameter]) -> Mapping[int, Sequence[Tensor]]:
+        """Of ranks that hold parts of a model: {how many ranks hold the same values: gradients of this rank's}."""
+        return {1: [parameter.grad for parameter in parameters if parameter.grad is not None]}
 
     def evaluate(self, part: LoadedPart, count: Callable[[Any, Any], None]) -> None:
         """One forward pass without gradients; `count(outputs, targets)` takes its outputs."""
         count(forward(self.evaluated, part.inputs), part.targets)
 
-    # What a rank holds.
-
     def replicated_tensors(self) -> dict[str, Tensor]:
-        """{name: parameter or buffer} that has the same bits on several ranks after every step. A damaged one is found.
-
-        These are all ranks, or those `ranks_per_model` apart. Buffers: those of synchronised batch norms.
-        """
-        if not (self.replicas_equal or 1 < self.ranks_per_model < self.world.size):
-            return {}
-        tensors: dict[str, Tensor] = dict(self.model.named_parameters())
-        for name, module in self.model.named_modules():
-            if isinstance(module, SyncBatchNorm | nn.SyncBatchNorm):
-                tensors.update(module.named_buffers(prefix=name, recurse=False))
-        return tensors
+        """{name: weight} that has the same bits on all ranks after every step, or on those `ranks_per_model` apart."""
+        some_equal = self.replicas_equal or 1 < self.ranks_per_model < self.world.size
+        return dict(self.model.named_parameters()) if some_equal and self.gradient_sync.replicas_bitwise_equal else {}
 
     def sync_buffers(self) -> None:
-        """Copy rank 0's buffers to every rank: running statistics differ between ranks with sync_bn=off."""
-        if self.world.size > 1:
+        """Copy rank 0's buffers to every rank. Running statistics of ranks with samples of their own may differ."""
+        if self.data_share_of(self.world.size) > 1:
             broadcast(list(self.model.buffers()))
-
-
-def clip_parts(gradients: Mapping[int, Sequence[Tensor]], max_norm: float, world: World) -> Tensor:
-    """`Strategy.clip_grad_norm` where ranks hold parts. gradients: {how many ranks hold the same values: parts}."""
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
-    for copies, parts in gradients.items():
-        total += get_total_norm(parts).to(total).square() / copies
-    norm = world.all_reduce_sum(total).sqrt()
-    for part in itertools.chain(*gradients.values()):
-        part.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
-    return norm
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor as it is. Without the import of DTensor, which takes long."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def layer_groups(module: nn.Module, count: int) -> list[dict[str, nn.Module]]:
-    """The children of `module` in `count` groups of neighbours, [{name: child}, ...].
-
-    Groups have about equally many layers with parameters. A layer without parameters stays with the one before it.
-    Raises ConfigError if there are fewer layers with parameters than groups.
-    """
+    """The children of `module` in `count` groups of neighbours, [{name: child}, ...], of about equally many layers with
+    parameters. A layer without parameters stays with the one before it. Raises ConfigError if there are too few."""
     children = list(module.named_children())
-    with_parameters = [index for index, (_, child) in enumerate(children) if any(True for _ in child.parameters())]
-    if len(with_parameters) < count:
-        what = f"this model has {len(with_parameters)} layers with parameters, too few for {count} places"
+    filled = [place for place, (_, child) in enumerate(children) if any(True for _ in child.parameters())]
+    if len(filled) < count:
+        what = f"this model has {len(filled)} layers with parameters, too few for {count} places"
         raise ConfigError(f"{what}; type model=mlp model.depth={count - 1}")
-    first_of_group = [int(group[0]) for group in torch.tensor(with_parameters).tensor_split(count)]
-    starts = [0, *first_of_group[1:], len(children)]
-    return [dict(children[start:end]) for start, end in zip(starts, starts[1:], strict=False)]
+    firsts = [int(group[0]) for group in torch.tensor(filled).tensor_split(count)]
+    return [dict(children[start:end]) for start, end in itertools.pairwise([0, *firsts[1:], len(children)])]
 
 
 def model_dtype(precision: str) -> torch.dtype:
@@ -281,10 +234,9 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
 def forward(module: nn.Module, inputs: Any, outputs: Outputs | None = None) -> Any:
     """`module(inputs)`, also for the inputs of a rank whose share of a batch has no samples.
 
-    Many models cannot compute those: `view(len(x), -1)` has no answer for a tensor without elements. So two samples of
-    ones stand in for them, and their outputs are cut off: two, because batch norm refuses one, and ones, because these
-    are token numbers, masks and pixels that any model takes. Their gradient is zero, and synchronised batch norm does
-    not count them.
+    Many models cannot compute those. So two samples of ones stand in, and their outputs are cut off: two, because batch
+    norm refuses one, and ones, because these are token numbers, masks and pixels that any model takes. Their gradient
+    is zero, and synchronised batch norm does not count them.
     """
     given = () if outputs is None else (outputs,)
     has_samples = isinstance(inputs, Tensor) and inputs.dim() and inputs.shape[0]
@@ -296,3 +248,26 @@ def forward(module: nn.Module, inputs: Any, outputs: Outputs | None = None) -> A
                 stack.enter_context(layer.without_samples())
         ones = map_tensors(lambda tensor: tensor.new_ones(2, *tensor.shape[1:]) if tensor.dim() else tensor, inputs)
         return without_samples(module(ones, *given))
+
+
+def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of all `tensors`, one behind the other: (n,) uint8. gloo knows few types, and none has sparse ones."""
+    dense = [tensor.detach().to_dense().to(tensors[0].device) for tensor in tensors]
+    return torch.cat([tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in dense])
+
+
+@torch.no_grad()
+def from_bytes(packed: Tensor, tensors: Sequence[Tensor]) -> None:
+    """The reverse of `to_bytes`: copy the values into `tensors`, in place."""
+    parts = packed.split([tensor.numel() * tensor.element_size() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        values = part.clone().view(tensor.dtype).view(tensor.shape)  # torch cannot read an int64 at any byte
+        tensor.copy_(values.to_sparse(layout=tensor.layout) if tensor.layout != torch.strided else values)
+
+
+def broadcast(tensors: Sequence[Tensor], source: int = 0) -> None:
+    """Copy the `tensors` of rank `source` to every rank. They may have any type and memory layout."""
+    if tensors:
+        packed = to_bytes(tensors)
+        dist.broadcast(packed, src=source)
+        from_bytes(packed, tensors)

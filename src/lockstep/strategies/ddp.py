@@ -3,12 +3,10 @@
 import inspect
 from contextlib import AbstractContextManager, nullcontext
 
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.schema import Positive
-from lockstep.strategies.base import JobSpec, Strategy, refuse
-from lockstep.strategies.messages import broadcast
+from lockstep.strategies.base import Strategy, broadcast
 
 # The second name is that of torch before 2.13.
 ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
@@ -21,24 +19,17 @@ class DDP(Strategy):
     In a world of one rank, and without trainable parameters, nothing is averaged and the model stays a plain module.
     Buffers are not broadcast before every forward pass, because batch norm does not read them in training;
     `sync_buffers` does it before an evaluation.
-
-    bucket_cap_mb: megabytes of gradients that are sent at once.
-    find_unused_parameters: some parameters get no gradient in some steps.
     """
 
     name = "ddp"
     refused = ()
+    wrapper: DistributedDataParallel | None = None
 
     def __init__(self, bucket_cap_mb: Positive, find_unused_parameters: bool) -> None:
         self.bucket_cap_mb, self.find_unused_parameters = bucket_cap_mb, find_unused_parameters
 
-    def validate(self, job: JobSpec) -> None:
-        super().validate(job)
-        refuse(f"gradient_sync={job.gradient_sync.name}", job.gradient_sync.refused, job)
-
     def spread(self) -> None:
         world, parameters = self.world, list(self.model.parameters())
-        self.wrapper: DistributedDataParallel | None = None
         if world.size == 1 or not any(parameter.requires_grad for parameter in parameters):
             return
         for tensor in (*parameters, *self.model.buffers()):
@@ -59,6 +50,3 @@ class DDP(Strategy):
 
     def accumulating(self) -> AbstractContextManager[None]:
         return nullcontext() if self.wrapper is None else self.wrapper.no_sync()
-
-    def replicated_tensors(self) -> dict[str, Tensor]:
-        return super().replicated_tensors() if self.gradient_sync.replicas_bitwise_equal else {}

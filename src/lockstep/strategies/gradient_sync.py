@@ -6,6 +6,7 @@ A communication hook gets one bucket of gradients after the other, the same on e
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -22,22 +23,17 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 
 Future = torch.futures.Future[Tensor]
+Hook = Callable[[Any, GradBucket], Future]
 
 
 class GradientSync:
-    """One all-reduce per bucket, DDP's default, by the algorithm of the backend's choice. The others derive from it.
-
-    replicas_bitwise_equal: whether all ranks have the same bits afterwards, so that their weights can be compared.
-    is_exact: whether that gradient is the mean of the ranks' own, up to rounding.
-    needs_hooks: whether it works only in a strategy that runs DistributedDataParallel.
-    refused: keys of `lockstep.strategies.base.REFUSABLE`.
-    """
+    """One all-reduce per bucket, DDP's default, by the algorithm of the backend's choice. The others derive from it."""
 
     name = "all_reduce"
-    replicas_bitwise_equal = True
-    is_exact = True
-    needs_hooks = False
-    refused: tuple[str, ...] = ()
+    replicas_bitwise_equal = True  # all ranks have the same bits afterwards, so that their weights can be compared
+    is_exact = True  # that gradient is the mean of the ranks' own, up to rounding
+    needs_hooks = False  # it works only in a strategy that runs DistributedDataParallel
+    refused: tuple[str, ...] = ()  # keys of `lockstep.strategies.base.JobSpec.refusable`
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:
         """Register a communication hook on `module`."""
@@ -63,28 +59,50 @@ class SharedMemory(GradientSync):
         if len({parameter.dtype for parameter in parameters}) > 1 or parameters[0].is_complex():
             raise ConfigError("gradient_sync=shared_memory needs weights of one real type; type gradient_sync=auto")
         length = sum(parameter.numel() for parameter in parameters)
-        sum_in_place = SharedMemorySum(world, length, parameters[0].dtype)
-        module.register_comm_hook(None, mean_hook(world, sum_in_place))
+        module.register_comm_hook(None, mean_hook(world, SharedMemorySum(world, length, parameters[0].dtype)))
 
 
 class Ring(GradientSync):
-    """Every rank talks to its two neighbours only, see `ring_sum`. Written to be read and measured."""
+    """Every rank talks to its two neighbours only (Patarasuk and Yuan 2009; Gibiansky 2017, Baidu).
+
+    A vector is cut into as many parts as ranks, of which some may be empty. Each goes once round the ring and collects
+    the values of all ranks (reduce-scatter), and once more as the whole sum (all-gather). So a rank of n sends
+    2 (n - 1) parts, which is 2 (n - 1) / n vectors. No algorithm sends less.
+    """
 
     name = "ring"
     needs_hooks = True
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:
-        module.register_comm_hook(None, mean_hook(world, lambda vector: ring_sum(vector, world.rank, world.size)))
+        module.register_comm_hook(None, mean_hook(world, partial(self.add_up, world.rank, world.size)))
+
+    def add_up(self, rank: int, size: int, vector: Tensor) -> None:
+        """Sum `vector` (n,) over the ranks, in place."""
+        parts, right, left = vector.tensor_split(size), (rank + 1) % size, (rank - 1) % size
+        for step in range(size - 1):
+            outgoing, incoming = parts[(rank - step) % size], parts[(rank - step - 1) % size]
+            received = torch.empty_like(incoming)
+            exchange(P2POp(irecv, received, left), P2POp(isend, outgoing, right))
+            incoming.add_(received)
+        for step in range(size - 1):
+            outgoing, incoming = parts[(rank + 1 - step) % size], parts[(rank - step) % size]
+            exchange(P2POp(irecv, incoming, left), P2POp(isend, outgoing, right))
 
 
-class ParameterServer(GradientSync):
-    """Rank 0 adds up what all other ranks send, and sends them the sum, see `server_sum`. Written to be measured."""
+class ParameterServer(Ring):
+    """Rank 0 adds up what all other ranks send, and sends them the sum (Li et al. 2014). All wait for it."""
 
     name = "parameter_server"
-    needs_hooks = True
 
-    def attach(self, module: DistributedDataParallel, world: World) -> None:
-        module.register_comm_hook(None, mean_hook(world, lambda vector: server_sum(vector, world.rank, world.size)))
+    def add_up(self, rank: int, size: int, vector: Tensor) -> None:
+        if rank == 0:
+            gradients = vector.new_empty(size - 1, len(vector))
+            exchange(*(P2POp(irecv, gradient, worker) for worker, gradient in enumerate(gradients, start=1)))
+            vector.add_(gradients.sum(0))
+            exchange(*(P2POp(isend, vector, worker) for worker in range(1, size)))
+        else:
+            exchange(P2POp(isend, vector, 0))
+            exchange(P2POp(irecv, vector, 0))
 
 
 class Float16(GradientSync):
@@ -93,7 +111,7 @@ class Float16(GradientSync):
     name = "fp16"
     is_exact = False
     needs_hooks = True
-    hook: Callable[[Any, GradBucket], Future] = staticmethod(default_hooks.fp16_compress_hook)
+    hook: Hook = staticmethod(default_hooks.fp16_compress_hook)
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:
         # DDP accepts torch's bf16 hook, which it knows by name, with NCCL alone. gloo adds bfloat16 just as well.
@@ -110,8 +128,7 @@ class BFloat16(Float16):
 class PowerSGD(GradientSync):
     """Low-rank gradients with error feedback (Vogels, Karimireddy and Jaggi 2019), by torch.
 
-    rank: rank of the matrices that approximate the gradients.
-    start_step: steps of plain all-reduce at first.
+    rank: rank of the matrices that approximate the gradients. start_step: steps of plain all-reduce at first.
     """
 
     name = "powersgd"
@@ -134,69 +151,25 @@ class PowerSGD(GradientSync):
             future.wait()
             return future
 
-        # epsilon: for columns of zeros
-        state = PowerSGDState(None, self.rank, self.start_step, orthogonalization_epsilon=1e-8)
+        state = PowerSGDState(None, self.rank, self.start_step, orthogonalization_epsilon=1e-8)  # for columns of zeros
         module.register_comm_hook(state, one_bucket_at_a_time)
 
 
-def mean_hook(world: World, sum_in_place: SumInPlace) -> Callable[[Any, GradBucket], Future]:
+def mean_hook(world: World, sum_in_place: SumInPlace) -> Hook:
     """A communication hook that averages each bucket by `sum_in_place`."""
 
     def hook(_: Any, bucket: GradBucket) -> Future:
         vector = bucket.buffer().div_(world.size)  # before the sum, as DDP does: float16 cannot overflow
         sum_in_place(vector)
-        return finished_future(vector)
+        future: Future = torch.futures.Future(devices=[vector.device] if vector.is_cuda else [])
+        future.set_result(vector)  # DDP expects one
+        return future
 
     return hook
 
 
-def finished_future(vector: Tensor) -> Future:
-    """A future that holds `vector` already. DDP expects a future from a hook."""
-    future: Future = torch.futures.Future(devices=[vector.device] if vector.is_cuda else [])
-    future.set_result(vector)
-    return future
-
-
-def ring_sum(vector: Tensor, rank: int, size: int) -> None:
-    """Sum `vector` (n,) over `size` ranks in place (Patarasuk and Yuan 2009; Gibiansky 2017, Baidu).
-
-    The vector is cut into `size` parts; some are empty if it is shorter. In the reduce-scatter every part goes once
-    round the ring and collects each rank's values. It ends as the whole sum on the rank before the one it started
-    from. In the all-gather the finished parts go round again. A rank sends 2 (size - 1) parts, which is
-    2 (size - 1) / size vectors for any number of ranks. No algorithm sends less.
-    """
-    parts = vector.tensor_split(size)
-    right, left = (rank + 1) % size, (rank - 1) % size
-    for step in range(size - 1):
-        outgoing, incoming = parts[(rank - step) % size], parts[(rank - step - 1) % size]
-        received = torch.empty_like(incoming)
-        exchange(P2POp(irecv, received, left), P2POp(isend, outgoing, right))
-        incoming.add_(received)
-    for step in range(size - 1):
-        outgoing, incoming = parts[(rank + 1 - step) % size], parts[(rank - step) % size]
-        exchange(P2POp(irecv, incoming, left), P2POp(isend, outgoing, right))
-
-
-def server_sum(vector: Tensor, rank: int, size: int) -> None:
-    """Sum `vector` (n,) over `size` ranks in place, on rank 0 (Li et al. 2014).
-
-    A worker sends one vector and receives one. The server sends and receives size - 1 of them, so its connection is
-    what all ranks wait for.
-    """
-    if rank == 0:
-        gradients = vector.new_empty(size - 1, len(vector))
-        exchange(*(P2POp(irecv, gradient, worker) for worker, gradient in enumerate(gradients, start=1)))
-        vector.add_(gradients.sum(0))
-        exchange(*(P2POp(isend, vector, worker) for worker in range(1, size)))
-    else:
-        exchange(P2POp(isend, vector, 0))
-        exchange(P2POp(irecv, vector, 0))
-
-
 def exchange(*operations: P2POp) -> None:
-    """Run all operations at once and wait for them. One at a time, two ranks that send to each other would deadlock.
-
-    Put receives first: gloo tells the peer on a connection that it may send, and would do so only after it has sent.
-    """
+    """Run all operations at once and wait for them: one at a time, two ranks that send to each other would deadlock.
+    Put receives first: gloo tells the peer on a connection that it may send, and would do so only after it has sent."""
     for work in batch_isend_irecv(list(operations)):
         work.wait()

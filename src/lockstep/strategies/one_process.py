@@ -1,6 +1,5 @@
 """One process, several devices: a model spread over them (model_parallel), or a copy on each (data_parallel)."""
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,11 +10,8 @@ from torch import nn
 from lockstep.config.schema import Count, Positive
 from lockstep.data.partition import cut
 from lockstep.data.source import count_samples, map_tensors
-from lockstep.distributed.world import World
 from lockstep.strategies.base import Strategy, layer_groups
 from lockstep.strategies.ddp import DDP
-
-log = logging.getLogger(__name__)
 
 
 class ModelParallel(DDP):
@@ -23,8 +19,6 @@ class ModelParallel(DDP):
 
     It fits a model that calls its children one after another, in their order. Outputs come back to the rank's first
     device, where inputs start. With several ranks each holds a replica, averaged as by DDP.
-
-    devices: devices of each rank. options: those of DDP.
     """
 
     name = "model_parallel"
@@ -35,7 +29,9 @@ class ModelParallel(DDP):
         self.devices = devices
 
     def spread(self) -> None:
-        mine = rank_devices(self.world, self.devices)
+        world, mine = self.world, [self.world.device] * self.devices
+        if world.device.type == "cuda":  # the first is `world.device`, and no two ranks share one
+            mine = [torch.device("cuda", world.local_rank + n * world.local_size) for n in range(self.devices)]
         for group, device in zip(layer_groups(self.model, self.devices), mine, strict=True):
             for child in group.values():
                 child.to(device)
@@ -49,18 +45,8 @@ def move(device: torch.device, module: nn.Module, *tensors: Any) -> Any:
     return map_tensors(lambda tensor: tensor.to(device), tensors)
 
 
-def rank_devices(world: World, count: int) -> list[torch.device]:
-    """The `count` devices of this rank. On GPUs the first is `world.device`, and no two ranks share one."""
-    if world.device.type != "cuda":
-        return [world.device] * count
-    return [torch.device("cuda", world.local_rank + number * world.local_size) for number in range(count)]
-
-
 class DataParallel(Strategy):
-    """Copies the model to every GPU for each batch, and sends each GPU a part of it. Without a GPU, a plain module.
-
-    first_share: the first GPU's samples relative to another's; it also gathers outputs and gradients.
-    """
+    """Copies the model to every GPU for each batch, and sends each GPU a part of it. Without a GPU, a plain module."""
 
     name = "data_parallel"
     # A copy normalises its part by itself, and a compiled one has the wrong weights.
@@ -73,34 +59,23 @@ class DataParallel(Strategy):
     def spread(self) -> None:
         if self.world.device.type == "cuda":
             self.module = self.evaluated = UnevenDataParallel(self.module, self.first_share)
-        else:
-            log.info("strategy=data_parallel finds no GPU: the model trains as a plain module on %s", self.world.device)
 
 
 class UnevenDataParallel(nn.DataParallel[nn.Module]):
-    """torch.nn.DataParallel whose first GPU may take a smaller part of each batch."""
+    """torch.nn.DataParallel whose first GPU, which holds the weights, takes `first_share` times as many samples as
+    another, and at least one."""
 
     def __init__(self, module: nn.Module, first_share: float) -> None:
         super().__init__(module)
         self.first_share = first_share
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
-        places = part_places(count_samples(inputs[0]), len(device_ids), self.first_share)
+        samples, others = count_samples(inputs[0]), len(device_ids) - 1
+        first = min(samples, max(1, round(samples * self.first_share / (others + self.first_share))))
+        rest = [cut(samples - first, others, number) for number in range(others)]
+        places = [(0, first), *((first + start, first + stop) for start, stop in rest if start < stop)]
         sent = [
-            (map_tensors(lambda t, p=place, d=device: t[p].to(d, non_blocking=True), inputs[0]),)  # type: ignore[misc]
-            for place, device in zip(places, device_ids, strict=True)
-            if place.start < place.stop
+            (map_tensors(lambda t, a=start, b=stop, d=device: t[a:b].to(d, non_blocking=True), inputs[0]),)  # type: ignore[misc]
+            for (start, stop), device in zip(places, device_ids, strict=False)
         ]
         return sent, [kwargs or {}] * len(sent)
-
-
-def part_places(samples: int, devices: int, first_share: float) -> list[slice]:
-    """Each device's samples: the first has about `first_share` times as many as another, the others alike.
-
-    The first device, which holds the weights, gets at least one.
-    """
-    others = devices - 1
-    first = min(samples, max(1, round(samples * first_share / (others + first_share))))
-    return [slice(0, first)] + [
-        slice(*(first + end for end in cut(samples - first, others, number))) for number in range(others)
-    ]

@@ -4,8 +4,7 @@ Every rank reads every batch. The first stage uses its inputs, the last one its 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -18,20 +17,7 @@ from lockstep.config.schema import Count
 from lockstep.data.loader import LoadedPart
 from lockstep.data.partition import Part
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import Loss, Outputs, Strategy, clip_parts, layer_groups
-
-
-class Stage(nn.Sequential):
-    """Neighbouring layers of the model. Outputs are contiguous and not of autocast's type, as the next rank expects."""
-
-    def __init__(self, layers: Mapping[str, nn.Module], autocast: AbstractContextManager[Any], is_bf16: bool) -> None:
-        super().__init__(OrderedDict(layers))
-        self.autocast, self.is_bf16 = autocast, is_bf16
-
-    def forward(self, rows: Tensor) -> Tensor:
-        with self.autocast:
-            outputs: Tensor = super().forward(rows)  # type: ignore[no-untyped-call]
-        return (outputs.float() if self.is_bf16 and outputs.is_floating_point() else outputs).contiguous()
+from lockstep.strategies.base import Computed, Loss, Outputs, Strategy, layer_groups
 
 
 class Pipeline(Strategy):
@@ -39,19 +25,11 @@ class Pipeline(Strategy):
 
     GPipe runs all forward passes before all backward passes. 1F1B (Narayanan et al. 2019) holds fewer activations.
     Batch norm, as in any pipeline, normalises each micro-batch by itself. A world of one rank keeps a plain module.
-
-    schedule: order of the forward and backward passes. micro_batches: parts of a global batch that are in the pipeline.
     """
 
     name = "pipeline"
     # Each layer is on one rank, which has all of its statistics; only the last rank has a loss to scale.
-    refused = (
-        *Strategy.refused,
-        "a step of your own",
-        "sync_bn=on",
-        "trainer.compile",
-        "trainer.precision=fp16",
-    )
+    refused = (*Strategy.refused, "a step of your own", "sync_bn=on", "trainer.compile", "trainer.precision=fp16")
     replicas_equal = False  # each rank holds its own layers
     cut_on_cpu = True
 
@@ -66,11 +44,19 @@ class Pipeline(Strategy):
         if not isinstance(model, nn.Sequential):
             what = "strategy=pipeline needs a model that is a plain sequence of layers (torch.nn.Sequential)"
             raise ConfigError(f"{what}; type model=convnet, model=mlp or model=toy_parallel")
-        stages = [Stage(layers, self.autocast, self.precision == "bf16") for layers in layer_groups(model, world.size)]
+        is_bf16, layers = self.precision == "bf16", layer_groups(model, world.size)
+
+        def outputs_of(stage: nn.Module, rows: Tensor) -> Tensor:
+            """Contiguous and not of autocast's type, as the next rank expects."""
+            found: Tensor = stage(rows)
+            return (found.float() if is_bf16 and found.is_floating_point() else found).contiguous()
+
+        stages = [Computed(nn.Sequential(OrderedDict(group)), outputs_of, self.autocast) for group in layers]
         if sum(len(list(stage.parameters())) for stage in stages) > len(list(model.parameters())):
             what = "strategy=pipeline puts layers on different ranks, and two of them share a weight"
             raise ConfigError(f"{what}; type model.tied=false if model=gpt, or strategy=ddp")
-        self.module = self.evaluated = self.model = self.stage = stages[world.rank].to(world.device)
+        self.module = self.evaluated = stages[world.rank].to(world.device)
+        self.model, self.ranks_per_model = self.module.model, world.size
         # This rank needs the shapes that enter its stage, so it keeps the stages before it without their weights.
         self.shapes = [deepcopy(stage).to("meta").eval() for stage in stages[: world.rank + 1]]
 
@@ -104,13 +90,12 @@ class Pipeline(Strategy):
         self.loss_function = loss_function
         rows = max(1, -(-len(inputs) // self.micro_batches))
         even = len(inputs) // rows * rows
-        is_first, is_last = self.world.rank == 0, self.world.rank == self.world.size - 1
-        with_backward = torch.is_grad_enabled()
         for some, some_targets in ((inputs[:even], targets[:even]), (inputs[even:], targets[even:])):
             if len(some):
-                schedule = self._schedule(-(-len(some) // rows), some[:rows], with_backward)
-                run = schedule.step if with_backward else schedule.eval
-                run(*([some] if is_first else []), target=some_targets if is_last else None)
+                schedule = self._schedule(-(-len(some) // rows), some[:rows], torch.is_grad_enabled())
+                run = schedule.step if torch.is_grad_enabled() else schedule.eval
+                first, last = self.world.rank == 0, self.world.rank == self.world.size - 1
+                run(*([some] if first else []), target=some_targets if last else None)
 
     def _schedule(self, count: int, inputs: Tensor, with_backward: bool) -> PipelineScheduleSingle:
         """The schedule for `count` micro-batches of this shape. It is built once and kept.
@@ -121,22 +106,13 @@ class Pipeline(Strategy):
         if key not in self.schedules:
             shapes = [torch.empty_like(inputs, device="meta")]
             for before in self.shapes:
-                shapes.append(before(shapes[-1]))
-            entering, leaving = (shape.detach() for shape in shapes[-2:])
+                shapes.append(before(shapes[-1]).detach())
+            entering, leaving = shapes[-2:]
             entering.requires_grad_(with_backward and entering.is_floating_point())
             leaving.requires_grad_(with_backward)
             world = self.world
-            stage = PipelineStage(self.stage, world.rank, world.size, world.device, entering, leaving)
+            stage = PipelineStage(self.module, world.rank, world.size, world.device, entering, leaving)
             # 1F1B needs at least as many micro-batches as ranks.
             chosen: Any = ScheduleGPipe if count < world.size else get_schedule_class(self.schedule_name)
             self.schedules[key] = chosen(stage, count, lambda *of: self.loss_function(*of), scale_grads=False)
         return self.schedules[key]
-
-    @torch.no_grad()
-    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        if self.world.size == 1:
-            return super().clip_grad_norm(parameters, max_norm)
-        return clip_parts({1: [one.grad for one in parameters if one.grad is not None]}, max_norm, self.world)
-
-    def sync_buffers(self) -> None:
-        """No two ranks hold the same buffers."""

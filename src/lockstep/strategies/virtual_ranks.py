@@ -21,23 +21,21 @@ from lockstep.data.source import count_samples
 from lockstep.distributed.shared_memory import SharedMemorySum, tree_sum
 from lockstep.distributed.sync_batch_norm import BatchNorm
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import JobSpec, Loss, Outputs, Strategy
-from lockstep.strategies.messages import broadcast
+from lockstep.strategies.base import JobSpec, Loss, Outputs, Strategy, broadcast
 
 
 class VirtualRanks(Strategy):
-    """Trains as many virtual ranks, each real rank computing some of them one after the other.
+    """Trains `count` virtual ranks, each real rank computing some of them one after the other.
 
     Each begins with the buffers before the step. A buffer of floats becomes the mean over the samples, and one of
     integers that of the last virtual rank: one step counts once.
-
-    count: parts of a global batch, a multiple of the number of ranks.
     """
 
     name = "virtual_ranks"
     # Each virtual rank is computed by itself, and a step is in parts already.
     refused = (*Strategy.refused, "sync_bn=on", "trainer.gradient_accumulation_steps")
     passes_whole_batches = False
+    waits_for_gradients = True
 
     def __init__(self, count: Count) -> None:
         self.count = count
@@ -58,23 +56,22 @@ class VirtualRanks(Strategy):
         per_rank = self.count // world.size
         self.share = range(world.rank * per_rank, (world.rank + 1) * per_rank)  # of the virtual ranks
         self.weights = list(model.parameters())  # frozen ones among them
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.parameters = [parameter for parameter in self.weights if parameter.requires_grad]
         if len({one.dtype for one in self.parameters}) > 1 or any(one.is_complex() for one in self.parameters):
             raise ConfigError("strategy=virtual_ranks adds up gradients of one real type; type strategy=ddp")
         if any(type(module).get_extra_state is not nn.Module.get_extra_state for module in model.modules()):
             what = "strategy=virtual_ranks cannot give each virtual rank what a module keeps beside its tensors"
             raise ConfigError(f"{what} (get_extra_state); type strategy=ddp")
-        # By their owners: a forward pass may put another tensor into the place of a buffer.
+        # Buffers by their owners: a forward pass may put another tensor into the place of one.
         places = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
-        self.floats = [place for place in places if getattr(*place).is_floating_point()]
-        self.others = [place for place in places if not getattr(*place).is_floating_point()]
-        # A row is what a virtual rank adds to the sums of a step: gradients, which parameters got one, how far the
-        # buffers of floats have moved, times samples, and the samples.
-        moved = [getattr(*place) for place in self.floats]
-        tensors = [*self.parameters, torch.empty(len(self.parameters)), *moved, torch.empty(())]
+        floats = [place for place in places if getattr(*place).is_floating_point()]
+        self.others = [place for place in places if place not in floats]
+        self.buffers = [*floats, *self.others]
+        # A row is what a virtual rank adds to the sums of a step: gradients, how far the buffers of floats have moved,
+        # times samples, and the samples.
+        tensors = [*self.parameters, *(getattr(*place) for place in floats), torch.empty(())]
         self.rows = torch.zeros(per_rank, sum(map(torch.numel, tensors)), device=world.device, dtype=tensors[0].dtype)
         self.views = [views_like(tensors, row) for row in self.rows]
-        self.of_moved = slice(-1 - sum(map(torch.numel, moved)), -1)
         self.computed = 0  # virtual ranks of this step, on this rank
         self.shares_are_subtrees = per_rank.bit_count() == 1
         self.shared_memory: SharedMemorySum | None = None
@@ -97,9 +94,8 @@ class VirtualRanks(Strategy):
     ) -> None:
         """One virtual rank's passes. After this rank's last one, `.grad` holds the whole batch's gradient."""
         if self.computed == 0:
-            self.buffers_before = [getattr(*place).clone() for place in (*self.floats, *self.others)]
+            self.buffers_before = [getattr(*place).clone() for place in self.buffers]
             self.gradients_before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
-            self.uses_all = True
         for parameter in self.parameters:
             parameter.grad = None
         before = versions(self.weights)
@@ -107,43 +103,31 @@ class VirtualRanks(Strategy):
         if versions(self.weights) != before:
             what = "the forward pass changes the weights, and strategy=virtual_ranks makes several in a step"
             raise ConfigError(f"{what}; type strategy=ddp, or keep them in a buffer (register_buffer)")
-        self._fill_row(count_samples(part.targets), last)
+        self.require_gradients()
+        *views, counted = self.views[self.computed]
         self.computed += 1
-        if last:
-            self._combine()
+        samples, before_step = count_samples(part.targets), list(zip(self.buffers, self.buffers_before, strict=True))
+        with torch.no_grad():
+            for view, parameter in zip(views, self.parameters, strict=False):
+                view.copy_(parameter.grad)  # type: ignore[arg-type]
+            for view, (place, then) in zip(views[len(self.parameters) :], before_step, strict=False):
+                now = getattr(*place)  # constants stay, those too that are infinite
+                torch.mul((now - then).where(now != then, 0), samples, out=view)
+            counted.fill_(samples)
+            if last:
+                self._combine()
+            else:  # the next one begins with the buffers that this one began with
+                for place, then in before_step:
+                    getattr(*place).copy_(then)
 
-    @torch.no_grad()
-    def _fill_row(self, samples: int, is_last: bool) -> None:
-        """With this virtual rank's results. The next one begins with the buffers that this one began with."""
-        row, (*views, counted) = self.rows[self.computed], self.views[self.computed]
-        used, *moved = views[len(self.parameters) :]
-        has = [parameter.grad is not None for parameter in self.parameters]
-        self.uses_all &= all(has)
-        used.fill_(1) if all(has) else used.copy_(torch.tensor(has))  # which would wait for a GPU
-        for view, parameter in zip(views, self.parameters, strict=False):
-            view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
-        for view, place, before in zip(moved, self.floats, self.buffers_before, strict=False):
-            now = getattr(*place)
-            view.copy_((now - before).where(now != before, 0))  # constants stay, those too that are infinite
-        row[self.of_moved] *= samples
-        counted.fill_(samples)
-        if not is_last:
-            for place, before in zip((*self.floats, *self.others), self.buffers_before, strict=True):
-                getattr(*place).copy_(before)
-
-    @torch.no_grad()
     def _combine(self) -> None:
         """Add up all virtual ranks' results in one fixed order, on every rank."""
         self._sum_rows()
         self.computed = 0
         *views, samples = self.views[0]
-        used, *moved = views[len(self.parameters) :]
-        # With zeros for a gradient, weight decay would move what no rank has used.
-        are_used = [1.0] * len(self.parameters) if self.uses_all else used.tolist()
-        every = zip(self.parameters, views, are_used, self.gradients_before, strict=False)
-        for parameter, view, is_used, before in every:
-            parameter.grad = before if not is_used else view if before is None else before.add_(view)
-        for place, before, view in zip(self.floats, self.buffers_before, moved, strict=False):
+        for parameter, view, earlier in zip(self.parameters, views, self.gradients_before, strict=False):
+            parameter.grad = view if earlier is None else earlier.add_(view)
+        for place, before, view in zip(self.buffers, self.buffers_before, views[len(self.parameters) :], strict=False):
             getattr(*place).copy_(before + (view / samples).to(before.dtype))
         if self.others and self.world.size > 1:  # the ranks' batch norms have counted the same steps
             counters = [getattr(*place) for place in self.others if not isinstance(place[0], BatchNorm)]
@@ -151,24 +135,19 @@ class VirtualRanks(Strategy):
 
     def _sum_rows(self) -> None:
         """The first row becomes the sum of the rows of all ranks, which the others may overwrite."""
-        if self.world.size == 1:
-            tree_sum(list(self.rows))  # into the first row
-            return
-        rows = self.rows
-        if self.shares_are_subtrees:
-            rows = tree_sum(list(rows)).unsqueeze(0)
+        rows = tree_sum(list(self.rows)).unsqueeze(0) if self.shares_are_subtrees else self.rows
         if self.shared_memory is not None:
             self.shared_memory(rows[0])
-            return
-        gathered = rows.new_empty(self.world.size, *rows.shape)
-        dist.all_gather(list(gathered), rows)
-        self.rows[0] = tree_sum(list(gathered.flatten(0, 1)))
+        elif self.world.size > 1:
+            gathered = rows.new_empty(self.world.size, *rows.shape)
+            dist.all_gather(list(gathered), rows)
+            self.rows[0] = tree_sum(list(gathered.flatten(0, 1)))
+        else:
+            tree_sum(list(rows))
 
 
 def views_like(tensors: Sequence[Tensor], vector: Tensor) -> list[Tensor]:
     """Views of the values of `vector` (n,), one behind the other, in the shapes and layouts of `tensors`."""
-    views, start = [], vector.storage_offset()
-    for tensor in tensors:
-        views.append(vector.as_strided(tensor.shape, torch.empty_like(tensor).stride(), start))
-        start += tensor.numel()
-    return views
+    parts = vector.split([tensor.numel() for tensor in tensors])
+    strides = [torch.empty_like(tensor).stride() for tensor in tensors]
+    return [part.as_strided(one.shape, way) for one, part, way in zip(tensors, parts, strides, strict=True)]
