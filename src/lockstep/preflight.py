@@ -57,7 +57,7 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
 def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
     """The parts, checked against each other, this machine and what the config names. Nothing is started or written."""
     from lockstep.snapshots.checkpointer import interval
-    from lockstep.snapshots.find import find_snapshots, snapshots_to_try
+    from lockstep.snapshots.files import list_snapshots, named_snapshots, snapshots_to_try
     from lockstep.strategies.base import Strategy
     from lockstep.strategies.gradient_sync import GradientSync
     from lockstep.training.run import time_limit
@@ -72,7 +72,8 @@ def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
     interval(config.snapshot.every)
     job, folder = job_spec(config, launcher), Path(config.run_dir)
     if mode.trains:
-        find_snapshots(config.resume, folder)
+        if not list_snapshots(folder / "snapshots"):
+            named_snapshots(config.resume)
         if config.snapshot.mirror is not None:
             instantiate(config.snapshot.mirror).require_free(config.resume, folder)
     elif mode.needs_run:
