@@ -98,8 +98,9 @@ class Checkpointer:
             if not paths:
                 return None
             saved, path = load_first_good(paths)
-            advice = "type the overrides that it was made with, or to start afresh hydra.run.dir=<a new folder>"
-            require_same(path, saved["identity"], self.identity, advice)
+            if differ := differences(saved["identity"], self.identity):
+                advice = "type the overrides that it was made with, or to start afresh hydra.run.dir=<a new folder>"
+                raise ConfigError(f"{path} does not fit this run: {differ}; {advice}")
             for damaged in paths[: paths.index(path)] if path.parent == self.folder else ():
                 shutil.move(damaged, damaged.with_name(f"{damaged.name}.damaged"))
             for best in list_snapshots(self.folder, "best"):  # of steps that are trained again, perhaps otherwise
@@ -314,19 +315,15 @@ def restore_trained(run: Run, paths: list[Path], model_config: dict[str, Any]) -
     def find() -> Path:
         saved, path = load_first_good(paths)
         of_model = {key: value for key, value in saved["identity"].items() if key.startswith("model.")}
-        require_same(path, of_model, model_config, "leave model= out, and type data like that of the training")
+        if differ := differences(of_model, model_config):
+            advice = "leave model= out, and type data like that of the training"
+            raise ConfigError(f"{path} does not fit this run: {differ}; {advice}")
         return path
 
     heartbeat.enter("resume")
     found = bring_back(run, find, restore_weights)
     assert found is not None
     return found
-
-
-def require_same(path: Path, saved: Mapping[str, Any], ours: Mapping[str, Any], advice: str) -> None:
-    """Raise ConfigError if the snapshot `path` is of another run or model, and name every key that differs."""
-    if found := differences(saved, ours):
-        raise ConfigError(f"{path} does not fit this run: {found}; {advice}")
 
 
 def differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str:

@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 SECTIONS = ("model", "optimizer", "ema")  # of state.pt: {name of a parameter or buffer: nested tensors}
 
-# Taken.
-
 
 def collect(run: Run, totals: Tensor) -> tuple[dict[str, Any] | None, "Shards"]:
     """(what this rank writes by torch.save, its parts of tensors that are cut), all copies. A collective.
@@ -60,7 +58,7 @@ def collect(run: Run, totals: Tensor) -> tuple[dict[str, Any] | None, "Shards"]:
         "has_drawn": run.step.draws.has_drawn,
         "scaler": run.scaler.state_dict(),
         "meter": {"names": run.meter.names, "totals": totals},
-        "measured": measured_by(run),
+        "measured": [run.objective, run.direction, run.average is not None],
         "skipped": [0, 0] if run.step.skip is None else [run.step.skip.skipped, run.step.skip.in_a_row],
         "progress": asdict(run.progress),
         "seconds": run.clock.seconds,
@@ -84,10 +82,6 @@ def hyperparameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Without functions. A step may hold a rate in a tensor."""
     plain = {k: v for k, v in group.items() if k not in ("params", "param_names") and not callable(v)}
     return {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in plain.items()}
-
-
-def measured_by(run: Run) -> list[Any]:
-    return [run.objective, run.direction, run.average is not None]
 
 
 def _without_parts(shards: "Shards", place: str, tensor: Any) -> Any:
@@ -123,9 +117,6 @@ def require_loadable(value: Any) -> None:
         raise ConfigError(f"{what}; keep tensors, numbers, texts, lists, tuples, sets and dicts there") from None
 
 
-# Brought back.
-
-
 def restore(run: Run, saved: dict[str, Any], path: Path) -> None:
     """Bring `run` to the snapshot `path`, of which every rank has all. What the config of this run changes stays so."""
     restore_weights(run, saved, path)
@@ -134,7 +125,7 @@ def restore(run: Run, saved: dict[str, Any], path: Path) -> None:
     vars(progress).update(own["progress"])  # in place: others hold it
     run.clock.start(own["seconds"], progress.step)
     _restore_optimizer(run, saved, own, path)
-    if own["measured"] != measured_by(run):  # a plateau begins anew, too
+    if own["measured"] != [run.objective, run.direction, run.average is not None]:  # a plateau begins anew, too
         log.info("the monitor or trainer.ema changed: no evaluation before step %d is the best one", progress.step)
         run.forget_best()
     elif own["schedule"]:
@@ -177,7 +168,7 @@ def give_buffers(model: nn.Module, weights: Mapping[str, Any], names: Mapping[st
 
 def trained_weights(saved: dict[str, Any], path: Path, averaged: bool) -> dict[str, Any]:
     """The whole model's state dict in the snapshot `path`. averaged: with the averaged weights if it has them."""
-    weights = as_held(saved, "model", path, saved["model"], {})
+    weights: dict[str, Any] = as_held(saved, "model", path, saved["model"], {})
     averages = as_held(saved, "ema", path, saved["ema"] if averaged else (), {})
     return weights | {name: value.to(weights[name].dtype) for name, value in averages.items()}
 
