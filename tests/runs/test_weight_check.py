@@ -85,7 +85,7 @@ def test_a_damaged_weight_of_one_rank_is_named_and_kept_out_of_snapshots(tmp_pat
         (
             "tensor_parallel",
             damaged(3, 2, 3, "bit"),
-            "rank 3 has other values in block1.attention.queries_keys_values.",
+            "rank 3 has other values in block1.attention.queries",
         ),
     ],
 )
