@@ -29,7 +29,6 @@ from lockstep.tasks.tasks import CrossEntropy
 class Weighted(CrossEntropy):
     def __init__(self, classes, limit, **options):
         super().__init__(**options)
-        self.weights = [1.0] * classes
         if classes > limit:
             raise ValueError(f"no weights for {classes} classes")
 
@@ -68,9 +67,8 @@ def own(tmp_path: Path) -> None:
     (tmp_path / "own_parts.py").write_text(PARTS)
     folder = tmp_path / "conf" / "dataset"
     folder.mkdir(parents=True)
-    halves = [POINTS.format(half=half, train=str(half == "train").lower()) for half in ("train", "test")]
-    pair = "_target_: lockstep.data.Pair\n"
-    (folder / "own.yaml").write_text(pair + "".join(halves))
+    halves = [POINTS.format(half=half, train=train) for half, train in (("train", "true"), ("test", "false"))]
+    (folder / "own.yaml").write_text("_target_: lockstep.data.Pair\n" + "".join(halves))
     (tmp_path / "conf" / "task").mkdir()
     weighted = "defaults: [classification]\n_target_: own_parts.Weighted\nclasses: ${dataset.classes}\n"
     (tmp_path / "conf" / "task" / "weighted.yaml").write_text(weighted)
@@ -114,9 +112,9 @@ def test_each_evaluation_has_a_file_that_says_what_was_evaluated(start: Start, t
     evaluate = [*OWN[:3], "mode=evaluate", "resume=run"]
     for words in ([], ["dataset.test.scale=2.0"], ["mode.split=train"], []):
         start(*evaluate, *words).finish()
-    files = sorted(path.name for path in (tmp_path / "run").glob("evaluation*.json"))
-    assert files == ["evaluation.json", "evaluation_2.json", "evaluation_3.json"]
-    found = [json.loads((tmp_path / "run" / name).read_text()) for name in files]
+    files = [tmp_path / "run" / f"evaluation{number}.json" for number in ("", "_2", "_3")]
+    assert sorted((tmp_path / "run").glob("evaluation*.json")) == files
+    found = [json.loads(path.read_text()) for path in files]
     kinds = [(one["split"], one["config"]["dataset.test.scale"]) for one in found]
     assert kinds == [("test", 1.0), ("test", 2.0), ("train", 1.0)]
     assert len({one["metrics"]["loss"] for one in found}) == 3
