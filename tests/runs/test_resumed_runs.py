@@ -71,9 +71,9 @@ def test_how_often_a_run_saves_and_how_much_it_keeps_beside_damaged_ones(train, 
         (path / "state.pt").write_bytes(b"damaged")
     sentence = train(*words, code=2).sentence
     assert "type another one, such as a best one, and to go on hydra.run.dir=<a new folder>" in sentence
-    begun = train(*words, "hydra.run.dir=new", f"resume={list_snapshots(snapshots, 'best')[0]}")
-    assert f"resumed from {snapshots}/best_000000" in begun.output
-    assert steps_of_snapshots(tmp_path / "new")[-1] == 46
+    more = ["trainer.epochs=3", "hydra.run.dir=new", f"resume={list_snapshots(snapshots, 'best')[0]}"]
+    assert f"resumed from {snapshots}/best_000000" in train(*words, *more).output
+    assert steps_of_snapshots(tmp_path / "new")[-1] == 69
 
 
 @pytest.fixture
