@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode
 from lockstep.snapshots.checkpointer import interval
-from lockstep.snapshots.find import find_snapshots, snapshots_to_try
+from lockstep.snapshots.files import list_snapshots, named_snapshots, snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.text import first_line
@@ -62,7 +62,8 @@ def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
     interval(config.snapshot.every)
     job, folder = job_spec(config, launcher), Path(config.run_dir)
     if mode.trains:
-        find_snapshots(config.resume, folder)
+        if not list_snapshots(folder / "snapshots"):
+            named_snapshots(config.resume)
         if config.snapshot.mirror is not None:
             instantiate(config.snapshot.mirror).require_free(config.resume, folder)
     elif mode.needs_run:

@@ -1,6 +1,7 @@
 """Kills again and again: one restart each, no step trained twice, the same bits at the end.
 
-What was not disturbed is made by launch=fork, whose start costs least: launchers change no bit.
+What was not disturbed is made by launch=fork, whose start costs least: launchers change no bit. Whole runs that are
+killed and typed again: test_sharded_kills.py.
 """
 
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, ranks_of_torchrun, ranks_under, wait_for
+from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, ranks_of_torchrun, wait_for
 from support.run_folders import SLOW, assert_one_curve, count_resumptions, position, stopped_at
 from support.worlds import same_bits
 
@@ -21,10 +22,6 @@ pytestmark = pytest.mark.drill
 TESTS = Path(__file__).parents[1]
 KILLS = int(os.environ.get("LOCKSTEP_KILLS", "3"))
 STANDALONE = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
-
-
-def wait_for_end(pids: list[int], limit: float) -> None:
-    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), "end of the ranks", limit)
 
 
 def kill_a_rank(run: Command, folder: Path, kills_before: int) -> float:
@@ -54,52 +51,18 @@ def test_kills_cost_one_restart_each_and_no_bit(start, start_faulty, tmp_path):
     assert middle <= 20  # other drills run beside this one
 
 
-BY_HAND = [*PYTHON_TRAIN, *SLOW, "trainer.epochs=6", "launch=torchrun"]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    Command([*BY_HAND, "hydra.run.dir=run"], folder).finish()
-    return folder / "run"
-
-
-@pytest.mark.parametrize("victims", ["all ranks", "launcher", "launcher and all ranks"])
-def test_killed_as_a_whole_and_started_again_by_hand_a_run_loses_no_bit(
-    start, start_faulty, undisturbed, tmp_path, victims
-):
-    disturbed = tmp_path / "disturbed"
-    run = start_faulty(*BY_HAND, "hydra.run.dir=disturbed")
-    wait_for(lambda: position(disturbed)[0] >= 5, "first snapshot")
-    time.sleep(random.uniform(0, 0.2))
-    ranks = ranks_under(run.process.pid)
-    run.broken_at = time.time()
-    for pid in [run.process.pid] * ("launcher" in victims) + ranks * ("ranks" in victims):
-        os.kill(pid, signal.SIGKILL)
-    run.finish(code=None)
-    wait_for_end(ranks, 5)
-    if victims == "launcher and all ranks":
-        run.remove_folders()
-    again = start(*BY_HAND, "hydra.run.dir=disturbed").finish()
-    assert again.output.count("resumed from") == 1
-    assert same_bits(undisturbed, disturbed)
-    assert_one_curve(disturbed)
-
-
-@pytest.mark.parametrize(
-    "launcher", [[*STANDALONE, "--max-restarts=1", TRAIN], [*PYTHON_TRAIN, "launch=torchrun", "launch.max_restarts=1"]]
-)
-def test_a_crash_and_a_restart_cost_no_bit(start, start_faulty, tmp_path, launcher):
+def test_a_crash_and_a_restart_by_our_own_torchrun_cost_no_bit(start, start_faulty, tmp_path):
     words = [*SLOW, "trainer.epochs=1", "model._target_=support.faults.FaultyModel"]
     start(*PYTHON_TRAIN, "launch=fork", *words, "hydra.run.dir=undisturbed", PYTHONPATH=TESTS).finish()
-    start_faulty(*launcher, *words, "hydra.run.dir=run", FAULT="forward/segfault_once:1:23", PYTHONPATH=TESTS).finish()
+    restarts = [*PYTHON_TRAIN, "launch=torchrun", "launch.max_restarts=1"]
+    start_faulty(*restarts, *words, "hydra.run.dir=run", FAULT="forward/segfault_once:1:23", PYTHONPATH=TESTS).finish()
     assert (tmp_path / "crashed").exists()
     assert count_resumptions(tmp_path / "run") == 1
     assert same_bits(tmp_path / "undisturbed", tmp_path / "run")
     assert_one_curve(tmp_path / "run")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_torchrun_costs_no_step_and_leaves_no_orphan(start_faulty, tmp_path, number):
     folder = tmp_path / "run"
     run = start_faulty(*STANDALONE, TRAIN, *SLOW, "trainer.epochs=4000", "hydra.run.dir=run")
@@ -107,5 +70,5 @@ def test_a_signal_to_torchrun_costs_no_step_and_leaves_no_orphan(start_faulty, t
     ranks = ranks_of_torchrun(run.process.pid)
     run.send(number)
     run.finish(code=None)
-    wait_for_end(ranks, 3)
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in ranks), "end of the ranks", 3)
     assert {stopped_at(folder, f"logs/rank{rank}.log") for rank in (0, 1)} == {position(folder)[0]}

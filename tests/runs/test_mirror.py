@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import EXIT_RESUMABLE, ConfigError
 from lockstep.snapshots.files import STATE, finish_snapshot, of_files, verify, write_tensors
-from lockstep.snapshots.mirror import Mirror, fetch
+from lockstep.snapshots.mirror import Mirror
 from support.commands import TRAIN, wait_for
 from support.object_store import MIRROR, URL, ObjectStore, listed
 from support.worlds import same_bits
@@ -17,36 +17,30 @@ from support.worlds import same_bits
 SMALL = ["model=linear", "trainer.batch_size=256", "logger=[console]"]
 
 
-@pytest.fixture(scope="module")
-def server():
+@pytest.fixture
+def store():
     server = ObjectStore()
     yield server
     server.stop()
 
 
-@pytest.fixture
-def store(server):
-    """Empty."""
-    if server.files.exists(URL):
-        server.files.rm(URL, recursive=True)
-    return server
-
-
-def test_a_lost_machine_costs_nothing_that_was_mirrored(train, store, tmp_path):
-    two = ["launch=fork", "launch.nproc_per_node=2"]
-    train(*SMALL, "trainer.epochs=4", *two, "hydra.run.dir=unbroken")
-    words = [*SMALL, MIRROR, "trainer.epochs=4", "snapshot.keep_last=2", *two]
-    train(*words, "trainer.pause_after=3", "hydra.run.dir=first", **store.variables)
-    here = {path.name for path in (tmp_path / "first" / "snapshots").iterdir()}
-    there = set(listed(store))
-    assert "step_00000018" in there <= here  # one that a newer one has overtaken is left out
+def test_a_lost_machine_costs_nothing_that_was_mirrored_and_a_damaged_copy_is_passed_over(train, store, tmp_path):
+    words = [*SMALL, "trainer.epochs=3", "launch=fork", "launch.nproc_per_node=2", "snapshot.keep_last=2"]
+    train(*words, "hydra.run.dir=unbroken")
+    for epochs in (1, 2):  # the end of each waits for its copy
+        train(*words, MIRROR, f"trainer.pause_after={epochs}", "hydra.run.dir=first", **store.variables)
+    here, there = {path.name for path in (tmp_path / "first" / "snapshots").iterdir()}, set(listed(store))
+    assert {"step_00000006", "step_00000012"} <= there <= here
     assert any(name.startswith("best") for name in there)
     assert len(store.files.ls("bucket/run")) == len(there)  # what is no longer here is gone there, too
+    (newest,) = store.files.glob("bucket/run/step_00000012-*")
+    store.files.pipe_file(f"{newest}/state.pt", b"cut")
     shutil.rmtree(tmp_path / "first")
-    output = train(*words, f"resume={URL}", "hydra.run.dir=second", **store.variables).output
-    assert "resumed from" in output
+    output = train(*words, MIRROR, f"resume={URL}", "hydra.run.dir=second", **store.variables).output
+    assert f"{newest.rpartition('/')[2]} cannot be taken (its state.pt is cut off or changed)" in output
+    assert "/step_00000006" in next(line for line in output.splitlines() if "resumed from" in line)
     assert same_bits(tmp_path / "unbroken", tmp_path / "second")
-    assert max(listed(store)) == "step_00000024"
+    assert max(listed(store)) == "step_00000018"
     refused = train(*SMALL, MIRROR, "hydra.run.dir=third", code=2, **store.variables).output
     assert "has the snapshots of another run" in refused
 
@@ -56,12 +50,12 @@ def test_a_snapshot_stays_there_until_a_newer_one_of_its_kind_is_whole(tmp_path)
     left = set()
     for name in ("best_1", "step_1", "best_2", "step_2", "step_2"):
         mirror = Mirror(there.as_uri())
+        mirror.require_free(there.as_uri(), tmp_path / "another")
         if not any(kept.startswith("step") for kept in left):
             mirror.require_free(None, tmp_path / "another")  # what has the best one alone counts as empty
         else:
             with pytest.raises(ConfigError, match="has the snapshots of another run"):
                 mirror.require_free(None, tmp_path / "another")
-        mirror.require_free(there.as_uri(), tmp_path / "another")
         write_tensors(here / f"{name}.tmp" / STATE, {"number": len(left)})
         path = finish_snapshot(here, name, of_files(here / f"{name}.tmp", [STATE]))
         mirror.put(path)
@@ -70,46 +64,27 @@ def test_a_snapshot_stays_there_until_a_newer_one_of_its_kind_is_whole(tmp_path)
         left = {kept for kept in left if kept[:4] != name[:4]} | {name}
         assert {path.name.partition("-")[0] for path in there.iterdir()} == left
         assert len(list(there.iterdir())) == len(left)
-    fetch(there.as_uri(), tmp_path / "fetched")
+    Mirror(there.as_uri(), "resume").fetch(tmp_path / "fetched")
     assert {path.name for path in (tmp_path / "fetched").iterdir()} == {"best_2", "step_2"}
     for path in (tmp_path / "fetched").iterdir():
         verify(path)
 
 
-def test_a_damaged_copy_is_passed_over(train, store, tmp_path):
-    for epochs in (1, 2):  # the end of each waits for its copy
-        pause = f"trainer.pause_after={epochs}"
-        train(*SMALL, MIRROR, "trainer.epochs=2", pause, "hydra.run.dir=first", **store.variables)
-    (newest,) = store.files.glob("bucket/run/step_00000012-*")
-    store.files.pipe_file(f"{newest}/state.pt", b"cut")
-    words = [*SMALL, "trainer.epochs=2", f"resume={URL}", "hydra.run.dir=second"]
-    output = train(*words, **store.variables).output
-    assert f"{newest.rpartition('/')[2]} cannot be taken (its state.pt is cut off or changed)" in output
-    assert "step_00000006" in output
-    assert same_bits(tmp_path / "first", tmp_path / "second")
-
-
-def test_a_store_that_is_lost_ends_nothing(start, tmp_path):
-    store = ObjectStore()
-    try:
-        words = [*SMALL, MIRROR, "trainer.epochs=100000", "snapshot.every=100epochs", "hydra.run.dir=run"]
-        run = start(sys.executable, TRAIN, *words, "evaluation.every=100000", **store.variables)
-        wait_for(lambda: store.files.glob("bucket/run/*/manifest.json"), "a copy")
-        store.stop()
-        time.sleep(3)
-        store.start()
-        store.files.makedirs("bucket", exist_ok=True)  # the training may have made it already
-        back = "a copy in the store that has come back"
-        wait_for(lambda: store.files.glob("bucket/run/*/manifest.json"), back, limit=120)  # s3fs waits half a minute
-        run.send(signal.SIGTERM)
-        output = run.finish(EXIT_RESUMABLE).output
-        assert (
-            output.count("the next ones are tried, and the training goes on") <= 1
-        )  # s3fs waits for some seconds itself
-        newest = max(path.stem for path in (tmp_path / "run" / "snapshots").glob("step_*[0-9]"))
-        assert newest in listed(store), output
-    finally:
-        store.stop()
+def test_a_store_that_is_lost_ends_nothing(start, store, tmp_path):
+    words = [*SMALL, MIRROR, "trainer.epochs=100000", "snapshot.every=100epochs", "hydra.run.dir=run"]
+    run = start(sys.executable, TRAIN, *words, "evaluation.every=100000", **store.variables)
+    wait_for(lambda: store.files.glob("bucket/run/*/manifest.json"), "a copy")
+    store.stop()
+    time.sleep(3)
+    store.start()
+    store.files.makedirs("bucket", exist_ok=True)  # the training may have made it already
+    back = "a copy in the store that has come back"
+    wait_for(lambda: store.files.glob("bucket/run/*/manifest.json"), back, limit=120)  # s3fs waits half a minute
+    run.send(signal.SIGTERM)
+    output = run.finish(EXIT_RESUMABLE).output
+    assert output.count("the next ones are tried, and the training goes on") <= 1  # s3fs waits for some seconds itself
+    newest = max(path.stem for path in (tmp_path / "run" / "snapshots").glob("step_*[0-9]"))
+    assert newest in listed(store), output
 
 
 @pytest.mark.parametrize(
@@ -122,6 +97,5 @@ def test_a_store_that_is_lost_ends_nothing(start, tmp_path):
     ],
 )
 def test_a_place_that_cannot_be_is_refused(words, said, train, tmp_path):
-    output = train(*SMALL, *words, code=2).output
-    assert said in output
+    assert said in train(*SMALL, *words, code=2).output
     assert not list(tmp_path.rglob("*.pt"))

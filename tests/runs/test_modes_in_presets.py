@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,38 +10,31 @@ from support.commands import PYTHON_TRAIN, Command
 
 GLOBAL = "# @package _global_\n"
 EVALUATE = "defaults:\n  - override /mode: evaluate\n"
-# {file below --config-dir: its text}, and what is typed beside it.
-CASES: dict[str, tuple[dict[str, str], list[str]]] = {
-    "both in conf/local": ({"local/default": f"{EVALUATE}resume: run\n"}, []),
-    "one in each": ({"local/default": EVALUATE, "experiment/judge": "resume: run\n"}, ["experiment=judge"]),
-    "what is typed is the last word": ({"local/default": "resume: other\n"}, ["mode=evaluate", "resume=run"]),
-}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which a run is that was trained on other data, with another model, than the defaults."""
-    folder = tmp_path_factory.mktemp("trained")
-    words = ["dataset=random", "dataset.samples=40", "seed=3", "model=mlp", "model.width=8", "trainer.epochs=1"]
-    Command([*PYTHON_TRAIN, *words, "logger=[]", "hydra.run.dir=run"], folder).finish()
-    return folder
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_runs_own_data_are_evaluated(start: Callable[..., Command], run: Path, tmp_path: Path, case: str) -> None:
-    files, words = CASES[case]
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"local/default": f"{EVALUATE}resume: run\n"}, []),
+        ({"local/default": EVALUATE, "experiment/judge": "resume: run\n"}, ["experiment=judge"]),
+        ({"local/default": "resume: other\n"}, ["mode=evaluate", "resume=run"]),
+    ],
+    ids=["both in conf/local", "one in each", "what is typed is the last word"],
+)
+def test_the_runs_own_data_are_evaluated(
+    start: Callable[..., Command], tmp_path: Path, files: dict[str, str], words: list[str]
+) -> None:
+    """The run was trained on other data, with another model, than the defaults."""
+    own = ["dataset=random", "dataset.samples=40", "seed=3", "model=mlp", "model.width=8", "trainer.epochs=1"]
+    start(*PYTHON_TRAIN, *own, "logger=[]", "hydra.run.dir=run").finish()
     for name, text in files.items():
         path = tmp_path / "mine" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(GLOBAL + text)
-    (tmp_path / "mine").mkdir(exist_ok=True)
-    file = tmp_path / "found.json"
-    typed = [f"--config-dir={tmp_path / 'mine'}", *words, f"mode.file={file}"]
-    start(*PYTHON_TRAIN, *typed, cwd=run).finish()
-    found: dict[str, Any] = json.loads(file.read_text())
-    trained = json.loads((run / "run" / "run.json").read_text())
+    start(*PYTHON_TRAIN, "--config-dir=mine", *words, "mode.file=found.json").finish()
+    found, trained = (json.loads((tmp_path / name).read_text()) for name in ("found.json", "run/run.json"))
     assert found["metrics"] == pytest.approx(trained["test"]["metrics"], rel=1e-6)
     assert found["samples"] == trained["data"]["test_samples"]
     for key in ("dataset.samples", "dataset._target_", "model._target_", "model.width", "trainer.epochs"):
         assert found["config"][key] == trained["config"][key], key
-    assert not (run / "outputs").exists()
+    assert not (tmp_path / "outputs").exists()

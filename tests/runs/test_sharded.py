@@ -107,7 +107,7 @@ def test_ranks_share_out_weights_gradients_and_moments(ranks: int, replicas: int
 def bytes_after_setup(cfg: Any) -> tuple[int, int]:
     """(bytes of all tensors that this rank still holds, bytes of the whole model) once train.py has set it up."""
     from lockstep import build
-    from lockstep.config.nodes import instantiate
+    from lockstep.config.check import instantiate
     from lockstep.distributed.world import join_world
 
     with join_world("gloo", 60) as world:

@@ -40,8 +40,7 @@ def best_snapshot(folder: Path) -> dict[str, Any]:
 def contents(path: Path) -> dict[str, Any]:
     """What a snapshot holds, with all tensors, those of its shards too, whole."""
     saved = load_state(path)
-    whole = {section: as_held(section, saved[section] or {}, {}, path) for section in SECTIONS}
-    return saved | {section: named for section, named in whole.items() if saved[section] is not None}
+    return saved | {section: as_held(saved, section, path, saved[section], {}) for section in SECTIONS}
 
 
 def position(folder: Path) -> tuple[int, int]:

@@ -18,7 +18,7 @@ import lockstep.build
 import lockstep.loggers.console
 import lockstep.loggers.rank_logs
 import lockstep.loggers.tensorboard
-import lockstep.snapshots.find
+import lockstep.snapshots.checkpointer
 import lockstep.strategies.ddp
 import lockstep.training.loop
 import lockstep.training.setup

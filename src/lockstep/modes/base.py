@@ -139,7 +139,8 @@ class Mode:
         Here: bring the trained net back, and `run`.
         """
         from lockstep import build
-        from lockstep.snapshots.find import restore_trained, snapshots_to_try
+        from lockstep.snapshots.checkpointer import restore_trained
+        from lockstep.snapshots.files import snapshots_to_try
 
         with join(config, record, parts, holds=False) as world:
             run = build.build_run(config, world, parts)

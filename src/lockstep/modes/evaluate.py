@@ -35,7 +35,7 @@ class Evaluate(Mode):
         """
         from lockstep.build import torchmetrics_of
         from lockstep.loggers.base import Loggers
-        from lockstep.snapshots.find import compared
+        from lockstep.snapshots.checkpointer import compared
         from lockstep.training.evaluate import Evaluator, stop
 
         facts: dict[str, Any] = {

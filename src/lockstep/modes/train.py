@@ -20,7 +20,7 @@ class Train(Mode):
     def work(self, config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> float | None:
         """Returns the objective of the weights that it chose, None if nothing is chosen."""
         from lockstep import build
-        from lockstep.snapshots.find import write_hydra_files
+        from lockstep.snapshots.checkpointer import write_hydra_files
         from lockstep.training.loop import fit
 
         with join(config, record, parts) as world:

@@ -15,7 +15,7 @@ from lockstep.config.check import Kind, check_nodes, instantiate_as
 from lockstep.data.loader import InputConverter
 from lockstep.data.source import map_tensors
 from lockstep.modes.base import recorded
-from lockstep.snapshots.find import load_first_good, snapshots_to_try
+from lockstep.snapshots.files import load_first_good, snapshots_to_try
 from lockstep.snapshots.state import give_buffers, trained_weights
 from lockstep.strategies.base import autocast, model_dtype
 from lockstep.tasks.base import Task

@@ -5,9 +5,11 @@ import math
 import re
 import shutil
 import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -16,19 +18,13 @@ import torch.distributed as dist
 from lockstep.distributed import signals
 from lockstep.distributed.run_folder import go_on_words
 from lockstep.distributed.world import World
-from lockstep.errors import (
-    EXIT_RESUMABLE,
-    EXIT_STOPPED_WITHOUT_SNAPSHOT,
-    ConfigError,
-    StoppedEarly,
-    TrainingDiverged,
-    path_word,
-)
+from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly, TrainingDiverged
 from lockstep.failures.record import heartbeat
 from lockstep.files import is_url
-from lockstep.snapshots import files, find
-from lockstep.snapshots.files import list_snapshots, load_state, step_of
-from lockstep.snapshots.state import as_saved, collect, map_tensors, restore, restore_weights, trained_weights
+from lockstep.snapshots import files
+from lockstep.snapshots.files import list_snapshots, load_first_good, load_state, step_of
+from lockstep.snapshots.state import collect, restore, restore_weights, trained_weights
+from lockstep.text import differing
 from lockstep.training.nonfinite import SMALLER_STEPS, are_finite, diverged
 from lockstep.training.replicas import require_same_weights
 from lockstep.training.run import Run
@@ -40,13 +36,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LAST, BEST = "model.pt", "model_best.pt"  # the weights that a run leaves at its end; BEST if the best are others
+DISK_TIMEOUT = timedelta(hours=1)  # for a slow disk
+# Parts of the config that say where a run computes and writes, not what it computes.
+NOT_COMPARED = ("launch.", "hydra.", "mode.", "logger.", "run_dir", "resume", "trainer.pause_after")
 
 
 def interval(every: str) -> tuple[int, str]:
-    """(count, unit) of `snapshot.every`: "1epochs", "50steps" or "10min"; a unit alone means 1.
-
-    unit: "epoch", "step" or "min". Raises ConfigError for other words.
-    """
+    """(count, "epoch", "step" or "min") of `snapshot.every`; a unit alone means 1. Raises ConfigError."""
     match = re.fullmatch(r"(?!0+\D)(\d+)?\s*(epoch|step|min)s?", every)
     if match is None:
         accepted = "epochs, steps or minutes, such as 50steps"
@@ -57,29 +53,23 @@ def interval(every: str) -> tuple[int, str]:
 class Checkpointer:
     """Saves and restores `run`. Every rank calls every method but `newest` and `due_by_clock`.
 
-    Build it before the first step. As a context manager it finishes the pending write, however the run ends.
+    identity: what a snapshot must have in common with the run that resumes from it. config: is stored; a resumed run
+    logs what differs. Both are flat dicts of plain values. mirror: on rank 0, gets what is written. Build it before
+    the first step. As a context manager it finishes the pending write, however the run ends.
     """
 
-    def __init__(
-        self, run: Run, identity: dict[str, Any], config: dict[str, Any], mirror: "Mirror | None" = None
-    ) -> None:
-        """
-        identity: flat dict of plain values, what a snapshot must have in common with the run that resumes from it.
-        config: flat dict of plain values, stored in the snapshot; a resumed run logs what differs.
-        mirror: on rank 0, gets what is written.
-        """
+    def __init__(self, run: Run, identity: dict[str, Any], config: dict[str, Any], mirror: "Mirror | None") -> None:
         if any(hasattr(weight, "to_local") for weight in run.model.parameters()):
             files.require_safetensors("a strategy by which each rank holds a part of the weights")
-        self.run, self.world, self.run_dir = run, run.world, Path(run.config.run_dir)
+        self.run, self.world, self.run_dir, self.mirror = run, run.world, Path(run.config.run_dir), mirror
         self.folder, self.identity, self.config = self.run_dir / "snapshots", identity, config
         self.count, self.unit = interval(run.config.snapshot.every)
-        self.keep_last = run.config.snapshot.keep_last
-        self.mirror = mirror
+        self.every_steps = self.count if self.unit == "step" else 0  # 0: not counted in steps
         self.thread, self.pending = ThreadPoolExecutor(1, "snapshots"), Future[None]()
         self.pending.set_result(None)
         self.threads_world: World | None = None  # of the writing threads, while the others use their own groups
         if self.world.size > 1 and not run.strategy.replicas_equal:
-            own_group: Any = dist.new_group(backend="gloo", timeout=find.DISK_TIMEOUT)
+            own_group: Any = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
             self.threads_world = replace(self.world, control=own_group)
         self.resumed_from: Path | None = None
         self.saved_at, self.is_due = time.monotonic(), False
@@ -95,64 +85,50 @@ class Checkpointer:
         if self.mirror is not None:
             self.mirror.close()
 
-    # To begin.
-
-    def resume(self, where: str | Path | None) -> Path | None:
-        """Restore the run's own newest snapshot, else the one that `where` names. Returns its path, None without one.
-
-        Rank 0 decides which snapshot is good, and all ranks read that one. Raises ConfigError on all ranks as
-        `find_snapshots` and `load_first_good` do, and for a snapshot of another run.
-        """
+    def resume(self, where: str | Path | None) -> None:
+        """Restore the run's own newest snapshot, else the one that `where` names, if there is one. Raises ConfigError,
+        on all ranks, if none can be read, and for one of another run."""
 
         def newest_good() -> Path | None:
             if is_url(where) and not list_snapshots(self.folder):
-                from lockstep.snapshots.mirror import fetch
+                from lockstep.snapshots.mirror import Mirror
 
-                fetch(str(where), self.folder)
-            paths = find.find_snapshots(where, self.run_dir)
+                Mirror(str(where), "resume").fetch(self.folder)
+            paths = list_snapshots(self.folder) or files.named_snapshots(where)
             if not paths:
                 return None
-            saved, path = find.load_first_good(paths)
-            advice = "type the overrides that it was made with, or to start afresh hydra.run.dir=<a new folder>"
-            find.require_same(path, saved["identity"], self.identity, advice)
+            saved, path = load_first_good(paths)
+            if differ := differences(saved["identity"], self.identity):
+                advice = "type the overrides that it was made with, or to start afresh hydra.run.dir=<a new folder>"
+                raise ConfigError(f"{path} does not fit this run: {differ}; {advice}")
             for damaged in paths[: paths.index(path)] if path.parent == self.folder else ():
-                aside = damaged.with_name(f"{damaged.name}.damaged")
-                shutil.rmtree(aside, ignore_errors=True)
-                damaged.rename(aside)
+                shutil.move(damaged, damaged.with_name(f"{damaged.name}.damaged"))
             for best in list_snapshots(self.folder, "best"):  # of steps that are trained again, perhaps otherwise
                 if step_of(best) > saved["progress"]["step"]:
                     files.remove(best)
             return path
 
         heartbeat.enter("resume")
-        found = find.bring_back(self.run, newest_good, restore)
+        found = bring_back(self.run, newest_good, restore)
         if found is None:
-            return None
-        saved, path = found
-        find.log_config_changes(saved["config"], self.config)
+            return
+        (saved, self.resumed_from), progress = found, self.run.progress
+        if changes := differences(compared(saved["config"]), compared(self.config)):
+            log.info("the config changed since the snapshot: %s", changes)
         # This snapshot precedes the epoch's evaluation. A newer one must follow it, or a kill would repeat it.
-        self.is_due = self.run.progress.samples == self.run.epoch_samples
-        self.resumed_from = path
-        heartbeat.note(resumed=[str(path.absolute()), self.run.progress.step])
-        log.info("resumed from %s", path)
+        self.is_due = progress.samples == self.run.epoch_samples
+        heartbeat.note(resumed=[str(self.resumed_from.absolute()), progress.step])
+        log.info("resumed from %s", self.resumed_from)
         if self.run.finished:
             message = "nothing to train: the run is at step %d already; type %s=<more> to go on"
-            log.info(message, self.run.progress.step, self.run.reached_limit)
-        return path
-
-    # When to save, and when to stop.
-
-    @property
-    def every_steps(self) -> int:
-        """Between two snapshots; 0 if these are not counted in steps."""
-        return self.count if self.unit == "step" else 0
+            log.info(message, progress.step, self.run.reached_limit)
 
     def due_by_clock(self) -> bool:
-        """On rank 0, whose clock alone counts: whether it asks all ranks to save."""
+        """On rank 0, whose clock alone counts: whether all ranks shall be told to `ask`."""
         return self.unit == "min" and time.monotonic() - self.saved_at >= 60 * self.count
 
     def ask(self) -> None:
-        """Save when it is possible next. Every rank calls this, as rank 0's clock said."""
+        """Save when it is possible next."""
         self.is_due = True
 
     def due_after_step(self) -> bool:
@@ -173,46 +149,39 @@ class Checkpointer:
     def stop(self) -> NoReturn:
         """Save the run as it is now, and raise StoppedEarly when the snapshot is on the disk."""
         self.save()
-        newest = find.on_rank_zero(self.world, lambda: str(self.newest() or ""))
-        if newest == str(self.folder / self._name("step")):
-            self._leave("; go on there", EXIT_RESUMABLE)
+        newest = on_rank_zero(self.world, self.newest)
+        if newest == self.path("step"):
+            self.leave("; go on there")
         where = f"go on from {newest}" if newest else "start again"
-        self._leave(f", whose snapshot could not be written; {where}", EXIT_STOPPED_WITHOUT_SNAPSHOT)
+        self.leave(f", whose snapshot could not be written; {where}", EXIT_STOPPED_WITHOUT_SNAPSHOT)
 
     def stop_before_test(self) -> NoReturn:
         """Raise StoppedEarly: all that was trained is saved, and the same command goes on with the test."""
-        self._leave(", before the test; go on there", EXIT_RESUMABLE)
+        self.leave(", before the test; go on there")
 
-    def _leave(self, what: str, code: int) -> NoReturn:
-        """The launcher ends all ranks when the first one exits."""
-        self.world.barrier()
+    def leave(self, what: str, *code: int) -> NoReturn:
+        self.world.barrier()  # the launcher ends all ranks when the first one exits
         signals.stop_listening()
         step, words = self.run.progress.step, go_on_words(self.run_dir)
-        raise StoppedEarly(f"stopped early at step {step}{what} with {words}", code)
+        raise StoppedEarly(f"stopped early at step {step}{what} with {words}", *code)
 
-    # Saving.
+    def path(self, kind: str) -> Path:
+        return self.folder / f"{kind}_{self.run.progress.step:08d}"
 
     @heartbeat.during("snapshot")
     def save(self, kind: str = "step") -> None:
-        """Save the run as it is now. A thread does the writing. kind: step or best.
-
-        Raises TrainingDiverged, on all ranks and before anything is written, if the loss or a weight is not finite, and
-        RanksDiffer if ranks hold different weights that should be the same.
-        """
+        """Save the run as it is now. A thread does the writing. kind: step or best. Raises, on all ranks and before
+        anything is written, TrainingDiverged if the loss or a weight is not finite, and RanksDiffer."""
         run = self.run
         totals = run.world.all_reduce_sum(run.meter.flush().clone())
-        loss = float(totals[0])  # the sum over the epoch
-        if not math.isfinite(loss):
+        if not math.isfinite(loss := float(totals[0])):  # the sum over the epoch
             raise diverged(run, f"the loss is {loss}", run.meter.first_non_finite())
-        # An update can break the weights one step before a loss shows it.
-        weights = [
-            value.detach() for value in run.model.parameters() if value.dtype.is_floating_point or value.is_complex()
-        ]
-        weights = [value.float() if value.dtype.itemsize == 1 else value for value in weights]  # no norm of float8
-        if any(self.world.any_of([not are_finite(weights)])):
+        # An update can break the weights one step before a loss shows it. float8 has no norm.
+        weights = [w.detach() for w in run.model.parameters() if w.is_floating_point() or w.is_complex()]
+        if any(self.world.any_of([not are_finite([w.float() if w.dtype.itemsize == 1 else w for w in weights])])):
             raise TrainingDiverged(f"the weights are not finite at step {run.progress.step}", SMALLER_STEPS)
         require_same_weights(run)
-        with find.disk_access(self.world):  # in memory there is one snapshot at most
+        with disk_access(self.world):  # in memory there is one snapshot at most
             self.pending.result()
         state, shards = collect(run, totals)
         if kind == "step":
@@ -220,17 +189,14 @@ class Checkpointer:
         if self.world.is_rank_zero and state is not None:
             state |= {"identity": self.identity, "config": self.config, "world_size": self.world.size}
         if self.world.is_rank_zero or self.threads_world is not None:
-            self.pending = self.thread.submit(self._write, self._name(kind), state, shards)
+            self.pending = self.thread.submit(self.write, self.path(kind), state, shards)
 
-    def _name(self, kind: str) -> str:
-        return f"{kind}_{self.run.progress.step:08d}"
-
-    def _write(self, name: str, state: dict[str, Any] | None, shards: "Shards") -> None:
+    def write(self, path: Path, state: dict[str, Any] | None, shards: "Shards") -> None:
         """In the thread. Each rank writes what it alone has, and rank 0 ends the snapshot when all is on the disk. A
         full disk costs a warning, not the training."""
-        unfinished, rank, written, problem = self.folder / f"{name}.tmp", self.world.rank, files.Files(), ""
+        unfinished, rank, names = path.with_name(f"{path.name}.tmp"), self.world.rank, list[str]()
+        written, problem = files.Files(), ""
         try:
-            names = []
             if shards:
                 from lockstep.snapshots.sharded import save_shards
 
@@ -242,67 +208,59 @@ class Checkpointer:
         except OSError as error:
             problem = str(error)
         if self.threads_world is not None:
-            reports = self.threads_world.all_gather_json([written, problem])
-            written = {name: tuple(found) for of_rank, _ in reports for name, found in of_rank.items()}
-            problem = "; ".join(filter(None, (said for _, said in reports)))
+            for of_rank, said in self.threads_world.all_gather_json([written, problem]):
+                written, problem = written | of_rank, problem or said
         if rank:
             return
         try:
             if problem:
                 raise OSError(problem)
-            path = files.finish_snapshot(self.folder, name, written)
+            files.finish_snapshot(self.folder, path.name, written)
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)  # on a disk that may be full
-            log.warning("no snapshot %s: %s; training goes on", name, error)
+            log.warning("no snapshot %s: %s; training goes on", path.name, error)
             return
         if self.mirror is not None:
             self.mirror.put(path)
         with suppress(OSError):  # older ones stay
-            files.prune(self.folder, self.keep_last)
+            files.prune(self.folder, self.run.config.snapshot.keep_last)
 
     def newest(self) -> Path | None:
-        """The newest snapshot, else the one that this run resumed from. Not a collective.
-
-        Rank 0 waits for its pending write. Other ranks see what is on the disk.
-        """
+        """The newest snapshot, else the one that this run resumed from. Rank 0 waits for its pending write."""
         self.pending.result()
         return next(iter(list_snapshots(self.folder)), self.resumed_from)
 
-    # The end.
-
     def export(self) -> None:
         """Write the model of the last snapshot, with the averaged weights if there are any, as a plain state dict to
-        model.pt, and if the best evaluation came before the last step, its weights to model_best.pt.
+        model.pt, and if the best evaluation came before the last step, its weights to model_best.pt. Raises
+        ConfigError, on all ranks, if one cannot be written."""
 
-        Raises ConfigError on all ranks if one cannot be written.
-        """
-        find.on_rank_zero(self.world, self._export)
+        def write() -> None:
+            newest, best = self.newest(), self.best()
+            try:
+                if newest is None or step_of(newest) != self.run.progress.step:
+                    raise OSError("the last snapshot could not be written")
+                (self.run_dir / BEST).unlink(missing_ok=True)
+                for name, path in ((BEST, best), (LAST, newest)):
+                    if path is not None:
+                        weights = trained_weights(load_state(path), path, averaged=self.run.average is not None)
+                        files.write_tensors(self.run_dir / name, weights)
+            except OSError as error:
+                again = f"type the command again with {go_on_words(self.run_dir)}"
+                raise ConfigError(f"no {LAST}: {error}; free some space and {again}") from None
 
-    def _export(self) -> None:
-        newest, progress = self.newest(), self.run.progress
-        again = f"and type the command again with {path_word('hydra.run.dir', self.run_dir)}"
-        if newest is None or step_of(newest) != progress.step:
-            raise ConfigError(f"no {LAST}: the last snapshot could not be written; free some space {again}")
-        best = self._best() if progress.best_step not in (None, progress.step) else None
-        try:
-            (self.run_dir / BEST).unlink(missing_ok=True)
-            for name, path in ((BEST, best), (LAST, newest)):
-                if path is not None:
-                    weights = trained_weights(load_state(path), path, averaged=self.run.average is not None)
-                    files.write_tensors(self.run_dir / name, map_tensors(lambda _, tensor: as_saved(tensor), weights))
-        except OSError as error:
-            raise ConfigError(f"no {LAST}: {error}; free some space {again}") from None
+        on_rank_zero(self.world, write)
 
-    def _best(self) -> Path | None:
-        """The snapshot of the best evaluation. None, with a warning, if it is not there, or damaged.
-
-        A run that was resumed from another folder has it there, if none was better since.
-        """
+    def best(self) -> Path | None:
+        """The snapshot of the best evaluation. None if that is the last step, and, with a warning, if it is gone or
+        damaged. A run that was resumed from another folder has it there, if none was better since."""
         step = self.run.progress.best_step
+        if step in (None, self.run.progress.step):
+            return None
         folders = [self.folder] + ([] if self.resumed_from is None else [self.resumed_from.parent])
         paths = [path for path in (folder / f"best_{step:08d}" for folder in folders) if path.exists()]
         try:
-            return find.load_first_good(paths)[1]
+            return load_first_good(paths)[1]
         except ConfigError:
             what = "the weights of the best evaluation, after step %s, are gone: the last ones stand for them"
             log.warning(what, step)
@@ -310,12 +268,79 @@ class Checkpointer:
 
     def take_best(self) -> int:
         """Give the model the weights of the best evaluation, for the test. Returns their step: the last one's where
-        they are gone. A collective. The state is no longer that of the run: nothing may be saved after it.
-        """
-        progress = self.run.progress
-        if (
-            progress.best_step in (None, progress.step)
-            or find.bring_back(self.run, self._best, restore_weights) is None
-        ):
-            return progress.step
-        return int(progress.best_step or 0)
+        they are gone. A collective. The state is no longer that of the run: nothing may be saved after it."""
+        found = bring_back(self.run, self.best, restore_weights)
+        return self.run.progress.step if found is None else step_of(found[1])
+
+
+@contextmanager
+def disk_access(world: World) -> Iterator[None]:
+    """Inside the block ranks read and write files. At its end they wait for each other, however slow a disk is. They
+    notice the exit of one that raises in the block, but not the loss of a machine: then `timeout` counts."""
+    with heartbeat.during("disk"):
+        yield
+    # In another phase: the watchdog is only patient with a rank that uses its disk.
+    world.barrier(DISK_TIMEOUT if world.local_size >= world.size else None)
+
+
+def on_rank_zero(world: World, work: Callable[[], Path | None]) -> Path | None:
+    """What `work`, which reads or writes files, returns on rank 0, or its ConfigError, on all ranks. A collective."""
+    found, sentence = None, None
+    with disk_access(world):
+        try:
+            found = work() if world.is_rank_zero else None
+        except ConfigError as error:
+            sentence = str(error)
+    sentence, name = world.broadcast_json((sentence, found and str(found)))
+    if sentence is not None:
+        raise ConfigError(sentence)
+    return name and Path(name)
+
+
+def bring_back(run: Run, find: Callable[[], Path | None], restore: Callable[..., None]) -> files.Found | None:
+    """Rank 0 finds a good snapshot, and all ranks `restore` it; None without one. A collective."""
+    path = on_rank_zero(run.world, find)
+    if path is None:
+        return None
+    with disk_access(run.world):
+        saved = load_state(path)
+        restore(run, saved, path)
+    return saved, path
+
+
+def restore_trained(run: Run, paths: list[Path], model_config: dict[str, Any]) -> files.Found:
+    """Bring the weights of the first good snapshot of `paths`, one at least, into `run`. A collective. Raises
+    ConfigError, on all ranks, for one of another net than that of `model_config`, {key: value}."""
+
+    def find() -> Path:
+        saved, path = load_first_good(paths)
+        of_model = {key: value for key, value in saved["identity"].items() if key.startswith("model.")}
+        if differ := differences(of_model, model_config):
+            advice = "leave model= out, and type data like that of the training"
+            raise ConfigError(f"{path} does not fit this run: {differ}; {advice}")
+        return path
+
+    heartbeat.enter("resume")
+    found = bring_back(run, find, restore_weights)
+    assert found is not None
+    return found
+
+
+def differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    found = differing(saved, ours, "nothing").items()
+    return "; ".join(f"{key} ({then} in the snapshot, {now} now)" for key, (then, now) in found)
+
+
+def compared(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a flat config that says what is computed, without where."""
+    return {key: value for key, value in config.items() if not key.startswith(NOT_COMPARED)}
+
+
+def write_hydra_files(world: World, run_dir: str | Path, files: Mapping[str, str]) -> None:
+    """The composed config and the typed overrides, {file name: text}, in `run_dir`/.hydra, by rank 0 when the run holds
+    the folder. A full disk costs the files, not the training."""
+    folder = Path(run_dir) / ".hydra"
+    with suppress(OSError):
+        for name, text in files.items() if world.is_rank_zero else ():
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_text(text)

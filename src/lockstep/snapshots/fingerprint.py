@@ -20,30 +20,22 @@ def data_fingerprint(dataset: Any) -> str:
     change the samples. The hash of a part is that of the whole.
     """
     whole = unwrapped(dataset)[0]
-    weights = of_each_sample(whole, "weights")
-    more = "" if weights is None else f", weights {short_hash((np.asarray(weights, np.float64).tobytes(),))}"
-    own = getattr(whole, "fingerprint", None)
+    weights, own, covers = of_each_sample(whole, "weights"), getattr(whole, "fingerprint", None), ""
     if isinstance(own, str):
-        return own + more
-    if isinstance(whole, Tensors):
-        return _of_tensors(whole) + more
-    found = {"files": getattr(whole, "files", None), "targets": of_each_sample(whole, "targets")}
-    kept = {name: each for name, each in found.items() if isinstance(each, np.ndarray) and each.dtype.kind != "O"}
-    covers = " and ".join(["the length", *kept])
-    return f"{short_hash((len(whole), [(name, each.tobytes()) for name, each in kept.items()]))} of {covers}{more}"
-
-
-def _of_tensors(dataset: Tensors) -> str:
-    tensors = [dataset.inputs.detach(), dataset.targets.detach()]
-    described = [(str(tensor.dtype), list(tensor.shape)) for tensor in tensors]
-    covers, length = "all samples and targets", len(dataset.targets)
-    if max(tensor.nbytes for tensor in tensors) > LARGEST_TENSOR:
-        count = min(TENSOR_ROWS, length)
-        rows = torch.tensor([index * length // count for index in range(count)], dtype=torch.int64)
-        tensors = [tensor[rows.to(tensor.device)] for tensor in tensors]
-        covers = f"{count} of {length} samples and targets"
-    return f"{short_hash(described, *map(_bytes_of, tensors))} of {covers}"
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        found = own
+    elif isinstance(whole, Tensors):
+        tensors, length, covers = [whole.inputs.detach(), whole.targets.detach()], len(whole), "all samples and targets"
+        described = [(str(tensor.dtype), list(tensor.shape)) for tensor in tensors]
+        if max(tensor.nbytes for tensor in tensors) > LARGEST_TENSOR:
+            count = min(TENSOR_ROWS, length)
+            rows = torch.arange(count) * length // count
+            tensors = [tensor[rows.to(tensor.device)] for tensor in tensors]
+            covers = f"{count} of {length} samples and targets"
+        values = (tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+        found = f"{short_hash(described, *values)} of {covers}"
+    else:
+        named = {"files": getattr(whole, "files", None), "targets": of_each_sample(whole, "targets")}
+        kept = {name: each for name, each in named.items() if isinstance(each, np.ndarray) and each.dtype.kind != "O"}
+        bits = [(name, each.tobytes()) for name, each in kept.items()]
+        found = f"{short_hash((len(whole), bits))} of {' and '.join(['the length', *kept])}"
+    return found if weights is None else f"{found}, weights {short_hash(np.asarray(weights, np.float64).tobytes())}"

@@ -3,15 +3,13 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import all_names, matching_parameters, require_matches
-from lockstep.snapshots.files import load_tensors, require_safetensors
-from lockstep.snapshots.find import load_first_good, named_snapshots
+from lockstep.snapshots.files import load_first_good, load_tensors, named_snapshots, require_safetensors
 from lockstep.snapshots.state import trained_weights
 
 log = logging.getLogger(__name__)
@@ -21,10 +19,7 @@ NAMED = 8  # names in a line of the report
 
 
 def freeze(model: nn.Module, patterns: Sequence[object]) -> None:
-    """Train no parameter that `patterns` name: it gets no gradient and no optimizer state.
-
-    Raises ConfigError for a pattern without a parameter.
-    """
+    """Train no parameter that `patterns` name: it gets no gradient and no optimizer state. Raises ConfigError."""
     found = _matching("freeze", model, patterns)
     frozen = [parameter.requires_grad_(False) for name, parameter in model.named_parameters() if name in found]
     if found:
@@ -81,7 +76,6 @@ def _matching(key: str, model: nn.Module, patterns: Sequence[object]) -> set[str
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
     """{name: tensor} of a file or a snapshot, without the names of wrappers."""
-    contents: Any
     if path.suffix == ".safetensors":
         require_safetensors(f"parameters.init={path}")
         from safetensors.torch import load_file
@@ -91,11 +85,8 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
         contents = load_tensors(path)
     else:
         contents = trained_weights(*load_first_good(named_snapshots(path)), averaged=True)
-    for key in ("model", "state_dict"):  # of many people's files
-        if isinstance(contents.get(key), dict):
-            contents = contents[key]
-    tensors = {name: value for name, value in contents.items() if isinstance(value, Tensor)}
+    found = {name: value for name, value in contents.items() if isinstance(value, Tensor)}
     for prefix in WRAPPERS:
-        if all(name.startswith(prefix) for name in tensors):
-            tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
-    return tensors
+        if all(name.startswith(prefix) for name in found):
+            found = {name.removeprefix(prefix): value for name, value in found.items()}
+    return found
