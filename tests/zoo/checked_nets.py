@@ -356,6 +356,59 @@ EXPERT = net(
 MIXES = net("Mixes", before=lambda self, x: 0.7 * x + 0.3 * x.roll(1, 0) if self.training else x)
 Animal = tuple[Any, ...]  # what it is, its words, and of a wrong one the row and a part of the reason
 
+OWN_NUMBERS = net(
+    "OwnNumbers",
+    before=lambda self, x: x * float(self.numbers.random()),
+    kept={"numbers": lambda: np.random.default_rng(0)},
+)
+LISTED = net(
+    "Listed", before=lambda self, x: self.hidden[0](x), kept={"hidden": lambda: [nn.Linear(4, 4, dtype=torch.float64)]}
+)
+TIED = net(
+    "Tied",
+    lambda self: setattr(self.second, "weight", self.first.weight),
+    before=lambda self, x: self.second(self.first(x).tanh()),
+    kept={"first": linear(4, 4), "second": linear(4, 4)},
+)
+RECURRENT = net(
+    "Recurrent",
+    width=5,
+    before=lambda self, x: self.cell(x.unsqueeze(2))[0][:, -1],
+    kept={"cell": lambda: nn.GRU(1, 5, batch_first=True)},
+)
+LAYER_DROPPED = net(
+    "LayerDropped",  # all ranks toss the same coin
+    before=lambda self, x: x + self.hidden(x) * (not (self.training and np.random.rand() < 0.3)),
+    kept={"hidden": linear(4, 4)},
+)
+LOOSE = net(
+    "Loose",
+    before=lambda self, x: x * self.scales["inputs"],
+    kept={"scales": lambda: {"inputs": nn.Parameter(torch.ones(4, dtype=torch.float64))}},
+)
+DROPS_PATHS = net(
+    "DropsPaths",  # a draw for each sample
+    before=lambda self, x: x * ((torch.rand(len(x), 1, dtype=x.dtype) < 0.7) if self.training else 1),
+)
+ATTENDS = net(
+    "Attends",
+    before=lambda self, x: self.attention(*[self.up(x.unsqueeze(2))] * 3, need_weights=False)[0].mean(1),
+    kept={
+        "up": linear(1, 4),
+        "attention": lambda: nn.MultiheadAttention(4, 2, dropout=0.2, batch_first=True),
+    },
+)
+CONSTANT = net(
+    "Constant",  # a buffer that no snapshot has, and a mask for each size
+    unsaved("scale", torch.linspace(1, 2, 4)),
+    before=lambda self, x: x * self.scale * self.masks.setdefault(len(x), torch.ones(4, dtype=x.dtype)),
+    kept={"masks": dict},
+)
+COMPLEX = net(
+    "Complex",
+    before=lambda self, x: torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4),
+    kept={"filter": lambda: nn.Parameter(torch.ones(3, dtype=torch.complex128))},
+)
 FIRST_WRONG: list[Animal] = [  # those that the first edition named
     (net("Centred", after=lambda self, y: y - 0.5 * y.mean(0)), [], "two", "layers,"),
     (net("Scaled", before=lambda self, x: x / x.abs().max()), [], "two", "layers,"),
@@ -374,26 +427,8 @@ FIRST_WRONG: list[Animal] = [  # those that the first edition named
     (net("Clock", before=lambda self, x: x * (1 + time.time_ns() % 1000 / 1e5)), [], "again", "asks the clock"),
     (net("Entropy", before=lambda self, x: x * (1 + random.SystemRandom().random())), [], "again", "asks the clock"),
     (net("OwnWeights", drawn_by_numpy), [], "again", "start,"),
-    (
-        net(
-            "OwnNumbers",
-            before=lambda self, x: x * float(self.numbers.random()),
-            kept={"numbers": lambda: np.random.default_rng(0)},
-        ),
-        [],
-        "resumed",
-        KEEPS,
-    ),
-    (
-        net(
-            "Listed",
-            before=lambda self, x: self.hidden[0](x),
-            kept={"hidden": lambda: [nn.Linear(4, 4, dtype=torch.float64)]},
-        ),
-        [],
-        "learns",
-        "no optimizer has",
-    ),
+    (OWN_NUMBERS, [], "resumed", KEEPS),
+    (LISTED, [], "learns", "no optimizer has"),
     (
         net("CutOff", kept={"head2": linear(4, 2)}, forward=lambda self, x: self.layer(x) + self.head2(x).detach()),
         [],
@@ -406,33 +441,10 @@ FIRST_RIGHT: list[Animal] = [  # those that it did not doubt
     (layers("GroupNormed", linear(4, 6), lambda: nn.GroupNorm(2, 6), nn.SiLU, linear(6, 2)), ["optimizer=adamw"]),
     (net("Dropping", after=lambda self, y: F.dropout(y, 0.3, self.training)), ["optimizer=adamw", ema(0.9)]),
     (BY_BATCH_NORM, [ema(0.9)]),  # its first bias has a gradient of rounding alone
-    (
-        net(
-            "Tied",
-            lambda self: setattr(self.second, "weight", self.first.weight),
-            before=lambda self, x: self.second(self.first(x).tanh()),
-            kept={"first": linear(4, 4), "second": linear(4, 4)},
-        ),
-        [],
-    ),
+    (TIED, []),
     (Teacher, []),
-    (
-        net(
-            "Recurrent",
-            width=5,
-            before=lambda self, x: self.cell(x.unsqueeze(2))[0][:, -1],
-            kept={"cell": lambda: nn.GRU(1, 5, batch_first=True)},
-        ),
-        [],
-    ),
-    (
-        net(
-            "LayerDropped",  # all ranks toss the same coin
-            before=lambda self, x: x + self.hidden(x) * (not (self.training and np.random.rand() < 0.3)),
-            kept={"hidden": linear(4, 4)},
-        ),
-        [],
-    ),
+    (RECURRENT, []),
+    (LAYER_DROPPED, []),
     (net("Counts", after=replaced_counter, kept={"calls": lambda: torch.zeros(())}), ["optimizer.fused=false"]),
 ]
 WRONG: list[Animal] = [
@@ -452,16 +464,7 @@ WRONG: list[Animal] = [
     (net("Cached", before=cached, first=None), [], "resumed", KEEPS),
     (net("ByCallback", counted_by_a_hook), [], "resumed", KEEPS),
     (net("Follows", before=following, mean=None), [], "again", "an evaluation changes"),
-    (
-        net(
-            "Loose",
-            before=lambda self, x: x * self.scales["inputs"],
-            kept={"scales": lambda: {"inputs": nn.Parameter(torch.ones(4, dtype=torch.float64))}},
-        ),
-        [],
-        "learns",
-        "no optimizer has the weight of shape [4]",
-    ),
+    (LOOSE, [], "learns", "no optimizer has the weight of shape [4]"),
     (SPARE, [], "learns", "spare.weight, spare.bias: no gradient"),
     (SPARE, [], "two", "type strategy.find_unused_parameters=true", ENDS),
     (Simple, [OwnGenerator], "two", "samples,"),
@@ -502,49 +505,18 @@ RIGHT: list[Animal] = [
     *FIRST_RIGHT,
     (Simple, [Noisy]),
     (BY_BATCH_NORM, ["optimizer=adamw"]),
-    (
-        net(
-            "DropsPaths",  # a draw for each sample
-            before=lambda self, x: x * ((torch.rand(len(x), 1, dtype=x.dtype) < 0.7) if self.training else 1),
-        ),
-        [],
-    ),
+    (DROPS_PATHS, []),
     (Folding, []),
     # Its buffers follow the weight in each forward pass.
     (net("SpectralNormed", lambda self: nn.utils.parametrizations.spectral_norm(self.layer)), []),
     (net("WeightNormed", lambda self: nn.utils.parametrizations.weight_norm(self.layer)), []),
-    (
-        net(
-            "Attends",
-            before=lambda self, x: self.attention(*[self.up(x.unsqueeze(2))] * 3, need_weights=False)[0].mean(1),
-            kept={
-                "up": linear(1, 4),
-                "attention": lambda: nn.MultiheadAttention(4, 2, dropout=0.2, batch_first=True),
-            },
-        ),
-        [],
-    ),
+    (ATTENDS, []),
     (net("Adapted", of=Folding, train=nn.Module.train), []),  # `down` has no gradient in the first step
-    (
-        net(
-            "Constant",  # a buffer that no snapshot has, and a mask for each size
-            unsaved("scale", torch.linspace(1, 2, 4)),
-            before=lambda self, x: x * self.scale * self.masks.setdefault(len(x), torch.ones(4, dtype=x.dtype)),
-            kept={"masks": dict},
-        ),
-        [],
-    ),
+    (CONSTANT, []),
     (net("InFloat32", after=lambda self, y: y.float().log_softmax(1).to(y.dtype)), []),
     (net("Vmapped", forward=lambda self, x: torch.func.vmap(self.layer)(x)), []),
     (ACTIVATED, ["optimizer=muon"]),
-    (
-        net(
-            "Complex",
-            before=lambda self, x: torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4),
-            kept={"filter": lambda: nn.Parameter(torch.ones(3, dtype=torch.complex128))},
-        ),
-        [],
-    ),
+    (COMPLEX, []),
     (LATE, []),
     (Simple, [TWICE]),
     (SPARE, [UNUSED]),
