@@ -1,5 +1,6 @@
 """What mode=check says of the nets, data, tasks and strategies in `zoo.checked_nets`."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def trained(ways: list[RunConfig]) -> None:
 def failures(ways: list[tuple[int, RunConfig]]) -> list[str]:
     """The sentence of the error that ends each run on so many ranks."""
     torch.set_num_threads(1)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name)  # it starts ranks itself
     return [ended(way, record_of(way), ranks).failed for ranks, way in ways]
 
 

@@ -147,11 +147,11 @@ class Check(Mode):
                 holds = "-"
             why += f" (in float{bits})" if holds == "yes" and not exact else ""
             rows.append((PROMISES[way].format(self.ranks), holds, why))
-        first = {name: number for name, number, *_ in one.of("start") if number}  # of an empty one it is 0
+        first = [name for name, number, *_ in one.of("start") if number]  # of an empty one it is 0
         learned = {name for name, _, _, norm in one.of("gradients") if norm}
-        moved = {name for name, number, *_ in one.of("weights") if number != first.get(name)}
-        lost = [name for name, *_ in one.of("beside")] + [name for name in first if name in learned - moved]
-        idle = [name for name in first if name not in learned]
+        held = {name for name, *_ in one.of("held")}
+        lost = [name for name, *_ in one.of("beside")] + [name for name in first if name not in held]
+        idle = [name for name in first if name in held - learned]
         reasons = [f"no optimizer has {first_of(lost)}; {UNHELD}"] if lost else []
         if idle and not job.strategy.get("find_unused_parameters"):
             freeze = f"type parameters.freeze=[{','.join(idle[:4])}], or use it in the loss"
@@ -188,7 +188,7 @@ def judged(way: str, one: Ended, other: Ended, tolerance: float, to_the_end: boo
 
     steps = sorted({step for step, stage, _ in other.trace if stage == "weights"})[: None if to_the_end else 1]
     largest = {stage: max([1e-30, *(size for *_, size in one.of(stage))]) for stage in STAGES}
-    evaluated = min((step for step, stage, _ in one.trace if stage == "evaluation"), default=1)
+    evaluated = min((step for step, stage, _ in one.trace if stage == "evaluation"), default=10**9)
     apart, most = dict[tuple[int, str, str], float](), 0.0
     for key, own in one.trace.items():
         theirs = other.trace.get(key, own)

@@ -39,7 +39,8 @@ EVALUATED = 9  # samples of an evaluation
 Trace = dict[tuple[int, str, str], Tensor]
 """{(step, stage, name): (a number, two sums)}, in the order of their events. The number is of the samples in "samples"
 and "layers", and a checksum of all bits in "start", "loss", "gradients", "weights" (and buffers) and "evaluation". Of
-step 0 by name alone: "bits", in which a part of the net computes, and weights "beside" the model."""
+step 0 by name alone: "bits", in which a part of the net computes; weights "held" by an optimizer, and "beside" the
+model."""
 NOTHING = torch.zeros(3, dtype=torch.float64)
 
 
@@ -156,8 +157,10 @@ class Recorder(Callback):
 
     @torch.no_grad()
     def _before_update(self, optimizer: Any, *_: Any) -> None:
-        own = {name: weight.grad for name, weight in self.run.model.named_parameters() if weight.grad is not None}
-        step = self.run.progress.step + 1
+        step, weights = self.run.progress.step + 1, dict(self.run.model.named_parameters())
+        held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        self.trace |= {(0, "held", name): NOTHING for name, weight in weights.items() if id(weight) in held}
+        own = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
         self._keep("gradients", own, ahead=1)
         # Of a gradient that is zero rounding leaves something, and an optimizer such as Adam makes a whole step of it.
         largest = max([float(self.trace[step, "gradients", name][2]) for name in own], default=0.0)
