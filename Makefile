@@ -104,7 +104,7 @@ drill: $(DEV) ## the long drills, with a table of what was broken on purpose
 	$(PYTHON) -m pytest -q $(DRILLS) -m drill tests/drills $(ARGS)
 
 matrices: $(DEV) ## every fault under every launcher, every hang, every signal at every moment, 20 kills, all nets, each contender
-	FAULTS=all LOCKSTEP_HANGS=all LOCKSTEP_SIGNALS=all LOCKSTEP_KILLS=20 LOCKSTEP_NETS=all LOCKSTEP_BENCH=all $(PYTHON) -m pytest -q $(DRILLS) -m drill tests/drills/test_faults.py tests/drills/test_hangs.py tests/drills/test_signals.py tests/drills/test_early_interrupts.py tests/drills/test_mirror_kills.py tests/drills/test_sharded_kills.py tests/drills/test_library_models.py tests/drills/test_torchvision_models.py tests/drills/test_check_nets.py tests/drills/test_presets.py tests/drills/test_bench.py $(ARGS)
+	FAULTS=all LOCKSTEP_HANGS=all LOCKSTEP_SIGNALS=all LOCKSTEP_KILLS=20 LOCKSTEP_NETS=all LOCKSTEP_BENCH=all $(PYTHON) -m pytest -q $(DRILLS) -m drill tests/drills/test_faults.py tests/drills/test_hangs.py tests/drills/test_signals.py tests/drills/test_early_interrupts.py tests/drills/test_mirror_kills.py tests/drills/test_sharded_kills.py tests/drills/test_library_models.py tests/drills/test_check_nets.py tests/drills/test_presets.py tests/drills/test_bench.py $(ARGS)
 
 faults: $(DEV) ## what is broken on purpose, with the same table
 	$(PYTHON) -m pytest -q $(DRILLS) -m fault tests $(ARGS)

@@ -31,7 +31,6 @@ LONG = (
     "test_bench",
     "test_promise",
     "test_hosts",
-    "test_torchvision_models",
 )
 LONG += ("test_starters", "test_interrupted_runs", "test_sweeps", "test_strategies", "test_check_commands")
 

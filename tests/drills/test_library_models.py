@@ -1,10 +1,10 @@
-"""Small nets of timm and of transformers, as they are: three steps are those of plain torch on any number of ranks.
+"""Small nets of torchvision, timm and transformers, as they are: three steps are those of plain torch on any number of
+ranks.
 
 Each is trained as its options say, with all that it draws, on 1 and 2 ranks, and without any dropout on 2 ranks, which
 is compared with plain torch. One world of ranks trains all nets of a library: the imports take longer than the steps.
 """
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +31,8 @@ class Kind(NamedTuple):
     classes: int
 
 
-IMAGES, TEXTS, NEXT_TOKENS = (
-    Kind("classification", CLASSES),
-    Kind("classification", CLASSES),
-    Kind("language_modelling", TOKENS),
-)
+IMAGES, TEXTS = Kind("classification", CLASSES), Kind("classification", CLASSES)
+NEXT_TOKENS = Kind("language_modelling", TOKENS)
 
 
 class Net(NamedTuple):
@@ -45,6 +42,11 @@ class Net(NamedTuple):
     quiet: dict[str, Any]
     kind: Kind = IMAGES
     tolerance: float = 1e-9
+
+
+def of_torchvision(name: str, quiet: str = "", **options: Any) -> Net:
+    node = {"_target_": "torchvision.models.get_model", "name": name, "weights": None, "num_classes": CLASSES}
+    return Net(node | options, dict.fromkeys(quiet.split(), 0.0))
 
 
 def of_timm(name: str, *, drop: dict[str, Any] | None = None, **options: Any) -> Net:
@@ -65,138 +67,51 @@ def of_transformers(name: str, config: str, kind: Kind, quiet: str, tolerance: f
 
 TRANSFORMER = {"embed_dim": 24, "depth": 2, "num_heads": 2}
 ALL = {"drop_rate": 0.2, "drop_path_rate": 0.3, "proj_drop_rate": 0.2, "attn_drop_rate": 0.2}
-ALL_NETS = os.environ.get("LOCKSTEP_NETS") == "all"  # as `make matrices` sets it
-TIMM = [
-    of_timm("test_resnet"),
-    of_timm("test_convnext"),
-    of_timm("test_efficientnet"),
-    of_timm("test_nfnet"),
-    of_timm("test_byobnet"),
-    of_timm("test_mambaout"),
-    of_timm("test_maxvit", img_size=64),
-    of_timm("test_coatnet", img_size=64),
-    of_timm("test_vit", img_size=64, drop=ALL | {"patch_drop_rate": 0.25}),
-    of_timm("vit_base_patch16_224", img_size=64, drop=ALL, **TRANSFORMER),
-    of_timm("deit_tiny_distilled_patch16_224", img_size=64, drop=ALL, **TRANSFORMER),
-    of_timm("beit_base_patch16_224", img_size=64, drop=ALL, **TRANSFORMER),
-    of_timm("cait_xxs24_224", img_size=64, drop=ALL, **TRANSFORMER),
-    of_timm(
-        "swin_tiny_patch4_window7_224",
-        img_size=64,
-        window_size=4,
-        embed_dim=12,
-        depths=[2, 2],
-        num_heads=[2, 2],
-        drop=ALL,
-    ),
-    of_timm("gmlp_ti16_224", img_size=64, drop={"drop_path_rate": 0.3}),
-    of_timm("ghostnet_050", drop={"drop_rate": 0.2}),
-    of_timm("levit_128s", img_size=64, drop={"drop_rate": 0.2, "drop_path_rate": 0.3}),
-    of_timm("coat_tiny", img_size=64, embed_dims=[16, 16, 16, 16], serial_depths=[1, 1, 1, 1], parallel_depth=1),
-]
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 WORDS = {"vocab_size": TOKENS, "max_position_embeddings": 32, "pad_token_id": 0}
-HIDDEN, BART = "hidden_dropout_prob attention_probs_dropout_prob", "dropout attention_dropout activation_dropout"
-OF_BART = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
-OF_BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-IMAGE = {"image_size": 64, "patch_size": 16}
-TRANSFORMERS = [
-    of_transformers("BertForSequenceClassification", "BertConfig", TEXTS, HIDDEN, **SMALL, **WORDS),
-    of_transformers("RobertaForSequenceClassification", "RobertaConfig", TEXTS, HIDDEN, **SMALL, **WORDS),
-    of_transformers("ElectraForSequenceClassification", "ElectraConfig", TEXTS, HIDDEN, **SMALL, **WORDS),
-    of_transformers(
-        "DistilBertForSequenceClassification",
-        "DistilBertConfig",
-        TEXTS,
-        "dropout attention_dropout seq_classif_dropout",
-        dim=16,
-        n_layers=2,
-        n_heads=2,
-        hidden_dim=24,
-        **WORDS,
-    ),
-    of_transformers(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        NEXT_TOKENS,
-        "resid_pdrop embd_pdrop attn_pdrop",
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        n_positions=32,
-        vocab_size=TOKENS,
-    ),
-    of_transformers(
-        "LlamaForCausalLM",
-        "LlamaConfig",
-        NEXT_TOKENS,
-        "attention_dropout",
-        1e-5,
-        num_key_value_heads=1,
-        **SMALL,
-        **WORDS,
-    ),
-    of_transformers(
-        "OPTForCausalLM",
-        "OPTConfig",
-        NEXT_TOKENS,
-        "dropout attention_dropout layerdrop",
-        hidden_size=16,
-        ffn_dim=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        word_embed_proj_dim=16,
-        **WORDS,
-    ),
-    of_transformers(
-        "MambaForCausalLM", "MambaConfig", NEXT_TOKENS, "", hidden_size=16, num_hidden_layers=2, vocab_size=TOKENS
-    ),
-    of_transformers(
-        "BartForSequenceClassification",
-        "BartConfig",
-        TEXTS,
-        f"{BART} classifier_dropout encoder_layerdrop decoder_layerdrop",
-        eos_token_id=2,
-        **OF_BART,
-        **WORDS,
-    ),
-    of_transformers(
-        "T5ForSequenceClassification",
-        "T5Config",
-        TEXTS,
-        "dropout_rate classifier_dropout",
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=2,
-        num_heads=2,
-        vocab_size=TOKENS,
-        pad_token_id=0,
-        eos_token_id=2,
-        decoder_start_token_id=0,
-    ),
-    of_transformers("ViTForImageClassification", "ViTConfig", IMAGES, HIDDEN, **SMALL, **IMAGE),
-    of_transformers(
-        "ConvNextForImageClassification",
-        "ConvNextConfig",
-        IMAGES,
-        "drop_path_rate",
-        hidden_sizes=[8, 16],
-        depths=[1, 1],
-        num_stages=2,
-    ),
-    of_transformers(
-        "SwinForImageClassification",
-        "SwinConfig",
-        IMAGES,
-        f"{HIDDEN} drop_path_rate",
-        image_size=64,
-        window_size=4,
-        embed_dim=12,
-        depths=[2, 2],
-        num_heads=[2, 2],
-    ),
-]
+HIDDEN = "hidden_dropout_prob attention_probs_dropout_prob"
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": TOKENS}
+OPT = {"hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "word_embed_proj_dim": 16}
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": TOKENS, "pad_token_id": 0}
+SWIN = {"window_size": 4, "embed_dim": 12, "depths": [2, 2], "num_heads": [2, 2]}
+NETS = {
+    "torchvision": [
+        of_torchvision("squeezenet1_1", "dropout", dropout=0.5),
+        of_torchvision("mnasnet0_5", "dropout", dropout=0.2),
+        of_torchvision("mobilenet_v3_small", "dropout", dropout=0.2),
+        of_torchvision("regnet_y_400mf"),
+        of_torchvision("densenet121", "drop_rate", drop_rate=0.2),
+    ],
+    "timm": [
+        of_timm("test_resnet"),
+        of_timm("test_efficientnet"),
+        of_timm("test_byobnet"),
+        of_timm("test_maxvit", img_size=64),
+        of_timm("test_vit", img_size=64, drop=ALL | {"patch_drop_rate": 0.25}),
+        of_timm("deit_tiny_distilled_patch16_224", img_size=64, drop=ALL, **TRANSFORMER),
+        of_timm("cait_xxs24_224", img_size=64, drop=ALL, **TRANSFORMER),
+        of_timm("gmlp_ti16_224", img_size=64, drop={"drop_path_rate": 0.3}),
+        of_timm("levit_128s", img_size=64),
+    ],
+    "transformers": [
+        of_transformers("BertForSequenceClassification", "BertConfig", TEXTS, HIDDEN, **SMALL, **WORDS),
+        of_transformers("GPT2LMHeadModel", "GPT2Config", NEXT_TOKENS, "resid_pdrop embd_pdrop attn_pdrop", **GPT2),
+        of_transformers(
+            "LlamaForCausalLM", "LlamaConfig", NEXT_TOKENS, "attention_dropout", 1e-5,
+            num_key_value_heads=1, **SMALL, **WORDS,
+        ),
+        of_transformers(
+            "OPTForCausalLM", "OPTConfig", NEXT_TOKENS, "dropout attention_dropout layerdrop", **OPT, **WORDS
+        ),
+        of_transformers(
+            "T5ForSequenceClassification", "T5Config", TEXTS, "dropout_rate classifier_dropout",
+            eos_token_id=2, decoder_start_token_id=0, **T5,
+        ),
+        of_transformers(
+            "SwinForImageClassification", "SwinConfig", IMAGES, f"{HIDDEN} drop_path_rate", image_size=64, **SWIN
+        ),
+    ],
+}  # fmt: skip
 
 
 class Samples(torch.utils.data.Dataset[Any]):
@@ -271,32 +186,27 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, str]
 
 @pytest.mark.drill
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize(
-    ("library", "nets"), [("timm", TIMM if ALL_NETS else TIMM[::2]), ("transformers", TRANSFORMERS)]
-)
+@pytest.mark.parametrize("library", NETS)
 def test_three_steps_are_those_of_plain_torch_on_any_number_of_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, nets: list[Net]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
     pytest.importorskip(library)
     monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
     torch.set_num_threads(1)
 
-    def words(of: str) -> list[Any]:
-        return [
-            config(net, tmp_path / f"{n}-{of}", **(net.quiet if of == "quiet" else {})) for n, net in enumerate(nets)
-        ]
+    def runs(of: str) -> list[Any]:
+        changes = [net.quiet if of == "quiet" else {} for net in NETS[library]]
+        return [config(net, tmp_path / f"{n}-{of}", **changes[n]) for n, net in enumerate(NETS[library])]
 
-    in_world(1, train_all, words("one"), limit=600)
-    in_world(2, train_all, [*words("two"), *words("quiet")], limit=600)
+    in_world(1, train_all, runs("one"), limit=600)
+    in_world(2, train_all, [*runs("two"), *runs("quiet")], limit=600)
     wrong = []
-    for number, net in enumerate(nets):
-        name = net.node.get("model_name") or net.node["net"]["_target_"]
+    for number, net in enumerate(NETS[library]):
         one, two, quiet = (
             torch.load(tmp_path / f"{number}-{of}" / "model.pt", weights_only=True) for of in ("one", "two", "quiet")
         )
         for what, pair in {"1 and 2 ranks": (one, two), "plain torch and 2 ranks": (plain(net), quiet)}.items():
             distance, where = apart(*pair)
-            print(f"{name}: {what} {distance:.1e} {where}")
             if not distance <= net.tolerance:
-                wrong.append(f"{name}: {what} are {distance:.1e} apart in {where}")
+                wrong.append(f"{net.node}: {what} are {distance:.1e} apart in {where}")
     assert not wrong, "\n".join(wrong)

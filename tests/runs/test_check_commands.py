@@ -1,66 +1,27 @@
-"""mode=check as whole commands."""
+"""mode=check as whole commands. What it says of 90 nets is in tests/drills/test_check_nets.py."""
 
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.errors import EXIT_FAILED, EXIT_HANG
+import pytest
+
+from lockstep.errors import EXIT_HANG
+from lockstep.modes.check import Ended, judged
 from support.commands import PYTHON_TRAIN, Command, wait_for
 
 Start = Callable[..., Command]
-BAD = """
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self, shape, classes):
-        super().__init__()
-        self.norm, self.head, self.spare = nn.BatchNorm2d(1), nn.Linear(64, classes), nn.Linear(2, 2)
-
-    def forward(self, images):
-        return self.head(self.norm(images).flatten(1))
-"""
-
-
-def left_in(folder: Path) -> list[str]:
-    """What a command has left in its folder for temporary files, but for the cache of torch's compiler."""
-    return [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
-
-
-def test_promises_of_a_good_model_hold_and_nothing_is_written(start: Start, tmp_path: Path) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    words = ["mode=check", "launch=torchrun", "launch.nproc_per_node=4", "hydra.run.dir=mine", "mode.ranks=3"]
-    output = start(*PYTHON_TRAIN, *words, "model=mlp", TMPDIR=temporary).finish().output
-    rows = [line for line in output.splitlines() if "  yes  " in line]
-    assert [line.split("  ")[0] for line in rows] == [
-        "the same run, typed again",
-        "the same numbers on 3 ranks",
-        "the same numbers in micro-batches",
-        "stopped and resumed, the same bits",
-        "every weight learns",
-    ]
-    assert len(output.splitlines()) == 1 + len(rows)  # no warning about a flag that nobody has typed
-    assert not left_in(temporary)
-    assert list(tmp_path.iterdir()) == [temporary]
-
-
-def test_broken_promises_are_explained(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "bad_net.py").write_text(BAD)
-    words = ["mode=check", "model=linear", "model._target_=bad_net.Net", "sync_bn=off"]
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    unused = start(*PYTHON_TRAIN, *words, PYTHONPATH=path).finish(code=EXIT_FAILED).output
-    assert "no     spare.weight, spare.bias: no gradient in 5 steps; type parameters.freeze=[spare.weight" in unused
-    frozen = "parameters.freeze=[spare.weight,spare.bias]"
-    output = start(*PYTHON_TRAIN, *words, frozen, PYTHONPATH=path).finish(code=EXIT_FAILED).output
-    assert "no     step 1, layers, " in output
-    assert "apart: norm (BatchNorm2d) sees a rank's share of the batch; type sync_bn=auto" in output
-    assert "stopped and resumed, the same bits  yes    all bits\n" in output
-    assert not (tmp_path / "outputs").exists()
-
-
-OTHERS = """
+ROWS = [
+    "the same run, typed again",
+    "the same numbers on 3 ranks",
+    "the same numbers in micro-batches",
+    "stopped and resumed, the same bits",
+    "every weight learns",
+    "not looked at",
+]
+NETS = """
 import time
+from pathlib import Path
 from torch import nn
 
 class Unused(nn.Module):
@@ -71,89 +32,135 @@ class Unused(nn.Module):
     def forward(self, images):
         return self.head(images.flatten(1))
 
+class Normed(Unused):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(1)
+
+    def forward(self, images):
+        return super().forward(self.norm(images))
+
 class InFloat32(Unused):
     def forward(self, images):
         images = images.float()
         return super().forward(images - images.mean(0))
 
-class Slow(Unused):
+class OneSample(Unused):
     def forward(self, images):
-        time.sleep(600)
+        if len(images) == 1:
+            raise ValueError("one sample has no variance")
+        return super().forward(images)
 
-"""
-
-
-def test_advice_that_is_followed_is_not_given_again(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(OTHERS)
-    words = [*PYTHON_TRAIN, "mode=check", "model._target_=nets.Unused"]
-    assert "  no  " in start(*words, PYTHONPATH=tmp_path).finish(code=EXIT_FAILED).output
-    for advice in ("strategy.find_unused_parameters=true", "parameters.freeze=[spare.weight,spare.bias]"):
-        assert "  no  " not in start(*words, advice, PYTHONPATH=tmp_path).finish().output
-
-
-def test_what_float64_cannot_compute_is_compared_as_typed(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(OTHERS)
-    words = [*PYTHON_TRAIN, "mode=check", "strategy.find_unused_parameters=true"]
-    found = start(*words, "model._target_=nets.InFloat32", PYTHONPATH=tmp_path).finish(code=EXIT_FAILED).output
-    assert "head (Linear) gives other outputs for the same samples" in found
-    assert "\nrounding in fp32 hides small faults; fp64 fails: mat1 and mat2 must have the same dtype" in found
-    points = [f"+dataset.{half}={{_target_: support.own_data.Points}}" for half in ("train", "test")]
-    points += ["dataset=pair", "dataset.shape=[4]", "dataset.classes=2", "model=linear"]
-    for net, code in (("OnlyFloat32", 0), ("Half", 0), ("Infinite", EXIT_FAILED)):
-        output = start(*words, *points, f"model._target_=zoo.checked_nets.{net}").finish(code=code).output
-        assert ("  no  " in output) == bool(code)
-    assert output.splitlines()[1].startswith("every weight learns  no     the ")
-    assert "not finite" in output or "is nan" in output
-
-
-def test_a_job_whose_snapshots_are_refused_is_refused(start: Start) -> None:
-    words = ["mode=check", "model=linear", "optimizer._target_=zoo.optimizers.Recent", "optimizer.lr=0.05"]
-    assert "has collections.deque; keep tensors" in start(*PYTHON_TRAIN, *words).finish(2).output
-
-
-def test_a_check_that_hangs_ends_with_a_verdict(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(OTHERS)
-    words = ["mode=check", "model._target_=nets.Slow", "watch.timeout=1"]
-    output = start(*PYTHON_TRAIN, *words, PYTHONPATH=tmp_path).finish(code=EXIT_HANG).output
-    assert "verdict: a rank is in user code" in output
-    assert "time.sleep(600)" in output
-
-
-def test_a_check_reads_no_run(start: Start) -> None:
-    run = start(*PYTHON_TRAIN, "mode=check", "resume=outputs/a").finish(2)
-    assert "leave resume=outputs/a out, or type parameters.init=<a run>" in run.sentence
-
-
-SLOW = """
-import time
-from pathlib import Path
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(64, 10)
-
+class Slow(Unused):
     def forward(self, images):
         Path("began").touch()
         time.sleep(600)
 """
+POINTS = [f"+dataset.{half}={{_target_: support.own_data.Points}}" for half in ("train", "test")]
+POINTS += ["dataset=pair", "dataset.shape=[4]", "dataset.classes=2", "model=linear"]
+FREEZE, UNUSED = "parameters.freeze=[spare.weight,spare.bias]", "strategy.find_unused_parameters=true"
 
 
-def test_ctrl_c_ends_a_check_at_once_and_leaves_nothing(start: Start, tmp_path: Path) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    (tmp_path / "slow_net.py").write_text(SLOW)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    words = ["mode=check", "model=linear", "model._target_=slow_net.Net", "~model.shape", "~model.classes"]
-    run = start(*PYTHON_TRAIN, *words, TMPDIR=temporary, PYTHONPATH=path)
+@pytest.fixture
+def check(start: Start, tmp_path: Path) -> Callable[..., Command]:
+    """check(words): mode=check, where a class of NETS can be named."""
+    (tmp_path / "nets.py").write_text(NETS)
+    (tmp_path / "temporary").mkdir()
+    return lambda *words: start(*PYTHON_TRAIN, "mode=check", *words, PYTHONPATH=tmp_path, TMPDIR=tmp_path / "temporary")
+
+
+def left_in(folder: Path) -> list[str]:
+    """What a command has left, but for the cache of torch's compiler."""
+    own = [path.name for path in (folder / "temporary").iterdir() if not path.name.startswith("torchinductor_")]
+    return own + [path.name for path in folder.iterdir() if path.name in ("outputs", "mine")]
+
+
+def test_promises_of_a_good_model_hold_and_nothing_is_written(check: Start, tmp_path: Path) -> None:
+    words = ["launch=torchrun", "launch.nproc_per_node=4", "hydra.run.dir=mine", "mode.ranks=3", "model=mlp"]
+    head, *rows = check(*words).finish().output.splitlines()  # no warning about a flag that nobody has typed
+    assert head.split() == ["promise", "holds", "because"]
+    assert [row.split("  ")[0] for row in rows] == ROWS
+    assert ["  yes  " in row for row in rows] == [True] * 5 + [False]
+    assert not left_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (
+            ["nets.Unused"],
+            1,
+            ["spare.weight, spare.bias: no gradient in 5 steps; type parameters.freeze=[spare.weight"],
+        ),
+        (["nets.Unused", UNUSED], 0, []),  # advice that is followed is not given again
+        (["nets.Unused", FREEZE], 0, []),
+        (
+            ["nets.Normed", FREEZE, "sync_bn=off"],
+            1,
+            [
+                "step 1, layers, ",
+                "norm (BatchNorm2d): it depends on a rank's share",
+                "type sync_bn=auto",
+                "bits  yes    all",
+            ],
+        ),
+        (
+            ["nets.InFloat32", UNUSED],
+            1,
+            [
+                "head (Linear): it ",
+                "\nrounding in fp32 hides small faults; fp64 fails: mat1 and mat2 must have the sam",
+            ],
+        ),
+        (["nets.OneSample", FREEZE], 1, ["5 steps and evaluations  no     one sample has no variance\n"]),
+        (["zoo.checked_nets.OnlyFloat32", *POINTS], 0, ["(in float32)"]),
+        (["zoo.checked_nets.Half", *POINTS], 0, ["(in float16)"]),
+        (["zoo.checked_nets.Infinite", *POINTS], 1, ["5 steps and evaluations  no     the "]),
+    ],
+)
+def test_broken_promises_are_explained(
+    check: Start, tmp_path: Path, words: list[str], code: int, said: list[str]
+) -> None:
+    net, *others = words
+    output = check(*others, f"model._target_={net}").finish(code=code).output
+    assert ("  no  " in output) == bool(code)
+    assert [words for words in said if words not in output] == []
+    assert not left_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optimizer._target_=zoo.optimizers.Recent", "optimizer.lr=0.05"], "has collections.deque; keep tensors"),
+        (["resume=outputs/a"], "leave resume=outputs/a out, or type parameters.init=<a run>"),
+        (["strategy=async_parameter_server", "launch=fork"], "strategy=async_parameter_server has no worker in a wor"),
+    ],
+)
+def test_what_cannot_run_is_refused(check: Start, words: list[str], said: str) -> None:
+    assert said in check("model=linear", *words).finish(2).output
+
+
+def test_a_check_that_hangs_ends_with_a_verdict(check: Start) -> None:
+    output = check("model._target_=nets.Slow", "watch.timeout=1").finish(code=EXIT_HANG).output
+    assert "verdict: a rank is in user code" in output
+    assert "time.sleep(600)" in output
+
+
+def test_ctrl_c_ends_a_check_at_once_and_leaves_nothing(check: Start, tmp_path: Path) -> None:
+    run = check("model=linear", "model._target_=nets.Slow")
     wait_for((tmp_path / "began").exists, "the first forward pass")
     run.send(signal.SIGINT, to="group")
     assert run.finish(130, limit=20).sentence == "lockstep: ended by Ctrl-C; there is nothing to save"
-    assert not left_in(temporary)
+    assert not left_in(tmp_path)
 
 
-def test_a_strategy_that_one_rank_cannot_run_is_refused(start: Start) -> None:
-    words = ["mode=check", "strategy=async_parameter_server", "launch=fork", "model=linear"]
-    run = start(*PYTHON_TRAIN, *words).finish(2)
-    assert "mode=check runs on 1 and on 2 ranks: strategy=async_parameter_server has no worker in a wor" in run.sentence
+def test_rounding_is_no_difference_and_other_bits_are() -> None:
+    def trace(number: int, size: float, stage: str = "weights") -> Ended:
+        return Ended({(1, "weights", "a"): (7, 1.0, 1.0), (1, stage, "b"): (number, size, size)})
+
+    one, near, far = trace(1, 1.0), trace(2, 1.0 + 1e-9), trace(2, 1.1)
+    assert judged("two", one, near, 1e-6, True) == ("yes", "1e-09 apart")
+    assert judged("two", one, far, 1e-6, True)[1].startswith("step 1, weights, 1e-01 apart: b: it depends on")
+    assert judged("resumed", one, trace(2, 1.0), 0.0, True)[0] == "no"  # a sum does not show each bit
+    assert judged("two", trace(14, 1.0, "layers"), trace(7, 0.5, "layers"), 1e-6, True)[0] == "yes"
+    assert judged("two", one, trace(1, 1.0)._replace(failed="lost"), 1e-6, True) == ("no", "lost")

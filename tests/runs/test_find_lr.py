@@ -68,22 +68,6 @@ def test_the_curve_is_that_of_plain_torch(found: Command) -> None:
     assert rate_of(found) == float(f"{1e-6 * 1e7 ** (lowest / 199) / 3:.2g}")
 
 
-def test_the_suggestion_trains_better_than_a_tenth_of_it(found: Command, train: Train) -> None:
-    def loss_with(rate: float) -> float:
-        words = [
-            "model=mlp",
-            "trainer.precision=fp64",
-            "trainer.epochs=3",
-            f"optimizer.lr={rate}",
-            "logger=[tensorboard]",
-        ]
-        folder = train(*words, f"hydra.run.dir=with_{rate}").cwd / f"with_{rate}"
-        return scalars(folder)["test/loss"][-1][1]
-
-    rate = rate_of(found)
-    assert loss_with(rate) < 0.7 * loss_with(rate / 10)
-
-
 def test_ranks_find_the_same(found: Command, train: Train) -> None:
     two = train(*FIND, "launch=fork", "launch.nproc_per_node=2", "hydra.run.dir=found")
     assert suggestion(two) == suggestion(found)

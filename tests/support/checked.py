@@ -1,14 +1,16 @@
 """What mode=check says of the nets, data, tasks and strategies in `zoo.checked_nets`."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
 
 from lockstep.config.check import instantiate
 from lockstep.config.schema import RunConfig
-from lockstep.launchers.local import LocalLauncher
 from lockstep.modes.check import PROMISES, Ended, ended
 from lockstep.modes.recorder import run, trace_in
 from lockstep.modes.train import Train
@@ -18,72 +20,63 @@ from support.worlds import in_world
 from zoo.checked_nets import Animal
 
 CHECK = instantiate(composed("mode=check").mode)
-
-
-def shares(config: RunConfig) -> int:
-    strategy: Any = instantiate(config.strategy)
-    return strategy.data_share_of(2)
+HOOKS = (modules._global_forward_pre_hooks, modules._global_forward_hooks, optimizers._global_optimizer_pre_hooks)
 
 
 def job(animal: Animal) -> RunConfig:
     """The job of an animal. A class among its words is that of the data; without a class of a net they are all."""
     model, more, *_ = animal
     if isinstance(model, str):
-        return composed(*more)
+        return composed(*more).changed({"trainer.precision": "fp64"})
     data: Any = next((word for word in more if isinstance(word, type)), Points)
     nodes = [f"dataset.{split}._target_={data.__module__}.{data.__name__}" for split in ("train", "test")]
     words = ["dataset=pair", *nodes, "dataset.classes=2", "dataset.shape=[4]", "trainer.batch_size=14", "model=linear"]
-    words += [f"model._target_={model.__module__}.{model.__name__}", "evaluation.test=every"]
+    words += [f"model._target_={model.__module__}.{model.__name__}", "evaluation.test=every", "trainer.precision=fp64"]
     return composed(*words, *(word for word in more if isinstance(word, str)))
 
 
-def taken(ways: list[RunConfig]) -> list[Any]:
-    """In a rank: the facts of each run."""
+def trained(ways: list[RunConfig]) -> None:
+    """In a rank: each run, one after the other."""
     torch.set_num_threads(1)
     for way in ways:
         Path(way.run_dir).mkdir(parents=True, exist_ok=True)
-    return [run(way, record_of(way), replace(parts_of(way), mode=Train())) for way in ways]
+        run(way, record_of(way), replace(parts_of(way), mode=Train()))
+        for hooks in HOOKS:
+            hooks.clear()
 
 
-def failures(ways: list[tuple[int, RunConfig]]) -> list[tuple[str, bool]]:
-    """The sentence of the error that ends each run on so many ranks, and whether it is a known one."""
+def failures(ways: list[tuple[int, RunConfig]]) -> list[str]:
+    """The sentence of the error that ends each run on so many ranks."""
     torch.set_num_threads(1)
-    sentences = []
-    for ranks, way in ways:
-        launcher = LocalLauncher("fork", ranks)
-        end = ended(way, record_of(way), replace(parts_of(way), launcher=launcher, mode=Train()))
-        sentences.append((end.failed, end.is_known))
-    return sentences
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name)  # it starts ranks itself
+    return [ended(way, record_of(way), ranks).failed for ranks, way in ways]
 
 
 def tables(animals: list[Animal], folder: Path) -> list[dict[str, tuple[str, str]]]:
     """{way: (whether its promise holds, why)} of each animal: of a wrong one its own way alone. The runs of all animals
     share a world for each way, but for those that end with an error."""
-    jobs = [job(animal).changed({"trainer.precision": "fp64"}) for animal in animals]
-    ways = [CHECK.ways(one, shares(one), folder / str(number)) for number, one in enumerate(jobs)]
-    wanted = [
-        animal[2:3] or ("again", "two", "cut", "resumed", *way.keys() & {"compiled"})
-        for animal, way in zip(animals, ways, strict=True)
-    ]
+    jobs = [job(animal) for animal in animals]
+    shares: list[Any] = [instantiate(one.strategy).data_share_of(2) for one in jobs]
+    ways = [CHECK.ways(*one, folder / str(number)) for number, one in enumerate(zip(jobs, shares, strict=True))]
     ends = [(number, animal[2]) for number, animal in enumerate(animals) if animal[4:]]
+    places = {
+        (number, name): way
+        for number, animal in enumerate(animals)
+        for name, way in ways[number].items()
+        if name in ("one", *(animal[2:3] or ways[number]))
+    }
+    for ranks, names in ((1, ("one",)), (1, ("again", "compiled")), (1, ("resumed", "cut")), (2, ("two",))):
+        chosen = [way for key, way in places.items() if key[1] in names and key not in ends]
+        in_world(ranks, trained, chosen, limit=900)
+    said = in_world(1, failures, [(2 if key[1] == "two" else 1, places[key]) for key in ends], limit=900)[0]
+    failed = dict(zip(ends, said, strict=True))
     runs: list[dict[str, Ended]] = [{} for _ in jobs]
-    for names, ranks in (({"one"}, 1), ({"again", "compiled"}, 1), ({"resumed", "cut"}, 1), ({"two"}, 2)):
-        chosen = [
-            (number, name)
-            for number in range(len(jobs))
-            for name in sorted(names)
-            if name in ("one", *wanted[number]) and (number, name) not in ends
-        ]
-        facts, *_ = in_world(ranks, taken, [ways[number][name] for number, name in chosen], limit=600)
-        for (number, name), found in zip(chosen, facts, strict=True):
-            runs[number][name] = Ended(found, trace_in(Path(ways[number][name].run_dir)))
-    said = in_world(1, failures, [(2 if name == "two" else 1, ways[number][name]) for number, name in ends])[0]
-    for (number, name), (sentence, is_known) in zip(ends, said, strict=True):
-        trace = trace_in(Path(ways[number][name].run_dir))
-        runs[number][name] = Ended({}, trace, sentence, is_known=is_known)
+    for (number, name), way in places.items():
+        runs[number][name] = Ended(trace_in(Path(way.run_dir)), failed=failed.get((number, name), ""))
     rows = [CHECK.rows(one, found) for one, found in zip(jobs, runs, strict=True)]
     promises = {promise.format(2): way for way, promise in PROMISES.items()}
-    return [{promises.get(promise, "learns"): found for promise, *found in table} for table in rows]
+    return [{promises.get(promise, "learns"): found for promise, *found in table[:-1]} for table in rows]
 
 
 def misjudged(animals: list[Animal], folder: Path) -> list[tuple[Animal, Any]]:

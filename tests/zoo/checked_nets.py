@@ -5,6 +5,7 @@
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -26,233 +27,121 @@ class Simple(nn.Module):
         super().__init__()
         self.layer = nn.Linear(width, 2)
 
-    def before(self, inputs: Tensor) -> Tensor:
-        return inputs
+    def before(self, x: Tensor) -> Tensor:
+        return x
 
-    def after(self, outputs: Tensor) -> Tensor:
-        return outputs
+    def after(self, y: Tensor) -> Tensor:
+        return y
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.after(self.layer(self.before(inputs)))
-
-
-# Batch statistics in disguises.
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.layer(self.before(x)))
 
 
-class Centred(Simple):
-    def after(self, outputs: Tensor) -> Tensor:
-        return outputs - 0.5 * outputs.mean(0)
+def net(name: str, init: Any = None, width: int = 4, of: Any = Simple, kept: Any = None, **methods: Any) -> Any:
+    """A subclass of `Simple`, found here by its name. init: called with it. kept: {name: what makes an attribute}, of
+    which tensors are buffers."""
+
+    def construct(self: Any, *args: Any) -> None:
+        of.__init__(self, *([width] if of is Simple else args))
+        for key, make in (kept or {}).items():
+            value = make()
+            is_buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            self.register_buffer(key, value) if is_buffer else setattr(self, key, value)
+        if init is not None:
+            init(self)
+
+    globals()[name] = type(name, (of,), {"__init__": construct, "__module__": __name__, **methods})
+    return globals()[name]
 
 
-class Scaled(Simple):
-    def before(self, inputs: Tensor) -> Tensor:
-        return inputs / inputs.abs().max()
+def layers(name: str, *make: Callable[[], nn.Module]) -> Any:
+    """A sequence of layers, found here by its name."""
+
+    def construct(self: nn.Sequential) -> None:
+        nn.Sequential.__init__(self, *(one() for one in make))
+
+    globals()[name] = type(name, (nn.Sequential,), {"__init__": construct, "__module__": __name__})
+    return globals()[name]
 
 
-class OverBatch(Simple):
-    """A softmax over the wrong dimension."""
-
-    def after(self, outputs: Tensor) -> Tensor:
-        return outputs.softmax(0)
+def linear(inputs: int, outputs: int) -> Callable[[], nn.Module]:
+    return lambda: nn.Linear(inputs, outputs)
 
 
-class Mixes(Simple):
-    """Each sample with the one before it."""
+def running(name: str, follow: Callable[[Any, Tensor], Any]) -> Any:
+    """A mean of what has passed in the training, in a buffer."""
 
-    def before(self, inputs: Tensor) -> Tensor:
-        return 0.7 * inputs + 0.3 * inputs.roll(1, 0) if self.training else inputs
+    def before(self: Any, x: Tensor) -> Tensor:
+        out = x - self.mean
+        if self.training:
+            follow(self, x.mean(0))
+        return out
 
-
-class BySize(Simple):
-    def after(self, outputs: Tensor) -> Tensor:
-        return outputs * len(outputs) / 10
-
-
-class NoiseOfAll(Simple):
-    """One draw of torch for all samples, which each rank draws for itself."""
-
-    def before(self, inputs: Tensor) -> Tensor:
-        return inputs * torch.rand(4, dtype=inputs.dtype)
+    return net(name, before=before, kept={"mean": lambda: torch.zeros(4)})
 
 
-class NumpyNoise(Simple):
-    """A number for each sample, from a generator that does not know which samples they are."""
-
-    def before(self, inputs: Tensor) -> Tensor:
-        return inputs * torch.from_numpy(np.random.rand(len(inputs), 1))
-
-
-# Hooks that are not linear.
-
-
-class Clamped(Simple):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-
-
-class Normalised(Simple):
+def normalised(self: Any, y: Tensor) -> Tensor:
     """The gradient of the outputs has the norm 1."""
-
-    def after(self, outputs: Tensor) -> Tensor:
-        if outputs.requires_grad:
-            outputs = outputs * 1.0
-            outputs.register_hook(lambda gradient: gradient / gradient.norm())
-        return outputs
+    if y.requires_grad:
+        y = y * 1.0
+        y.register_hook(lambda gradient: gradient / gradient.norm())
+    return y
 
 
-# Buffers and queues.
+def queued(self: Any, x: Tensor) -> Tensor:
+    """Compares with the samples before."""
+    out = x + 0.1 * self.queue.mean(0)
+    if self.training:
+        self.queue = torch.cat([self.queue, x.detach()])[-6:]
+    return out
 
 
-class Running(Simple):
-    mean: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(4))
-
-    def before(self, inputs: Tensor) -> Tensor:
-        out = inputs - self.mean
-        if self.training:
-            self.follow(inputs.mean(0))
-        return out
-
-    def follow(self, mean: Tensor) -> None:
-        self.mean.lerp_(mean, 0.1)
-
-
-class ByData(Running):
-    """A write that does not raise the version of the tensor."""
-
-    def follow(self, mean: Tensor) -> None:
-        self.mean.data.lerp_(mean, 0.1)
-
-
-class ByNumpy(Running):
-    def follow(self, mean: Tensor) -> None:
-        self.mean.numpy()[:] += 0.1 * mean.numpy()
-
-
-class ByForeach(Running):
-    def follow(self, mean: Tensor) -> None:
-        torch._foreach_lerp_([self.mean.data], [mean], 0.1)
-
-
-class Queue(Simple):
-    """Features of the samples before, which the net compares with."""
-
-    queue: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("queue", torch.zeros(6, 4))
-
-    def before(self, inputs: Tensor) -> Tensor:
-        out = inputs + 0.1 * self.queue.mean(0)
-        if self.training:
-            self.queue = torch.cat([self.queue, inputs.detach()])[-6:]
-        return out
-
-
-class Codebook(Simple):
+def counted_codes(self: Any, x: Tensor) -> Tensor:
     """Counts the samples near each of two codes, and does not read it."""
-
-    sizes: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("sizes", torch.zeros(2))
-
-    def before(self, inputs: Tensor) -> Tensor:
-        self.sizes.lerp_(F.one_hot((inputs[:, 0] > 0).long(), 2).sum(0).to(self.sizes), 0.5)
-        return inputs
+    self.sizes.lerp_(F.one_hot((x[:, 0] > 0).long(), 2).sum(0).to(self.sizes), 0.5)
+    return x
 
 
-class FrozenCodes(Simple):
+def moved_codes(self: Any, x: Tensor) -> Tensor:
     """Codes in a frozen weight, which a forward pass moves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.codes = nn.Parameter(torch.zeros(4), requires_grad=False)
-
-    def before(self, inputs: Tensor) -> Tensor:
-        self.codes.data.lerp_(inputs.detach().mean(0), 0.1)
-        return inputs - self.codes
+    self.codes.data.lerp_(x.detach().mean(0), 0.1)
+    return x - self.codes
 
 
-# What no snapshot has.
+def counting(self: Any, y: Tensor) -> Tensor:
+    """Divides by the steps, which it counts in place."""
+    self.calls += self.training
+    return y / (1 + self.calls)
 
 
-class Annealed(Simple):
-    """Counts its training steps in a plain attribute."""
-
-    calls = 0
-
-    def after(self, outputs: Tensor) -> Tensor:
-        self.calls += self.training
-        return outputs / (1 + self.calls)
-
-
-class Unsaved(Simple):
-    calls: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()), persistent=False)
-
-    def after(self, outputs: Tensor) -> Tensor:
-        self.calls += self.training
-        return outputs / (1 + self.calls)
-
-
-class Remembers(Simple):
+def remembering(self: Any, y: Tensor) -> Tensor:
     """What the weights were in the last step, in an attribute that it replaces: the same on all ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = torch.zeros(())
-
-    def after(self, outputs: Tensor) -> Tensor:
-        out = outputs * (1 + self.last)
-        if self.training:
-            self.last = self.layer.weight.detach().mean()
-        return out
+    out = y * (1 + self.last[0])
+    if self.training:
+        self.last = [self.layer.weight.detach().mean()]
+    return out
 
 
-class Cached(Simple):
+def cached(self: Any, x: Tensor) -> Tensor:
     """What the weights were in the first step."""
-
-    first: Any = None
-
-    def before(self, inputs: Tensor) -> Tensor:
-        if self.first is None:
-            self.first = self.layer.weight.detach().clone()
-        return inputs + self.first.mean()
+    self.first = self.layer.weight.detach().clone() if self.first is None else self.first
+    return x + self.first.mean()
 
 
-class ByCallback(Simple):
-    """A hook that counts in a closure."""
+def counted_by_a_hook(self: Any) -> None:
+    calls: list[int] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        calls: list[int] = []
+    def hook(module: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
+        calls.extend([1] * module.training)
+        return outputs / (1 + len(calls))
 
-        def hook(module: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
-            calls.extend([1] * module.training)
-            return outputs / (1 + len(calls))
-
-        self.layer.register_forward_hook(hook)
+    self.layer.register_forward_hook(hook)
 
 
-class OwnNumbers(Simple):
-    """Draws from a generator of its own, all ranks alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = np.random.default_rng(0)
-
-    def before(self, inputs: Tensor) -> Tensor:
-        return inputs * float(self.numbers.random())
+def following(self: Any, x: Tensor) -> Tensor:
+    """Follows an evaluation alone, so that ranks and steps agree."""
+    self.mean = self.mean if self.training else 0.5
+    return x if self.mean is None else x - self.mean
 
 
 class Folding(Simple):
@@ -272,91 +161,78 @@ class Folding(Simple):
             self.folded = not mode
         return self
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        out: Tensor = self.layer(inputs)
-        return out if self.folded else out + inputs @ self.down.T @ self.up.T
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out if self.folded else out + x @ self.down.T @ self.up.T
 
 
-# What a run that is typed again has not.
+class Teacher(Simple):
+    """A frozen layer that follows a trained one, and does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(4, 2).requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> "Teacher":
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.teacher.weight.lerp_(self.layer.weight, 0.1)
+        out: Tensor = self.layer(x) + 0.1 * self.teacher(x)
+        return out
 
 
-class Clock(Simple):
-    def before(self, inputs: Tensor) -> Tensor:
-        return inputs * (1 + time.time_ns() % 1000 / 1e5)
+def replaced_counter(self: Any, y: Tensor) -> Tensor:
+    self.calls = self.calls + self.training
+    return y / (1 + self.calls)
 
 
-class OwnWeights(Simple):
+def looked_up(self: Any, x: Tensor) -> Tensor:
+    """A table, and a buffer that is replaced."""
+    self.calls = self.calls + self.training
+    out: Tensor = x * self.calls + self.table((x[:, 0] > 0).long())
+    return out
+
+
+def late(self: Any, x: Tensor) -> Tensor:
+    """Registers a buffer in its first step. One that is called `first` goes."""
+    if hasattr(self, "first"):
+        del self.first
+    if not hasattr(self, "mask"):
+        self.register_buffer("mask", torch.ones(4, dtype=x.dtype))
+    return x * self.mask
+
+
+def clamped(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.01, 0.01)
+
+
+def frozen(width: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(width), requires_grad=False)
+
+
+def unsaved(name: str, value: Tensor) -> Callable[[Any], None]:
+    return lambda self: self.register_buffer(name, value.clone(), persistent=False)
+
+
+def drawn_by_numpy(self: Any) -> None:
     """Draws its first weights from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer.weight.data += torch.from_numpy(np.random.default_rng().standard_normal((2, 4))).float()
+    self.layer.weight.data += torch.from_numpy(np.random.default_rng().standard_normal((2, 4))).float()
 
 
-class Entropy(Simple):
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = random.SystemRandom()
+def with_other_names(self: Any) -> None:
+    """Its state dict has other names than its parameters."""
 
-    def before(self, inputs: Tensor) -> Tensor:
-        return inputs * (1 + self.numbers.random())
+    def renamed(state: dict[str, Any], prefix: str, before: str, after: str) -> None:
+        for name in ("weight", "bias"):
+            state[f"{prefix}{after}{name}"] = state.pop(f"{prefix}{before}{name}")
 
-
-class Follows(Simple):
-    """Follows the inputs of an evaluation alone, so that ranks and steps agree."""
-
-    mean: Any = None
-
-    def before(self, inputs: Tensor) -> Tensor:
-        if not self.training:
-            self.mean = 0.5
-        return inputs if self.mean is None else inputs - self.mean
-
-
-# Weights that do not learn.
-
-
-class Listed(Simple):
-    """A layer in a plain list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = [nn.Linear(4, 4, dtype=torch.float64)]
-
-    def before(self, inputs: Tensor) -> Tensor:
-        out: Tensor = self.hidden[0](inputs)
-        return out
-
-
-class Loose(Simple):
-    """A weight in a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = {"inputs": nn.Parameter(torch.ones(4, dtype=torch.float64))}
-
-    def before(self, inputs: Tensor) -> Tensor:
-        return inputs * self.scales["inputs"]
-
-
-class CutOff(Simple):
-    """A second head whose outputs get no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head2 = nn.Linear(4, 2)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        out: Tensor = self.layer(inputs) + self.head2(inputs).detach()
-        return out
-
-
-class Spare(Simple):
-    """A layer that nothing uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Linear(2, 2)
+    self.register_state_dict_post_hook(lambda module, state, prefix, *_: renamed(state, prefix, "layer.", "head_"))
+    self.register_load_state_dict_pre_hook(lambda module, state, prefix, *_: renamed(state, prefix, "head_", "layer."))
 
 
 # Data, tasks and optimizers that are wrong.
@@ -433,6 +309,14 @@ class Memory(CrossEntropy):
         return found | {"loss": found["loss"] / (1 + self.calls)}
 
 
+class DrawnLoss(CrossEntropy):
+    """One number for all samples."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        found = super().__call__(outputs, targets)
+        return found | {"loss": found["loss"] * (1 + np.random.rand())}
+
+
 class Outside(torch.optim.Optimizer):
     """Keeps its velocity outside self.state."""
 
@@ -448,366 +332,141 @@ class Outside(torch.optim.Optimizer):
                 p.sub_(velocity.mul_(0.9).add_(p.grad), alpha=group["lr"])
 
 
-# Right ones.
-
-
-class LayerNormed(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 2))
-
-
-class GroupNormed(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 6), nn.GroupNorm(2, 6), nn.SiLU(), nn.Linear(6, 2))
-
-
-class Dropping(Simple):
-    def after(self, outputs: Tensor) -> Tensor:
-        return F.dropout(outputs, 0.3, self.training)
-
-
-class BatchNormed(nn.Sequential):
-    """Its first bias has a gradient of rounding alone."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-
-
-class Tied(Simple):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.second.weight = self.first.weight
-
-    def before(self, inputs: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(inputs).tanh())
-        return out
-
-
-class Teacher(Simple):
-    """A frozen layer that follows a trained one, and does not train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.Linear(4, 2).requires_grad_(False).eval()
-
-    def train(self, mode: bool = True) -> "Teacher":
-        super().train(mode)
-        self.teacher.eval()
-        return self
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.teacher.weight.lerp_(self.layer.weight, 0.1)
-        out: Tensor = self.layer(inputs) + 0.1 * self.teacher(inputs)
-        return out
-
-
-class Recurrent(Simple):
-    def __init__(self) -> None:
-        super().__init__(5)
-        self.cell = nn.GRU(1, 5, batch_first=True)
-
-    def before(self, inputs: Tensor) -> Tensor:
-        out: Tensor = self.cell(inputs.unsqueeze(2))[0][:, -1]
-        return out
-
-
-class LayerDropped(Simple):
-    """One coin for all samples: all ranks toss the same one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(4, 4)
-
-    def before(self, inputs: Tensor) -> Tensor:
-        drops = self.training and np.random.rand() < 0.3
-        return inputs + 0 * self.hidden(inputs) if drops else inputs + self.hidden(inputs)
-
-
-class Counts(Simple):
-    """Counts in a buffer, which it replaces."""
-
-    calls: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def after(self, outputs: Tensor) -> Tensor:
-        self.calls = self.calls + self.training
-        return outputs / (1 + self.calls)
-
-
-class DropsPaths(Simple):
-    """A draw for each sample."""
-
-    def before(self, inputs: Tensor) -> Tensor:
-        kept = torch.rand(len(inputs), 1, dtype=inputs.dtype) < 0.7
-        return inputs * kept if self.training else inputs
-
-
-class SpectralNormed(Simple):
-    """Its buffers follow the weight in each forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.utils.parametrizations.spectral_norm(self.layer)
-
-
-class WeightNormed(Simple):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.utils.parametrizations.weight_norm(self.layer)
-
-
-class Attends(Simple):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.attention = nn.Linear(1, 4), nn.MultiheadAttention(4, 2, dropout=0.2, batch_first=True)
-
-    def before(self, inputs: Tensor) -> Tensor:
-        values = self.up(inputs.unsqueeze(2))
-        out: Tensor = self.attention(values, values, values, need_weights=False)[0].mean(1)
-        return out
-
-
-class Adapted(Folding):
-    """The same adapter, which folds nothing: `down` has no gradient in the first step."""
-
-    def train(self, mode: bool = True) -> "Adapted":
-        nn.Module.train(self, mode)
-        return self
-
-
-class Constant(Simple):
-    """A buffer that no snapshot has, and that never changes; and a mask that is kept for each size."""
-
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.linspace(1, 2, 4), persistent=False)
-        self.masks: dict[int, Tensor] = {}
-
-    def before(self, inputs: Tensor) -> Tensor:
-        return inputs * self.scale * self.masks.setdefault(len(inputs), torch.ones(4, dtype=inputs.dtype))
-
-
-class InFloat32(Simple):
-    """A part of it computes in float32."""
-
-    def after(self, outputs: Tensor) -> Tensor:
-        return outputs.float().log_softmax(1).to(outputs.dtype)
-
-
-class Vmapped(Simple):
-    def forward(self, inputs: Tensor) -> Tensor:
-        out: Tensor = torch.func.vmap(self.layer)(inputs)
-        return out
-
-
-class Activated(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 8), nn.PReLU(), nn.Linear(8, 2))
-
-
-class Complex(Simple):
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter = nn.Parameter(torch.ones(3, dtype=torch.complex128))
-
-    def before(self, inputs: Tensor) -> Tensor:
-        return torch.fft.irfft(torch.fft.rfft(inputs) * self.filter, n=4)
-
-
-class LateBuffer(Simple):
-    """Registers a buffer in its first step."""
-
-    def before(self, inputs: Tensor) -> Tensor:
-        if not hasattr(self, "mask"):
-            self.register_buffer("mask", torch.ones(4, dtype=inputs.dtype))
-        return inputs * self.mask
-
-
-class Coin(Simple):
-    """One number for all samples."""
-
-    def before(self, inputs: Tensor) -> Tensor:
-        return inputs * (np.random.rand() + random.random()) if self.training else inputs
-
-
-class InEvaluation(Simple):
-    """Draws while it does not train."""
-
-    def after(self, outputs: Tensor) -> Tensor:
-        return outputs if self.training else outputs * float(np.random.rand())
-
-
-class Expert(Simple):
-    """A layer that a share of a batch does not need."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Linear(4, 2)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        out = super().forward(inputs)
-        return out + 0 * self.spare(inputs) if len(inputs) > 10 else out
-
-
-class Table(Simple):
-    """A table, and a buffer that is replaced."""
-
-    calls: Tensor
-
-    def __init__(self, sparse: bool = False) -> None:
-        super().__init__()
-        self.table = nn.Embedding(2, 4, sparse=sparse)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def before(self, inputs: Tensor) -> Tensor:
-        self.calls = self.calls + self.training
-        out: Tensor = inputs * self.calls + self.table((inputs[:, 0] > 0).long())
-        return out
-
-
-class SparseTable(Table):
-    """Its gradients are sparse, which several ranks refuse."""
-
-    def __init__(self) -> None:
-        super().__init__(sparse=True)
-
-
-class Renamed(LateBuffer):
-    """Replaces a buffer by one of another name in its first step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("first", torch.ones(4))
-
-    def before(self, inputs: Tensor) -> Tensor:
-        if hasattr(self, "first"):
-            del self.first
-        return super().before(inputs)
-
-
-class OtherNames(Simple):
-    """Its state dict has other names than its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_state_dict_post_hook(under_other_names)
-        self.register_load_state_dict_pre_hook(under_own_names)
-
-
-def under_other_names(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    for name in ("weight", "bias"):
-        state[f"{prefix}head_{name}"] = state.pop(f"{prefix}layer.{name}")
-
-
-def under_own_names(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    for name in ("weight", "bias"):
-        state[f"{prefix}layer.{name}"] = state.pop(f"{prefix}head_{name}")
-
-
-class Dropped(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 2))
-
-
-class DrawnLoss(CrossEntropy):
-    """One number for all samples, too."""
-
-    def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        found = super().__call__(outputs, targets)
-        return found | {"loss": found["loss"] * (1 + np.random.rand())}
-
-
-class OnlyFloat32(Simple):
-    """It cannot compute in float64."""
-
-    def before(self, inputs: Tensor) -> Tensor:
-        return inputs.float()
-
-
-class Half(Simple):
-    """Weights of half precision, and a sparse buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer.bfloat16()
-        self.register_buffer("eye", torch.eye(3).to_sparse())
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(inputs.bfloat16()).float()
-
-
-class Infinite(Simple):
-    """Its outputs are finite, and its gradients are not."""
-
-    def after(self, outputs: Tensor) -> Tensor:
-        return outputs + (outputs - outputs).sqrt()
-
-
 PIPELINE = ["strategy=pipeline", "strategy.micro_batches=2"]
 TASK, OPTIMIZER = f"task._target_={__name__}.", f"optimizer._target_={__name__}."
 COLLATE = f"loader.collate_fn={{_target_:{__name__}.collate}}"
 TEXT = ["dataset=text", f"dataset.path={Path(__file__)}", "dataset.block=16", f"dataset.tokens_dir={gettempdir()}"]
 TEXT += ["model=gpt", "model.layers=2", "model.width=16", "trainer.batch_size=8", "loader.validation=0.1"]
 PLAIN = ["optimizer.momentum=0", "optimizer.weight_decay=0", "optimizer.fused=false"]  # for sparse gradients
-UNUSED = "strategy.find_unused_parameters=true"
+UNUSED, TWICE = "strategy.find_unused_parameters=true", "trainer.gradient_accumulation_steps=2"
 ENDS = "its run ends with an error"
+SHARE, KEEPS = "depends on a rank's share", "keeps what no snapshot has"
+BY_BATCH_NORM = layers("BatchNormed", linear(4, 3), lambda: nn.BatchNorm1d(3), linear(3, 2))
+LAYER_NORM = layers("LayerNormed", linear(4, 6), lambda: nn.LayerNorm(6), nn.GELU, linear(6, 2))
+DROPPED = layers("Dropped", linear(4, 8), lambda: nn.Dropout(0.5), linear(8, 8), linear(8, 2))
+ACTIVATED = layers("Activated", linear(4, 8), nn.PReLU, linear(8, 2))
+SPARE = net("Spare", kept={"spare": linear(2, 2)})
+TABLE = net("Table", before=looked_up, kept={"table": lambda: nn.Embedding(2, 4), "calls": lambda: torch.zeros(())})
+LATE = net("LateBuffer", before=late)
+EXPERT = net(
+    "Expert",
+    kept={"spare": linear(4, 2)},
+    forward=lambda self, x: self.layer(x) + (0 * self.spare(x) if len(x) > 10 else 0),
+)
+MIXES = net("Mixes", before=lambda self, x: 0.7 * x + 0.3 * x.roll(1, 0) if self.training else x)
 Animal = tuple[Any, ...]  # what it is, its words, and of a wrong one the row and a part of the reason
 
+OWN_NUMBERS = net(
+    "OwnNumbers",
+    before=lambda self, x: x * float(self.numbers.random()),
+    kept={"numbers": lambda: np.random.default_rng(0)},
+)
+LISTED = net(
+    "Listed", before=lambda self, x: self.hidden[0](x), kept={"hidden": lambda: [nn.Linear(4, 4, dtype=torch.float64)]}
+)
+TIED = net(
+    "Tied",
+    lambda self: setattr(self.second, "weight", self.first.weight),
+    before=lambda self, x: self.second(self.first(x).tanh()),
+    kept={"first": linear(4, 4), "second": linear(4, 4)},
+)
+RECURRENT = net(
+    "Recurrent",
+    width=5,
+    before=lambda self, x: self.cell(x.unsqueeze(2))[0][:, -1],
+    kept={"cell": lambda: nn.GRU(1, 5, batch_first=True)},
+)
+LAYER_DROPPED = net(
+    "LayerDropped",  # all ranks toss the same coin
+    before=lambda self, x: x + self.hidden(x) * (not (self.training and np.random.rand() < 0.3)),
+    kept={"hidden": linear(4, 4)},
+)
+LOOSE = net(
+    "Loose",
+    before=lambda self, x: x * self.scales["inputs"],
+    kept={"scales": lambda: {"inputs": nn.Parameter(torch.ones(4, dtype=torch.float64))}},
+)
+DROPS_PATHS = net(
+    "DropsPaths",  # a draw for each sample
+    before=lambda self, x: x * ((torch.rand(len(x), 1, dtype=x.dtype) < 0.7) if self.training else 1),
+)
+ATTENDS = net(
+    "Attends",
+    before=lambda self, x: self.attention(*[self.up(x.unsqueeze(2))] * 3, need_weights=False)[0].mean(1),
+    kept={
+        "up": linear(1, 4),
+        "attention": lambda: nn.MultiheadAttention(4, 2, dropout=0.2, batch_first=True),
+    },
+)
+CONSTANT = net(
+    "Constant",  # a buffer that no snapshot has, and a mask for each size
+    unsaved("scale", torch.linspace(1, 2, 4)),
+    before=lambda self, x: x * self.scale * self.masks.setdefault(len(x), torch.ones(4, dtype=x.dtype)),
+    kept={"masks": dict},
+)
+COMPLEX = net(
+    "Complex",
+    before=lambda self, x: torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4),
+    kept={"filter": lambda: nn.Parameter(torch.ones(3, dtype=torch.complex128))},
+)
 FIRST_WRONG: list[Animal] = [  # those that the first edition named
-    (Centred, [], "two", "layers,"),
-    (Scaled, [], "two", "layers,"),
-    (OverBatch, [], "two", "OverBatch gives other outputs"),
-    (Mixes, [], "two", "layer (Linear) gives other outputs"),
-    (BySize, [], "two", "layers,"),
-    (Clamped, [], "two", "gradients,"),
-    (Normalised, [], "two", "gradients,"),
-    (Running, [], "two", "mean: changed by a rank's own share"),
-    (Queue, [], "two", "queue: changed by"),
-    (Codebook, [], "two", "weights,"),
-    (FrozenCodes, [], "two", "layer (Linear)", ENDS),
-    (Annealed, [], "resumed", "keeps what no snapshot has"),
-    (Unsaved, [], "resumed", "Unsaved: the model, the loss or a hook keeps"),
-    (Remembers, [], "resumed", "keeps what no snapshot has"),
-    (Clock, [], "again", "asks the clock"),
-    (Entropy, [], "again", "asks the clock"),
-    (OwnWeights, [], "again", "start,"),
-    (OwnNumbers, [], "resumed", "keeps what no snapshot has"),
-    (Listed, [], "learns", "no optimizer has"),
-    (CutOff, [], "learns", "head2.weight, head2.bias: no gradient"),
+    (net("Centred", after=lambda self, y: y - 0.5 * y.mean(0)), [], "two", "layers,"),
+    (net("Scaled", before=lambda self, x: x / x.abs().max()), [], "two", "layers,"),
+    (net("OverBatch", after=lambda self, y: y.softmax(0)), [], "two", f"model (OverBatch): it {SHARE}"),
+    (MIXES, [], "two", f"layer (Linear): it {SHARE}"),
+    (net("BySize", after=lambda self, y: y * len(y) / 10), [], "two", "layers,"),
+    (net("Clamped", lambda self: self.layer.weight.register_hook(clamped)), [], "two", "gradients,"),
+    (net("Normalised", after=normalised), [], "two", "gradients,"),
+    (running("Running", lambda self, mean: self.mean.lerp_(mean, 0.1)), [], "two", f"mean: it {SHARE}"),
+    (net("Queue", before=queued, kept={"queue": lambda: torch.zeros(6, 4)}), [], "two", f"queue: it {SHARE}"),
+    (net("Codebook", before=counted_codes, kept={"sizes": lambda: torch.zeros(2)}), [], "two", "weights,"),
+    (net("FrozenCodes", before=moved_codes, kept={"codes": lambda: frozen(4)}), [], "two", "layer (Linear)", ENDS),
+    (net("Annealed", after=counting, calls=0), [], "resumed", KEEPS),
+    (net("Unsaved", unsaved("calls", torch.zeros(())), after=counting), [], "resumed", "model (Unsaved): the model"),
+    (net("Remembers", after=remembering, last=[0]), [], "resumed", KEEPS),
+    (net("Clock", before=lambda self, x: x * (1 + time.time_ns() % 1000 / 1e5)), [], "again", "asks the clock"),
+    (net("Entropy", before=lambda self, x: x * (1 + random.SystemRandom().random())), [], "again", "asks the clock"),
+    (net("OwnWeights", drawn_by_numpy), [], "again", "start,"),
+    (OWN_NUMBERS, [], "resumed", KEEPS),
+    (LISTED, [], "learns", "no optimizer has"),
+    (
+        net("CutOff", kept={"head2": linear(4, 2)}, forward=lambda self, x: self.layer(x) + self.head2(x).detach()),
+        [],
+        "learns",
+        "head2.weight, head2.bias: no gradient",
+    ),
 ]
 FIRST_RIGHT: list[Animal] = [  # those that it did not doubt
-    (LayerNormed, []),
-    (GroupNormed, ["optimizer=adamw"]),
-    (Dropping, ["optimizer=adamw", ema(0.9)]),
-    (BatchNormed, [ema(0.9)]),
-    (Tied, []),
+    (LAYER_NORM, []),
+    (layers("GroupNormed", linear(4, 6), lambda: nn.GroupNorm(2, 6), nn.SiLU, linear(6, 2)), ["optimizer=adamw"]),
+    (net("Dropping", after=lambda self, y: F.dropout(y, 0.3, self.training)), ["optimizer=adamw", ema(0.9)]),
+    (BY_BATCH_NORM, [ema(0.9)]),  # its first bias has a gradient of rounding alone
+    (TIED, []),
     (Teacher, []),
-    (Recurrent, []),
-    (LayerDropped, []),
-    (Counts, ["optimizer.fused=false"]),
+    (RECURRENT, []),
+    (LAYER_DROPPED, []),
+    (net("Counts", after=replaced_counter, kept={"calls": lambda: torch.zeros(())}), ["optimizer.fused=false"]),
 ]
 WRONG: list[Animal] = [
     *FIRST_WRONG,
-    (NoiseOfAll, [], "two", "layer (Linear) gives other outputs"),
-    (NumpyNoise, [], "two", "layer (Linear) gives other outputs"),
-    (BatchNormed, ["sync_bn=off"], "two", "1 (BatchNorm1d) sees a rank's share"),
-    (ByData, [], "two", "mean: changed by a rank's own share"),
-    (ByNumpy, [], "two", "mean: changed by a rank's own share"),
-    (ByForeach, [], "two", "mean: changed by a rank's own share"),
-    (Cached, [], "resumed", "keeps what no snapshot has"),
-    (ByCallback, [], "resumed", "keeps what no snapshot has"),
-    (Follows, [], "again", "an evaluation changes"),
-    (Loose, [], "learns", "no optimizer has the weight of shape [4]"),
-    (Spare, [], "learns", "spare.weight, spare.bias: no gradient"),
-    (Spare, [], "two", "type strategy.find_unused_parameters=true", ENDS),
+    (net("NoiseOfAll", before=lambda self, x: x * torch.rand(4, dtype=x.dtype)), [], "two", "layer (Linear)"),
+    (
+        net("NumpyNoise", before=lambda self, x: x * torch.from_numpy(np.random.rand(len(x), 1))),
+        [],
+        "two",
+        "layer (Linear)",
+    ),
+    (BY_BATCH_NORM, ["sync_bn=off"], "two", "1 (BatchNorm1d)"),
+    # Writes that do not raise the version of a tensor.
+    (running("ByData", lambda self, mean: self.mean.data.lerp_(mean, 0.1)), [], "two", "mean: "),
+    (running("ByNumpy", lambda self, mean: np.add(self.mean, 0.1 * mean, out=self.mean.numpy())), [], "two", "mean: "),
+    (running("ByForeach", lambda self, m: torch._foreach_lerp_([self.mean.data], [m], 0.1)), [], "two", "mean: "),
+    (net("Cached", before=cached, first=None), [], "resumed", KEEPS),
+    (net("ByCallback", counted_by_a_hook), [], "resumed", KEEPS),
+    (net("Follows", before=following, mean=None), [], "again", "an evaluation changes"),
+    (LOOSE, [], "learns", "no optimizer has the weight of shape [4]"),
+    (SPARE, [], "learns", "spare.weight, spare.bias: no gradient"),
+    (SPARE, [], "two", "type strategy.find_unused_parameters=true", ENDS),
     (Simple, [OwnGenerator], "two", "samples,"),
     (Simple, [OwnGenerator], "resumed", "samples,"),
     (Simple, [InPlace], "resumed", "samples,"),
@@ -816,47 +475,71 @@ WRONG: list[Animal] = [
     (Simple, [Unseeded], "two", "data", ENDS),
     (Simple, [COLLATE], "resumed", "samples,"),
     (Simple, [f"{TASK}WeighedByBatch"], "two", "loss,", ENDS),
-    (Simple, [f"{TASK}DrawnLoss"], "two", "another number of the same weights"),  # an evaluation draws for a rank
-    (Simple, [f"{TASK}Memory"], "resumed", "keeps what no snapshot has"),
-    (Simple, [f"{OPTIMIZER}Outside", "optimizer.lr=0.05"], "resumed", "the optimizer keeps"),
+    (Simple, [f"{TASK}DrawnLoss"], "two", "evaluation,"),  # an evaluation draws for a rank
+    (Simple, [f"{TASK}Memory"], "resumed", KEEPS),
+    (Simple, [f"{OPTIMIZER}Outside", "optimizer.lr=0.05"], "resumed", "weights,"),
     (Simple, ["gradient_sync=powersgd"], "two", "type gradient_sync=auto"),
-    (Simple, ["trainer.batch_size_per_rank=7"], "two", "type trainer.batch_size=<all>"),
-    (Expert, [], "two", "type strategy.find_unused_parameters=true", ENDS),
-    (SparseTable, PLAIN, "two", "make it with sparse=False", ENDS),
-    (BatchNormed, PIPELINE, "two", "type strategy=ddp"),
-    (Dropped, PIPELINE, "two", "type strategy=ddp"),
-    (Mixes, ["trainer.gradient_accumulation_steps=2"], "cut", "type trainer.gradient_accumulation_steps=1"),
-    (InEvaluation, [], "two", "evaluation, "),
-    (Renamed, [], "resumed", "", ENDS),
+    (Simple, ["trainer.batch_size_per_rank=7"], "two", "type trainer.batch_size=<of all ranks>"),
+    (EXPERT, [], "two", "type strategy.find_unused_parameters=true", ENDS),
+    (
+        net("SparseTable", lambda self: setattr(self.table, "sparse", True), of=TABLE),  # several ranks refuse it
+        PLAIN,
+        "two",
+        "make it with sparse=False",
+        ENDS,
+    ),
+    (BY_BATCH_NORM, PIPELINE, "two", "strategy=ddp"),
+    (DROPPED, PIPELINE, "two", "strategy=ddp"),
+    (MIXES, [TWICE], "cut", "type trainer.gradient_accumulation_steps=1"),
+    (
+        net("InEvaluation", after=lambda self, y: y if self.training else y * float(np.random.rand())),
+        [],
+        "two",
+        "evaluation, ",
+    ),
+    (net("Renamed", before=late, kept={"first": lambda: torch.ones(4)}), [], "resumed", "", ENDS),
     (Simple, ["loader.collate_fn={_target_:support.own_data.mixed}"], "two", "samples,"),
-    (Dropped, ["trainer.compile=true"], "compiled", "type trainer.compile=false"),
+    (DROPPED, ["trainer.compile=true"], "compiled", "type trainer.compile=false"),
 ]
 RIGHT: list[Animal] = [
     *FIRST_RIGHT,
     (Simple, [Noisy]),
-    (BatchNormed, ["optimizer=adamw"]),
-    (DropsPaths, []),
+    (BY_BATCH_NORM, ["optimizer=adamw"]),
+    (DROPS_PATHS, []),
     (Folding, []),
-    (SpectralNormed, []),
-    (WeightNormed, []),
-    (Attends, []),
-    (Adapted, []),
-    (Constant, []),
-    (InFloat32, []),
-    (Vmapped, []),
-    (Activated, ["optimizer=muon"]),
-    (Complex, []),
-    (LateBuffer, []),
-    (Simple, ["trainer.gradient_accumulation_steps=2"]),
-    (Spare, [UNUSED]),
-    (Coin, ["trainer.gradient_accumulation_steps=2"]),
-    (Table, []),
-    (OtherNames, []),
-    (LayerNormed, ["strategy=fsdp", "trainer.gradient_accumulation_steps=2"]),
-    (Activated, ["strategy=tensor_parallel", "strategy.parallelize_plan=[{0:colwise},{2:rowwise}]"]),
-    (BatchNormed, ["strategy=virtual_ranks"]),
-    (LayerNormed, PIPELINE),
+    # Its buffers follow the weight in each forward pass.
+    (net("SpectralNormed", lambda self: nn.utils.parametrizations.spectral_norm(self.layer)), []),
+    (net("WeightNormed", lambda self: nn.utils.parametrizations.weight_norm(self.layer)), []),
+    (ATTENDS, []),
+    (net("Adapted", of=Folding, train=nn.Module.train), []),  # `down` has no gradient in the first step
+    (CONSTANT, []),
+    (net("InFloat32", after=lambda self, y: y.float().log_softmax(1).to(y.dtype)), []),
+    (net("Vmapped", forward=lambda self, x: torch.func.vmap(self.layer)(x)), []),
+    (ACTIVATED, ["optimizer=muon"]),
+    (COMPLEX, []),
+    (LATE, []),
+    (Simple, [TWICE]),
+    (SPARE, [UNUSED]),
+    (
+        net("Coin", before=lambda self, x: x * (np.random.rand() + random.random()) if self.training else x),
+        [TWICE],
+    ),
+    (TABLE, []),
+    (net("OtherNames", with_other_names), []),
+    (LAYER_NORM, ["strategy=fsdp", TWICE]),
+    (ACTIVATED, ["strategy=tensor_parallel", "strategy.parallelize_plan=[{0:colwise},{2:rowwise}]"]),
+    (BY_BATCH_NORM, ["strategy=virtual_ranks"]),
+    (LAYER_NORM, PIPELINE),
     ("a gpt with dropout", [*TEXT, "model.dropout=0.1", ema(0.9), "optimizer=adamw"]),
     ("a compiled gpt", [*TEXT, "model.dropout=0", "trainer.compile=true"]),
     ("a convnet by a plateau", ["scheduler=plateau", "loader.validation=0.1"]),
 ]
+# Nets of other kinds than float64, for whole commands.
+net("OnlyFloat32", before=lambda self, x: x.float())
+net("Infinite", after=lambda self, y: y + (y - y).sqrt())  # its gradients are not finite
+net(
+    "Half",
+    lambda self: self.layer.bfloat16(),
+    kept={"eye": lambda: torch.eye(3).to_sparse()},
+    forward=lambda self, x: self.layer(x.bfloat16()).float(),
+)

@@ -5,7 +5,6 @@ A combination is one value of each axis. `pairwise` chooses combinations so that
 Where a net or its data draws, they are those of the run on one rank without the options that change nothing.
 """
 
-import csv
 import itertools
 import json
 import math
@@ -25,9 +24,9 @@ import lockstep
 from support.commands import ROOT, ema
 from support.small_commands import Answer, answer_of
 from zoo import data
-from zoo.data import CLASSES, KINDS, TRUTHS
+from zoo.data import KINDS, TRUTHS
 from zoo.modules import BODIES
-from zoo.oracle import BATCH, EPOCHS, LR, Numbers, evaluated, first_model, new_net, trained
+from zoo.oracle import BATCH, EPOCHS, LR, Numbers, first_model, new_net, trained
 
 FORK = ["launch=fork", "backend=gloo"]
 COMMON = [
@@ -147,7 +146,7 @@ EQUAL = {
     "unfused": ("optimizer.fused=false",),
     "checkpointed": ("trainer.checkpoint_activations=[body]",),
 }
-AFTER = ("nothing", "resume", "begin", "evaluate", "evaluate_training", "predict", "export", "load")
+AFTER = ("nothing", "resume", "evaluate", "export", "load")
 # Nets that draw in a forward pass, and those whose state a forward pass changes.
 DRAWS = ("dropout", "dropped_channels", "dropped_lstm", "dropped_attention", "dropped_encoder", "Noise")
 DRAWS += ("Checkpointed", "Residual", "Mixed", "NoisyWeights", "Coin", "AlwaysNoise")
@@ -173,7 +172,7 @@ NEVER = [
 REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "max_norm=": (
         {"EmbeddedMaxNorm"},
-        {way for way in WAYS if WAYS[way].ranks > 1} | {"resume", "evaluate", "evaluate_training"},
+        {way for way in WAYS if WAYS[way].ranks > 1} | {"resume", "evaluate"},
     ),
     "find_unused_parameters=true": (
         {"Unused", "Experts", "LateExperts", "Reentrant"},
@@ -430,23 +429,6 @@ def refused_or_wrong(combination: Combination, answer: Answer) -> Outcome:
     return Outcome(combination, "wrong", str(answer))
 
 
-def begin(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
-    """A new run that begins with the weights of this one."""
-    weights = place / "run" / "model.pt"
-    answer = answer_of([*combination.words, "run_dir=second", f"parameters.init={weights}"], place)
-    if answer.code:
-        return refused_or_wrong(combination, answer)
-    if not _is_known(combination):
-        return None
-    model = first_model(combination.body, combination.kind)
-    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    model.load_state_dict(tensors, strict=False)  # `init` takes weights and buffers, and no extra state
-    right, _ = trained(combination.kind, _numbers(combination), model)
-    again = torch.load(place / "second" / "model.pt", weights_only=True)
-    wrong = difference(again, right, CHANGES[combination.change].tolerance)
-    return Outcome(combination, "wrong", f"the run that begins with its weights: {wrong}") if wrong else None
-
-
 def _follow(combination: Combination, place: Path, *words: str) -> Answer:
     """A later command takes what the run was trained with from its folder."""
     return answer_of(["--config-dir", combination.words[1], *words], place)
@@ -477,20 +459,10 @@ def resume(combination: Combination, place: Path, found: dict[str, Any], loss: f
     return Outcome(combination, "wrong", f"the resumed run: {wrong}") if wrong else None
 
 
-def evaluate_training(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
-    """The training data, whole and without what is done to it in a training."""
-    truth = TRUTHS[combination.kind](True)
-    if truth.draws or combination.body in DRAWS or any("transforms" in word for word in truth.words):
-        return None
-    model = first_model(combination.body, combination.kind)
-    model.load_state_dict(found)
-    return evaluate(combination, place, found, evaluated(model, truth), "mode.split=train")
-
-
-def evaluate(combination: Combination, place: Path, found: dict[str, Any], loss: float, *words: str) -> Outcome | None:
+def evaluate(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
     ranks = [*FORK, "launch.nproc_per_node=2"] if len(combination.body) % 2 else []
-    split = [] if words or not TRUTHS[combination.kind](True).holds_out else ["mode.split=val"]
-    answer = _follow(combination, place, "mode=evaluate", "resume=run", *words, *split, *ranks)
+    split = ["mode.split=val"] if TRUTHS[combination.kind](True).holds_out else []
+    answer = _follow(combination, place, "mode=evaluate", "resume=run", *split, *ranks)
     if answer.code:
         return refused_or_wrong(combination, answer)
     if answer.problem():
@@ -499,24 +471,6 @@ def evaluate(combination: Combination, place: Path, found: dict[str, Any], loss:
     if not math.isclose(value, loss, rel_tol=1e-3 if "fp32" in combination else 1e-9):
         return Outcome(combination, "wrong", f"mode=evaluate: loss {value}, not {loss}")
     return None
-
-
-def predict(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
-    answer = _follow(combination, place, "mode=predict", "resume=run")
-    if answer.problem() or answer.code:
-        return Outcome(combination, "wrong", f"mode=predict: {answer}")
-    outputs = _outputs(combination, found)
-    with (place / "run" / "predictions.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    if len(rows) != len(outputs):
-        return Outcome(combination, "wrong", f"mode=predict: {len(rows)} rows")
-    truth = TRUTHS[combination.kind](False)
-    if truth.task != "classification" or truth.draws or combination.body in DRAWS:
-        return None
-    right = outputs.softmax(1)
-    written = torch.tensor([[float(row[f"probability_{c}"]) for c in range(CLASSES)] for row in rows]).double()
-    apart = float((written - right).abs().max())
-    return None if apart < 1e-3 else Outcome(combination, "wrong", f"mode=predict: {apart:.1e} from the right value")
 
 
 def _outputs(combination: Combination, weights: dict[str, Any]) -> Tensor:
@@ -570,13 +524,4 @@ def load(combination: Combination, place: Path, found: dict[str, Any], loss: flo
     return _computes_the_same(combination, trained_net, found, "lockstep.load")
 
 
-AFTERWARDS = {
-    "nothing": nothing,
-    "resume": resume,
-    "begin": begin,
-    "evaluate": evaluate,
-    "evaluate_training": evaluate_training,
-    "predict": predict,
-    "export": export,
-    "load": load,
-}
+AFTERWARDS = {"nothing": nothing, "resume": resume, "evaluate": evaluate, "export": export, "load": load}

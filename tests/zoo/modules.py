@@ -82,19 +82,46 @@ class Head(nn.Module):
         return outputs if self.places == 1 else outputs.view(-1, self.classes, SIDE, SIDE)
 
 
-def body(form: str, name: str = "") -> Callable[[Any], Any]:
-    """Keeps a class, or a function that makes a module, under its name."""
-
-    def keep(make: Any) -> Any:
-        BODIES[name or make.__name__] = form, make
-        return make
-
-    return keep
-
-
 def keep_all(form: str, **made: Body) -> None:
     for name, make in made.items():
         BODIES[name] = form, make
+
+
+class Made(nn.Module):
+    """What `made` describes."""
+
+    def __init__(self, forward: Any, init: Any, kept: dict[str, Any]) -> None:
+        super().__init__()
+        self.computed = forward
+        for name, make in kept.items():
+            value = make()
+            is_buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            self.register_buffer(name, value) if is_buffer else setattr(self, name, value)
+        if init is not None:
+            init(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.computed(self, x)
+        return outputs
+
+
+def made(forward: Callable[[Any, Tensor], Any], init: Callable[[Any], Any] | None = None, **kept: Any) -> Body:
+    """A module with this forward pass. init: called with it. kept: what makes its attributes; tensors are buffers."""
+    return lambda: Made(forward, init, kept)
+
+
+def linear(inputs: int = WIDTH, outputs: int = WIDTH) -> nn.Module:
+    return nn.Linear(inputs, outputs)
+
+
+def first(layer: Body) -> Body:
+    """A recurrent layer without its last state."""
+    return made(lambda self, x: self.layer(x)[0], layer=layer)
+
+
+def attention(dropout: float) -> Body:
+    layer = partial(nn.MultiheadAttention, WIDTH, 2, dropout=dropout, batch_first=True)
+    return made(lambda self, x: x + self.layer(x, x, x, need_weights=False)[0], layer=layer)
 
 
 # Layers of torch.
@@ -106,7 +133,7 @@ keep_all(
     batch_norm_plain=partial(nn.BatchNorm1d, WIDTH, affine=False),
     layer_norm=partial(nn.LayerNorm, WIDTH),
     rms_norm=partial(nn.RMSNorm, WIDTH),
-    bilinear=lambda: Twice(nn.Bilinear(WIDTH, WIDTH, WIDTH)),
+    bilinear=made(lambda self, x: 0.1 * self.layer(x, x), layer=partial(nn.Bilinear, WIDTH, WIDTH, WIDTH)),
     prelu=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.PReLU(WIDTH), nn.Linear(WIDTH, WIDTH)),
     one_prelu=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.PReLU(), nn.Linear(WIDTH, WIDTH)),
     in_place=lambda: nn.Sequential(
@@ -141,337 +168,112 @@ keep_all(
 )
 keep_all(
     "sequence",
-    lstm=lambda: First(nn.LSTM(WIDTH, WIDTH, batch_first=True)),
-    deep_gru=lambda: First(nn.GRU(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, batch_first=True)),
-    dropped_lstm=lambda: First(nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.3, batch_first=True)),
-    attention=lambda: Attention(0.0),
-    dropped_attention=lambda: Attention(0.3),
+    lstm=first(partial(nn.LSTM, WIDTH, WIDTH, batch_first=True)),
+    deep_gru=first(partial(nn.GRU, WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, batch_first=True)),
+    dropped_lstm=first(partial(nn.LSTM, WIDTH, WIDTH, num_layers=2, dropout=0.3, batch_first=True)),
+    attention=attention(0.0),
+    dropped_attention=attention(0.3),
     encoder=lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True),
     dropped_encoder=lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.2, batch_first=True, norm_first=True),
 )
 
-
-class Twice(nn.Module):
-    """A layer of two inputs."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, values: Tensor) -> Tensor:
-        return 0.1 * self.layer(values, values)
+# Forward passes of several lines.
 
 
-class First(nn.Module):
-    """A recurrent layer without its last state."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, values: Tensor) -> Tensor:
-        return self.layer(values)[0]
+def odd_parameters(self: Any, x: Tensor) -> Tensor:
+    """A number, an empty tensor, a transposed layout, a list, a dict, float64, bfloat16."""
+    x = x * self.scale + self.several[0] * self.several[1] + self.named["a"] * self.named["b"]
+    x = x + F.linear(F.linear(x, self.transposed), self.transposed.t())
+    return (x * self.wide.to(x.dtype) * self.narrow.to(x.dtype)).tanh() + self.nothing.sum()
 
 
-class Attention(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.layer = nn.MultiheadAttention(WIDTH, 2, dropout=dropout, batch_first=True)
-
-    def forward(self, values: Tensor) -> Tensor:
-        return values + self.layer(values, values, values, need_weights=False)[0]
-
-
-@body("vector")
-class Tied(nn.Module):
-    """One weight under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up.weight = self.down.weight
-
-    def forward(self, values: Tensor) -> Tensor:
-        return self.up(torch.tanh(self.down(values)))
-
-
-@body("vector")
-class TiedTransposed(nn.Module):
-    """An autoencoder whose decoder uses the encoder's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(WIDTH, 8)
-
-    def forward(self, values: Tensor) -> Tensor:
-        return F.linear(torch.tanh(self.encoder(values)), self.encoder.weight.t())
-
-
-@body("vector")
-class Complex(nn.Module):
-    """A filter in the frequency domain."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
-
-    def forward(self, values: Tensor) -> Tensor:
-        return torch.fft.irfft(torch.fft.rfft(values) * self.filter, n=WIDTH)
-
-
-@body("vector")
-class OddParameters(nn.Module):
-    """A number, an empty tensor, a transposed and an expanded layout, a list, a dict, float64, bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.nothing = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.empty(0, 3))
-        self.transposed = nn.Parameter(torch.randn(WIDTH, 5).t() / 4)
-        self.several = nn.ParameterList([nn.Parameter(torch.randn(WIDTH)) for _ in range(2)])
-        self.named = nn.ParameterDict({"a": nn.Parameter(torch.zeros(WIDTH)), "b": nn.Parameter(torch.ones(1))})
-        self.wide = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
-        self.narrow = nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16), requires_grad=False)
-
-    def forward(self, values: Tensor) -> Tensor:
-        values = values * self.scale + self.several[0] * self.several[1] + self.named["a"] * self.named["b"]
-        values = values + F.linear(F.linear(values, self.transposed), self.transposed.t())
-        return (values * self.wide.to(values.dtype) * self.narrow.to(values.dtype)).tanh() + self.nothing.sum()
-
-
-@body("vector")
-class OddBuffers(nn.Module):
+def odd_buffers(self: Any, x: Tensor) -> Tensor:
     """Buffers of many types that no step changes, one of them not saved, one of them None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mask", torch.arange(WIDTH) % 2 == 0)
-        self.register_buffer("order", torch.arange(WIDTH).flip(0).to(torch.int16))
-        self.register_buffer("codes", torch.arange(WIDTH, dtype=torch.uint8))
-        self.register_buffer("phase", torch.exp(1j * torch.arange(WIDTH)))
-        self.register_buffer("strided", torch.arange(2.0 * WIDTH).view(WIDTH, 2).t()[0])
-        self.register_buffer("expanded", torch.tensor([0.5]).expand(WIDTH))
-        self.register_buffer("number", torch.tensor(7))
-        self.register_buffer("nothing", torch.empty(0))
-        self.register_buffer("unsaved", torch.ones(WIDTH), persistent=False)
-        self.register_buffer("none", None)
-
-    def forward(self, values: Tensor) -> Tensor:
-        values = self.layer(values)[:, self.order.long()] * self.unsaved + self.codes / 255 + self.expanded
-        return torch.where(self.mask, values, values * self.phase.real.to(values.dtype)) + self.strided / 100
+    x = self.layer(x)[:, self.order.long()] * self.unsaved + self.codes / 255 + self.expanded
+    return torch.where(self.mask, x, x * self.phase.real.to(x.dtype)) + self.strided / 100
 
 
-@body("vector")
-class CountingBuffer(nn.Module):
-    """A number of calls, which is the same on all ranks, and warms up a scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("calls", torch.tensor(0))
-
-    def forward(self, values: Tensor) -> Tensor:
-        if self.training:
-            self.calls += 1
-        return self.layer(values) * (1 - 0.5 ** self.calls.to(values.dtype))
+def register_odd(self: Any) -> None:
+    self.register_buffer("unsaved", torch.ones(WIDTH), persistent=False)
+    self.register_buffer("none", None)
 
 
-@body("vector")
-class AlwaysCounting(CountingBuffer):
+def counting(self: Any, x: Tensor) -> Tensor:
+    """A number of calls, which is the same on all ranks, warms up a scale."""
+    self.calls += self.training
+    return self.layer(x) * (1 - 0.5 ** self.calls.to(x.dtype))
+
+
+def always_counting(self: Any, x: Tensor) -> Tensor:
     """... also of those of an evaluation, as an observer does, which the training must not see."""
-
-    def forward(self, values: Tensor) -> Tensor:
-        self.calls += 1
-        outputs: Tensor = self.layer(values)
-        return outputs * (1 - 0.5 ** self.calls.to(values.dtype)) if self.training else outputs
+    self.calls += 1
+    return self.layer(x) * (1 - 0.5 ** self.calls.to(x.dtype)) if self.training else self.layer(x)
 
 
-@body("vector")
-class Teacher(nn.Module):
-    """A moving average of the layer's weights in buffers, as a teacher in self-distillation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.teacher = copy.deepcopy(self.layer).requires_grad_(False)
-
-    def forward(self, values: Tensor) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                for average, weight in zip(self.teacher.parameters(), self.layer.parameters(), strict=True):
-                    average.lerp_(weight, 0.1)
-        return self.layer(values) + 0.1 * self.teacher(values)
+def taught(self: Any, x: Tensor) -> Tensor:
+    """A moving average of the layer's weights, as a teacher in self-distillation."""
+    if self.training:
+        with torch.no_grad():
+            for average, weight in zip(self.teacher.parameters(), self.layer.parameters(), strict=True):
+                average.lerp_(weight, 0.1)
+    return self.layer(x) + 0.1 * self.teacher(x)
 
 
-@body("vector")
-class RunningScale(nn.Module):
+def running_scale(self: Any, x: Tensor) -> Tensor:
     """A mean over the samples that a rank has seen: other values on other ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, values: Tensor) -> Tensor:
-        if self.training and len(values):
-            self.mean = self.mean * 0.9 + values.detach().mean(0) * 0.1
-        return self.layer(values - self.mean)
+    if self.training and len(x):
+        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+    return self.layer(x - self.mean)
 
 
-@body("vector")
-class Codebook(nn.Module):
+def quantised(self: Any, x: Tensor) -> Tensor:
     """A vector-quantised code whose entries follow the samples (van den Oord et al. 2017)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("codes", torch.linspace(-1, 1, 8)[:, None].repeat(1, WIDTH))
-
-    def forward(self, values: Tensor) -> Tensor:
-        nearest = torch.cdist(values.detach(), self.codes).argmin(1)
-        if self.training:
-            for number in nearest.unique().tolist():
-                self.codes[number].lerp_(values.detach()[nearest == number].mean(0), 0.1)
-        return values + (self.codes[nearest] - values).detach()
+    nearest = torch.cdist(x.detach(), self.codes).argmin(1)
+    if self.training:
+        for number in nearest.unique().tolist():
+            self.codes[number].lerp_(x.detach()[nearest == number].mean(0), 0.1)
+    return x + (self.codes[nearest] - x).detach()
 
 
-@body("vector")
-class Unused(nn.Module):
-    """A layer that forward leaves out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, values: Tensor) -> Tensor:
-        return self.layer(values)
-
-
-@body("vector")
-class Experts(nn.Module):
-    """Two layers, each for some samples: a share of a batch may need one alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def forward(self, values: Tensor) -> Tensor:
-        outputs, chosen = torch.zeros_like(values), (10 * values).floor().sum(1) % 2 > 0  # about half of the samples
-        for number, expert in enumerate(self.experts):
-            rows = chosen == bool(number)
-            if rows.any():
-                outputs[rows] = expert(values[rows])
-        return outputs
+def by_experts(self: Any, x: Tensor) -> Tensor:
+    """Two layers, each for about half of the samples: a share of a batch may need one alone. After two passes, if they
+    are counted."""
+    if self.training:
+        self.passes = self.passes + 1
+    if self.passes <= 2:
+        return self.experts[0](x) + self.experts[1](x)
+    outputs, chosen = torch.zeros_like(x), (10 * x).floor().sum(1) % 2 > 0
+    for number, expert in enumerate(self.experts):
+        rows = chosen == bool(number)
+        if rows.any():
+            outputs[rows] = expert(x[rows])
+    return outputs
 
 
-@body("vector")
-class LateExperts(Experts):
-    """All samples need both in the first two passes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("passes", torch.tensor(0))
-
-    def forward(self, values: Tensor) -> Tensor:
-        if self.training:
-            self.passes += 1
-        if self.passes > 2:
-            return super().forward(values)
-        return sum(expert(values) for expert in self.experts)
-
-
-@body("vector")
-class Checkpointed(nn.Module):
-    """Two layers that are computed again in the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, values: Tensor) -> Tensor:
-        return checkpoint(self.layers, values, use_reentrant=False)
-
-
-@body("vector")
-class Reentrant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, values: Tensor) -> Tensor:
-        return checkpoint(self.layers, values, use_reentrant=True)
-
-
-@body("vector")
-class Noise(nn.Module):
+def noisy(self: Any, x: Tensor) -> Tensor:
     """Draws in several ways."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, values: Tensor) -> Tensor:
-        values = self.layer(values)
-        if self.training:
-            values = values * torch.empty_like(values).bernoulli_(0.8) + 0.1 * torch.rand(len(values), 1)
-            values = values + 0.1 * torch.randn_like(values)
-        return values
+    x = self.layer(x)
+    if self.training:
+        x = x * torch.empty_like(x).bernoulli_(0.8) + 0.1 * torch.rand(len(x), 1) + 0.1 * torch.randn_like(x)
+    return x
 
 
-@body("vector")
-class NoisyWeights(nn.Module):
+def noisy_weights(self: Any, x: Tensor) -> Tensor:
     """Noise and dropout of the weights, whose rows may be as many as samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, values: Tensor) -> Tensor:
-        weight = F.dropout(self.layer.weight, 0.2, self.training)
-        if self.training:
-            weight = weight + 0.1 * torch.randn_like(self.layer.weight)
-        return F.linear(values, weight, self.layer.bias)
+    weight = F.dropout(self.layer.weight, 0.2, self.training)
+    if self.training:
+        weight = weight + 0.1 * torch.randn_like(self.layer.weight)
+    return F.linear(x, weight, self.layer.bias)
 
 
-@body("vector")
-class Mixed(nn.Module):
-    """Draws a number for the batch from numpy, as those who mix hidden values do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, values: Tensor) -> Tensor:
-        return self.layer(values) * (float(np.random.beta(2, 2)) if self.training else 0.5)
-
-
-@body("vector")
-class AlwaysNoise(nn.Module):
-    """Draws in an evaluation, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, values: Tensor) -> Tensor:
-        return self.layer(values) + 0.1 * torch.randn_like(values)
-
-
-@body("vector")
-class Coin(nn.Module):
+def coin(self: Any, x: Tensor) -> Tensor:
     """Draws numbers that all samples share from each source: one decides about a layer, others mix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, values: Tensor) -> Tensor:
-        if not self.training:
-            return self.layer(values)
-        share = random.random() * np.random.beta(2.0, 2.0)
-        return share * values + (1 - share) * self.layer(values) * (1.5 if torch.rand(()) < 0.5 else 1.0)
+    if not self.training:
+        return self.layer(x)
+    share = random.random() * np.random.beta(2.0, 2.0)
+    return share * x + (1 - share) * self.layer(x) * (1.5 if torch.rand(()) < 0.5 else 1.0)
 
 
-@body("vector")
 class ExtraState(nn.Module):
     """Keeps what is no tensor, and is saved."""
 
@@ -479,10 +281,9 @@ class ExtraState(nn.Module):
         super().__init__()
         self.layer, self.seen = nn.Linear(WIDTH, WIDTH), {"calls": 0, "last": None}
 
-    def forward(self, values: Tensor) -> Tensor:
-        if self.training:
-            self.seen["calls"] += 1
-        return self.layer(values) / (1 + 0.1 * self.seen["calls"])
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen["calls"] += self.training
+        return self.layer(x) / (1 + 0.1 * self.seen["calls"])
 
     def get_extra_state(self) -> dict[str, Any]:
         return dict(self.seen)
@@ -491,21 +292,11 @@ class ExtraState(nn.Module):
         self.seen = dict(state)
 
 
-@body("vector")
-class Embedded(nn.Module):
+def embedded(**options: Any) -> Body:
     """Looks rows up by the value of the first feature."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.table, self.layer = nn.Embedding(6, WIDTH, **options), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, values: Tensor) -> Tensor:
-        return self.layer(values) + self.table(((values[:, 0] + 1) * 2.99).long().clamp(0, 5))
-
-
-BODIES["EmbeddedSparse"] = "vector", partial(Embedded, sparse=True)
-BODIES["EmbeddedMaxNorm"] = "vector", partial(Embedded, max_norm=1.0)
-BODIES["EmbeddedPadded"] = "vector", partial(Embedded, padding_idx=2)
+    table = partial(nn.Embedding, 6, WIDTH, **options)
+    looked_up = lambda self, x: self.layer(x) + self.table(((x[:, 0] + 1) * 2.99).long().clamp(0, 5))  # noqa: E731
+    return made(looked_up, table=table, layer=linear)
 
 
 class Cube(torch.autograd.Function):
@@ -520,65 +311,126 @@ class Cube(torch.autograd.Function):
         return 3 * values**2 * gradients[0]
 
 
-@body("vector")
-class OwnFunction(nn.Module):
-    """An autograd function, and hooks of a module and of a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.layer.register_forward_hook(halved)
-        self.layer.weight.register_hook(lambda gradient: gradient * 0.5)
-
-    def forward(self, values: Tensor) -> Tensor:
-        return Cube.apply(self.layer(values))  # type: ignore[no-any-return]
+def hooked(self: Any) -> None:
+    """A hook of a module, and one of a weight."""
+    self.layer.register_forward_hook(lambda module, inputs, outputs: outputs / 2)
+    self.layer.weight.register_hook(lambda gradient: gradient * 0.5)
 
 
-def halved(module: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
-    return outputs / 2
+def masked_attention(self: Any, x: Tensor) -> Tensor:
+    """With a causal mask and learned positions."""
+    parts = self.layer(x + self.positions).view(x.shape[0], SIDE, 3, 2, WIDTH // 2).transpose(1, 3)
+    queries, keys, content = parts.unbind(2)
+    attended = F.scaled_dot_product_attention(queries, keys, content, attn_mask=self.mask)
+    return attended.transpose(1, 2).reshape(x.shape[0], SIDE, WIDTH)
 
 
-@body("sequence")
-class Masked(nn.Module):
-    """Attention with a causal mask and learned positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = nn.Parameter(torch.randn(SIDE, WIDTH) / 4)
-        self.register_buffer("mask", torch.ones(SIDE, SIDE, dtype=torch.bool).tril(), persistent=False)
-        self.layer = nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, values: Tensor) -> Tensor:
-        parts = self.layer(values + self.positions).view(values.shape[0], SIDE, 3, 2, WIDTH // 2).transpose(1, 3)
-        queries, keys, content = parts.unbind(2)
-        attended = F.scaled_dot_product_attention(queries, keys, content, attn_mask=self.mask)
-        return attended.transpose(1, 2).reshape(values.shape[0], SIDE, WIDTH)
+def register_mask(self: Any) -> None:
+    self.register_buffer("mask", torch.ones(SIDE, SIDE, dtype=torch.bool).tril(), persistent=False)
 
 
-@body("map")
-class SqueezeExcite(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.narrow, self.widen = nn.Conv2d(CHANNELS, 2, 1), nn.Conv2d(2, CHANNELS, 1)
+def residual_layers() -> nn.Module:
+    """As in a ResNet, with a stochastic depth."""
+    from torchvision.ops import StochasticDepth
 
-    def forward(self, values: Tensor) -> Tensor:
-        weights = self.widen(F.relu(self.narrow(F.adaptive_avg_pool2d(values, 1))))
-        return values * weights.sigmoid()
+    norm = nn.BatchNorm2d(CHANNELS)
+    return nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False), norm, StochasticDepth(0.3, "row"))
 
 
-@body("map")
-class Residual(nn.Module):
-    """As in a ResNet, with a zero-initialised last norm and a stochastic depth."""
+def experts() -> nn.Module:
+    return nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
 
-    def __init__(self) -> None:
-        super().__init__()
-        from torchvision.ops import StochasticDepth
 
-        self.layers = nn.Sequential(
-            nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False),
-            nn.BatchNorm2d(CHANNELS),
-            StochasticDepth(0.3, "row"),
-        )
+def blocks(dropout: float = 0.0) -> nn.Module:
+    middle = [nn.Dropout(dropout)] if dropout else []
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), *middle, nn.Linear(WIDTH, WIDTH))
 
-    def forward(self, values: Tensor) -> Tensor:
-        return F.relu(values + self.layers(values))
+
+def parameter(make: Callable[..., Tensor], *shape: Any, **options: Any) -> Callable[[], nn.Parameter]:
+    return lambda: nn.Parameter(make(*shape, **options))
+
+
+keep_all(
+    "vector",
+    Tied=made(
+        lambda self, x: self.up(torch.tanh(self.down(x))),
+        lambda self: setattr(self.up, "weight", self.down.weight),
+        down=linear,
+        up=linear,
+    ),
+    TiedTransposed=made(
+        lambda self, x: F.linear(torch.tanh(self.encoder(x)), self.encoder.weight.t()),
+        encoder=partial(linear, WIDTH, 8),
+    ),
+    Complex=made(
+        lambda self, x: torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=WIDTH),
+        filter=parameter(torch.randn, WIDTH // 2 + 1, dtype=torch.complex64),
+    ),
+    OddParameters=made(
+        odd_parameters,
+        scale=parameter(torch.tensor, 1.5),
+        nothing=parameter(torch.empty, 0, 3),
+        transposed=lambda: nn.Parameter(torch.randn(WIDTH, 5).t() / 4),
+        several=lambda: nn.ParameterList([nn.Parameter(torch.randn(WIDTH)) for _ in range(2)]),
+        named=lambda: nn.ParameterDict({"a": nn.Parameter(torch.zeros(WIDTH)), "b": nn.Parameter(torch.ones(1))}),
+        wide=parameter(torch.ones, WIDTH, dtype=torch.float64),
+        narrow=lambda: nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16), requires_grad=False),
+    ),
+    OddBuffers=made(
+        odd_buffers,
+        register_odd,
+        layer=linear,
+        mask=lambda: torch.arange(WIDTH) % 2 == 0,
+        order=lambda: torch.arange(WIDTH).flip(0).to(torch.int16),
+        codes=lambda: torch.arange(WIDTH, dtype=torch.uint8),
+        phase=lambda: torch.exp(1j * torch.arange(WIDTH)),
+        strided=lambda: torch.arange(2.0 * WIDTH).view(WIDTH, 2).t()[0],
+        expanded=lambda: torch.tensor([0.5]).expand(WIDTH),
+        number=lambda: torch.tensor(7),
+        nothing=lambda: torch.empty(0),
+    ),
+    CountingBuffer=made(counting, layer=linear, calls=lambda: torch.tensor(0)),
+    AlwaysCounting=made(always_counting, layer=linear, calls=lambda: torch.tensor(0)),
+    Teacher=made(
+        taught,
+        lambda self: setattr(self, "teacher", copy.deepcopy(self.layer).requires_grad_(False)),
+        layer=linear,
+    ),
+    RunningScale=made(running_scale, layer=linear, mean=partial(torch.zeros, WIDTH)),
+    Codebook=made(quantised, codes=lambda: torch.linspace(-1, 1, 8)[:, None].repeat(1, WIDTH)),
+    Unused=made(lambda self, x: self.layer(x), layer=linear, unused=linear),
+    Experts=made(by_experts, experts=experts, passes=lambda: 3),
+    LateExperts=made(by_experts, experts=experts, passes=lambda: torch.tensor(0)),
+    Checkpointed=made(lambda self, x: checkpoint(self.layers, x, use_reentrant=False), layers=partial(blocks, 0.3)),
+    Reentrant=made(lambda self, x: checkpoint(self.layers, x, use_reentrant=True), layers=blocks),
+    Noise=made(noisy, layer=linear),
+    NoisyWeights=made(noisy_weights, layer=linear),
+    # A number for the batch from numpy, as those who mix hidden values do.
+    Mixed=made(lambda self, x: self.layer(x) * (float(np.random.beta(2, 2)) if self.training else 0.5), layer=linear),
+    AlwaysNoise=made(lambda self, x: self.layer(x) + 0.1 * torch.randn_like(x), layer=linear),
+    Coin=made(coin, layer=linear),
+    ExtraState=ExtraState,
+    Embedded=embedded(),
+    EmbeddedSparse=embedded(sparse=True),
+    EmbeddedMaxNorm=embedded(max_norm=1.0),
+    EmbeddedPadded=embedded(padding_idx=2),
+    OwnFunction=made(lambda self, x: Cube.apply(self.layer(x)), hooked, layer=linear),
+)
+keep_all(
+    "sequence",
+    Masked=made(
+        masked_attention,
+        register_mask,
+        positions=lambda: nn.Parameter(torch.randn(SIDE, WIDTH) / 4),
+        layer=partial(linear, WIDTH, 3 * WIDTH),
+    ),
+)
+keep_all(
+    "map",
+    SqueezeExcite=made(
+        lambda self, x: x * self.widen(F.relu(self.narrow(F.adaptive_avg_pool2d(x, 1)))).sigmoid(),
+        narrow=partial(nn.Conv2d, CHANNELS, 2, 1),
+        widen=partial(nn.Conv2d, 2, CHANNELS, 1),
+    ),
+    Residual=made(lambda self, x: F.relu(x + self.layers(x)), layers=residual_layers),
+)
