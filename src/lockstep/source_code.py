@@ -41,9 +41,10 @@ def hash_of_source(root: Path = ROOT) -> str:
 
 def module_hashes() -> dict[str, str | None]:
     """{module: hash of its file} of every loaded module outside of this project, of Python's own and of packages."""
-    files = {name: Path(getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items())}
-    users = {name: file for name, file in files.items() if file.suffix == ".py" and is_users(str(file))}
-    return {name: _hash_of_file(file) for name, file in users.items() if not file.is_relative_to(ROOT / "src")}
+    files = {name: str(getattr(module, "__file__", None)) for name, module in list(sys.modules.items())}
+    own = f"{ROOT / 'src'}/"
+    users = {name: file for name, file in files.items() if file.endswith(".py") and is_users(file)}
+    return {name: _hash_of_file(Path(file)) for name, file in users.items() if not file.startswith(own)}
 
 
 def _hash_of_file(path: Path) -> str | None:

@@ -142,7 +142,8 @@ class Loggers(Logger):
             self._each("log", {f"test/{name}": value for name, value in test["metrics"].items()}, test["step"])
 
     def end(self, info: RunInfo, state: str) -> None:
-        self._draw()
+        if info.facts["sweep"] is None or time.monotonic() >= self.draw_at:  # jobs of a few seconds have none
+            self._draw()
         self._each("end", info, state)
 
     def close(self) -> None:

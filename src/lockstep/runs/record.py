@@ -216,6 +216,7 @@ def versions() -> dict[str, str]:
     return found
 
 
+@cache  # of the code that a sweep's jobs share, too
 def code_facts(root: Path = ROOT) -> dict[str, str]:
     """{"source": a hash of src/ and conf/, "commit": where git knows this folder}."""
     git = ["git", "-C", str(root), "rev-parse", "HEAD", "HEAD:./src"]  # the latter fails in a repository around it

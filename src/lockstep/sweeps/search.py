@@ -41,7 +41,7 @@ class Search(Sweep):
         if not self.space:
             raise ConfigError("nothing varies in this search; type 'optimizer.lr=tag(log,interval(0.001,0.1))'")
         least = {key: one.low if hasattr(one, "low") else one.choices[0] for key, one in self.space.items()}
-        config = self.check([*self.fixed, *words_of(least)])[1]
+        config = self.check([*self.fixed, *words_of(least)]).config
         self.results.clear()  # of that job
         task = instantiate_as(Task, config.task, "task")
         self.objective = objective_of(config, task)
@@ -79,7 +79,7 @@ class Search(Sweep):
     def job_of(self, trial: Trial, reported: int) -> Iterator[Job]:
         """Its job; nothing if none serves it: it is refused, or has the values of one that runs or has ended."""
         try:
-            job, _ = self.check([*self.fixed, *words_of({key: trial.params[key] for key in self.space})])
+            job = self.check([*self.fixed, *words_of({key: trial.params[key] for key in self.space})])
         except ConfigError as refusal:
             print_line(f"sweep: {refusal}", sys.stdout)
             job = None
