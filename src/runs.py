@@ -54,7 +54,7 @@ def answer(options: argparse.Namespace) -> Iterable[str]:
     if not found:
         raise ConfigError(f"none of {len(runs)} runs has {' and '.join(options.filter)}; type another --filter")
     rows = table.ordered(found if options.each else table.settings(found), options.sort)
-    return table.show(rows, options.columns.split(",") if options.columns else None)
+    return table.show(rows, options.columns.split(",") if options.columns else table.telling(rows))
 
 
 def main(words: list[str]) -> int:

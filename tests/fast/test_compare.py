@@ -25,7 +25,7 @@ from lockstep.runs.stats import (
     welch,
     wilson,
 )
-from lockstep.runs.table import is_repeat, rho_of, rows_of_runs, setting_of
+from lockstep.runs.table import is_repeat, rho_of, row_of, setting_of
 from support.made_runs import make_run
 
 A, B = [0.91, 0.93, 0.92, 0.95, 0.9], [0.93, 0.94, 0.95, 0.96, 0.93]
@@ -79,18 +79,19 @@ def drawn_run(tmp_path: Path, data: str | None = None, **config: Any) -> Any:
     """A run that has held out 10 of 50 samples."""
     run = read_run(make_run(tmp_path / str(len([*tmp_path.iterdir()])), **config))
     held_out = data or str(sorted(config.items()))
-    return run | {"data": {"training_samples": 40, "validation_samples": 10, "validation_data": held_out}}
+    data_of = {"training_samples": 40, "validation_samples": 10, "validation_data": held_out}
+    return row_of(run | {"data": data_of})
 
 
 def test_folds_and_splits_share_samples_and_so_their_interval_is_wider(tmp_path: Path) -> None:
     """Cross validation of the mean as a predictor, whose true error is known: the plain interval is too narrow."""
-    folds = rows_of_runs([drawn_run(tmp_path, loader__folds=5, loader__fold=fold) for fold in range(5)])
-    splits = rows_of_runs([drawn_run(tmp_path, loader__split_seed=seed) for seed in range(5)])
+    folds = [drawn_run(tmp_path, loader__folds=5, loader__fold=fold) for fold in range(5)]
+    splits = [drawn_run(tmp_path, loader__split_seed=seed) for seed in range(5)]
     assert (rho_of(folds), rho_of(splits)) == (1 / 4, 1 / 4)
-    assert rho_of(rows_of_runs([drawn_run(tmp_path, seed=seed) for seed in range(5)])) == 0
-    assert rho_of(rows_of_runs([drawn_run(tmp_path, "its own", loader__split_seed=seed) for seed in range(5)])) == 0
+    assert rho_of([drawn_run(tmp_path, seed=seed) for seed in range(5)]) == 0
+    assert rho_of([drawn_run(tmp_path, "its own", loader__split_seed=seed) for seed in range(5)]) == 0
     shares = [drawn_run(tmp_path, loader__split_seed=seed, loader__validation=0.1) for seed in range(5)]
-    assert rho_of(rows_of_runs(shares)) == 0.1 / 0.9
+    assert rho_of(shares) == 0.1 / 0.9
     chance, plain, corrected = np.random.default_rng(0), [], []
     for _ in range(1000):
         values = chance.exponential(size=20).reshape(5, 4)

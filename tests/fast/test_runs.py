@@ -19,7 +19,7 @@ import runs as runs_py
 from lockstep.errors import ConfigError
 from lockstep.loggers.base import EpochSummary
 from lockstep.runs.record import RunRecord, code_facts, read_run, seconds_of, settle, state_of
-from lockstep.runs.table import choosing, frame, settings
+from lockstep.runs.table import choosing, rows_of, settings
 from support.commands import ROOT
 from support.logged import run_info
 from support.made_runs import make_run
@@ -137,14 +137,14 @@ def test_the_code_is_known_with_git_and_without(tmp_path: Path) -> None:
     source = tmp_path / "src" / "train.py"
     source.parent.mkdir()
     source.write_text("seed: 0\n")
-    without_git = code_facts(tmp_path)
+    without_git = code_facts.__wrapped__(tmp_path)
     assert "commit" not in without_git
     for words in (["init"], ["add", "."], ["commit", "-m", "first"]):
         git(*words)
-    facts = code_facts(tmp_path)
+    facts = code_facts.__wrapped__(tmp_path)
     assert (len(facts["commit"]), facts["source"]) == (40, without_git["source"])
     source.write_text("seed: 1\n")
-    assert code_facts(tmp_path)["source"] != without_git["source"]
+    assert code_facts.__wrapped__(tmp_path)["source"] != without_git["source"]
 
 
 # The table.
@@ -203,7 +203,7 @@ def test_runs_of_different_metrics_are_not_sorted_into_one_another(tmp_path: Pat
         make_run(tmp_path / name, best, metric=(f"val/{metric}", "max" if metric == "accuracy" else "min"), x=name)
     found = cells("run,metric,objective", "--sort", "objective")
     assert found == [["b", "val/accuracy", "0.9000"], ["a", "val/accuracy", "0.1000"], ["c", "val/loss", "0.5000"]]
-    assert choosing(settings(frame([tmp_path]))) == ""
+    assert choosing(settings(rows_of([tmp_path]))) == ""
 
 
 def test_runs_that_differ_only_in_seed_or_fold_are_one_line(tmp_path: Path, cells: Any) -> None:
@@ -224,9 +224,9 @@ def test_runs_that_differ_only_in_seed_or_fold_are_one_line(tmp_path: Path, cell
         ["s/other", "finished", "0.9000", "1", "optimizer.lr=0.3 seed=1"],
     ]
     assert len(cells("run", "--each")) == 11
-    sweep = settings(frame([tmp_path / "s"]).query("seed < 4"))
-    assert sweep["objective"].tolist() == pytest.approx([0.9, 0.6, 0.1])
-    sentence = choosing(sweep.iloc[1:])
+    sweep = settings([row for row in rows_of([tmp_path / "s"]) if row["seed"] < 4])
+    assert [row["objective"] for row in sweep] == pytest.approx([0.9, 0.6, 0.1])
+    sentence = choosing(sweep[1:])
     assert sentence.startswith(
         "val/accuracy 0.6 is the best of 2, and so it is optimistic; test/accuracy 0.6 had no part "
     )

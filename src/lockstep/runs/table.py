@@ -73,33 +73,20 @@ def row_of(run: Run) -> Row:
     value, held_out = measured.get(name), data.get("validation_samples")
     samples, error = test.get("samples", data.get("test_samples")), test.get("errors", {}).get(name)
     low, high = (value is not None and over_samples(name, value, error, samples)) or (None, None)
-    words, best = [word for word in run["overrides"] if not changes_no_number(word)], best_of(run)
-    own = {
-        "date": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(starts[0]["started"])),
-        "run": os.path.relpath(run["folder"]),
-        "state": state_of(run),
-        "metric": objective["name"],
-        "direction": objective["mode"],
-        "objective": best[0],
-        "best_step": best[1],
-        "test": value,
-        "test_low": low,
-        "test_high": high,
-        "test_samples": samples if error is None else None,  # of shares that are counted
-        "steps": run["steps"],
-        "speed": run["samples_per_second"],
-        "seconds": seconds_of(run),
-        "ranks": starts[-1]["world_size"],
-        "starts": len(starts),
-        "changed": shlex.join(words),
-        "setting": shlex.join([*run["flags"], *setting_of(words)]),
-        "commit": run["code"].get("commit", "")[:10],
-        "source": run["code"]["source"],
-        "validation_data": data.get("validation_data"),
-        "validation_share": held_out / data["training_samples"] if held_out else None,
-    }
-    own |= {key: run[key] for key in ("tags", "notes", "command", "folder", "sweep")}
-    return {**run["options"], **run["config"], **{f"test/{key}": one for key, one in measured.items()}, **own}
+    words, code = [word for word in run["overrides"] if not changes_no_number(word)], run["code"]
+    date, share = time.localtime(starts[0]["started"]), held_out / data["training_samples"] if held_out else None
+    row = {**run["options"], **run["config"], **{f"test/{key}": one for key, one in measured.items()}}
+    row |= {"date": time.strftime("%Y-%m-%d %H:%M:%S", date), "run": os.path.relpath(run["folder"])}
+    row |= {"state": state_of(run), "metric": objective["name"], "direction": objective["mode"]}
+    row |= zip(("objective", "best_step"), best_of(run), strict=True)
+    row |= {"test": value, "test_low": low, "test_high": high}
+    row |= {"test_samples": samples if error is None else None}  # of shares that are counted
+    row |= {"steps": run["steps"], "speed": run["samples_per_second"], "seconds": seconds_of(run)}
+    row |= {"ranks": starts[-1]["world_size"], "starts": len(starts), "changed": shlex.join(words)}
+    row |= {key: run[key] for key in ("tags", "notes", "command", "folder", "sweep")}
+    row |= {"setting": shlex.join([*run["flags"], *setting_of(words)])}
+    row |= {"commit": code.get("commit", "")[:10], "source": code["source"]}
+    return row | {"validation_data": data.get("validation_data"), "validation_share": share}
 
 
 def rho_of(runs: Sequence[Row]) -> float:
@@ -214,15 +201,19 @@ def ordered(table: Sequence[Row], name: str) -> list[Row]:
     return sorted(table, key=place)
 
 
-def show(table: Sequence[Row], columns: Sequence[str] | None = None) -> list[str]:
-    """The lines of a table of runs or of `settings`. columns: None for COLUMNS, but for those without a value.
+def telling(table: Sequence[Row], columns: Sequence[str] = COLUMNS) -> list[str]:
+    """The columns, but for those without a value, and those that say of each row the same."""
+    optional = {name: any(is_there(row[name]) for row in table) for name in ("test", "tags")}
+    optional |= {name: len({row[name] for row in table}) > 1 for name in ("metric", "source")}
+    return [name for name in columns if optional.get(name, True)]
+
+
+def show(table: Sequence[Row], columns: Sequence[str]) -> list[str]:
+    """The lines of a table of runs or of `settings`.
 
     An interval is shown as its half: of several runs over the runs, of one over the samples of the test set.
     """
     metrics = [*dict.fromkeys(row["metric"] for row in table)]
-    if columns is None:
-        optional = {name: any(is_there(row[name]) for row in table) for name in ("test", "tags")}
-        columns = [name for name in COLUMNS if (optional | {"metric": len(metrics) > 1}).get(name, True)]
     check_names(table, columns, "--columns")
     titles = {"objective": f"best {metrics[0]}", "test": f"test/{metrics[0].partition('/')[2]}"}
     titles = titles if len(metrics) == 1 else {}

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
@@ -24,17 +24,17 @@ from lockstep.config.schema import RunConfig
 from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent, usable_cores
 from lockstep.failures.report import in_one_line, read_report
-from lockstep.runs.record import SWEEP, Run, best_of, read_run, state_of, versions
+from lockstep.runs.record import SWEEP, Run, best_of, read_run, state_of
 
 if TYPE_CHECKING:
     from lockstep.preflight import Parts
 
-SHARED = ("lockstep.launchers.rank_imports", "lockstep.modes.train", "lockstep.tasks.reports", "tqdm.contrib.logging")
+SHARED = ("launchers.rank_imports", "modes.train", "tasks.reports", "distributed.watch", "preflight")
 CONSOLE = "console.log"  # in a job's folder: what it prints, where several run at once
 STOPPED = {errors.EXIT_RESUMABLE, errors.EXIT_STOPPED_WITHOUT_SNAPSHOT, *(128 + one for one in signals.STOP_SIGNALS)}
 
 Slot = tuple[list[int], list[str]]
-"""The cores and the GPUs that one job at a time may use; empty for all."""
+"""The cores and the GPUs of one job at a time; empty for all."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,8 @@ class Job:
         return None if run is None else best_of(run)[0]
 
     def train(self) -> None:
-        """What `main` of train.py does with a config that is composed and checked."""
-        from lockstep.preflight import begin
-
+        """What `main` of train.py does after its checks."""
+        begin: Any = importlib.import_module("lockstep.preflight").begin
         with errors.exits_are_failures("the command left before the training"):
             begin(self.config, self.parts)
             self.folder.mkdir(parents=True, exist_ok=True)  # for a script of Slurm
@@ -73,8 +72,7 @@ class Job:
             self.parts.launcher.launch(self.parts.mode.work, self.config, self.record, self.parts)
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a job ended. state: finished, pruned, stopped, refused, diverged, failed. cause: of the last three."""
 
     state: str
@@ -84,22 +82,21 @@ class Outcome:
 class Process:
     """A job that runs in `slot`. to_file: its output goes to CONSOLE.
 
-    It is a fork of this process, as the ranks of launch=fork are: it shares the imports and the checked configs. macOS
-    kills forks of a process that has used its libraries: there a job imports torch itself.
+    It is a fork, and so it shares the imports and the checked config. macOS kills forks of a process that has used its
+    libraries: there a job imports torch itself.
     """
 
     def __init__(self, job: Job, slot: Slot, to_file: bool) -> None:
         self.job, self.slot, self.console = job, slot, job.folder / CONSOLE if to_file else None
         self.starts, self.is_pruned = 0, False
+        for name in SHARED:
+            importlib.import_module(f"lockstep.{name}")
         self.start()
 
     def start(self) -> None:
-        for name in SHARED:
-            importlib.import_module(name)
-        versions()  # are kept, too
         self.starts, self.started = self.starts + 1, time.time()
         context: Any = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "fork")
-        self.process = context.Process(target=_become, args=(self.job, self.slot, self.console))
+        self.process = context.Process(target=_become, args=(os.getpid(), self.job, self.slot, self.console))
         with signals.blocked():
             self.process.start()
 
@@ -119,12 +116,11 @@ class Process:
         return Outcome("refused" if code == errors.EXIT_CONFIG else state, textwrap.shorten(cause, 300))
 
 
-def _become(job: Job, slot: Slot, console: Path | None) -> None:
+def _become(sweep: int, job: Job, slot: Slot, console: Path | None) -> None:
     """Turn this process into the job's command. Never returns."""
     signals.end_at_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOP_SIGNALS)
-    sweep: Any = multiprocessing.parent_process()
-    end_with_parent(parent=sweep.pid)
+    end_with_parent(parent=sweep)
     os.setsid()  # Ctrl-C is for the sweep, which passes it on
     cores, gpus = slot
     os.environ.update(job.env, **{SWEEP: str(job.folder.parent)})
@@ -135,8 +131,8 @@ def _become(job: Job, slot: Slot, console: Path | None) -> None:
     if console is not None:
         console.parent.mkdir(parents=True, exist_ok=True)
         with console.open("ab") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+            for output in (1, 2):
+                os.dup2(file.fileno(), output)
     sys.argv = shlex.split(job.record.command)[1:]
     of_job: Any = OmegaConf.create({"hydra": {"overrides": {"task": [*job.record.overrides]}}})
     HydraConfig.instance().cfg = of_job  # for launch=slurm
@@ -147,10 +143,10 @@ def divide_machine(n_jobs: int) -> list[Slot]:
     """What each of the jobs at once may use. No core and no GPU is in two slots, if there are as many."""
     if n_jobs == 1:
         return [([], [])]
-    import torch  # device_count asks NVML: a process that has started CUDA cannot fork
+    from torch.cuda import device_count  # it asks NVML: a process that has started CUDA cannot fork
 
-    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = named.split(",")[:count] if named else list(map(str, range(count)))
+    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(device_count())))
+    gpus = named.split(",")[: device_count()]
 
     def share(units: list[Any], number: int) -> list[Any]:
         size = max(1, len(units) // n_jobs)  # what is left over belongs to none

@@ -31,8 +31,17 @@ from lockstep.distributed.run_folder import HeldFolder, require_same_run
 from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, ConfigError, path_value
 from lockstep.files import short_hash
 from lockstep.launchers.base import print_line
-from lockstep.runs.record import FINISHED, PAUSED, changes_no_number, code_facts, find_runs, read_run, state_of
-from lockstep.runs.table import choosing, is_repeat, is_there, rows_of, settings, show
+from lockstep.runs.record import (
+    FINISHED,
+    PAUSED,
+    changes_no_number,
+    code_facts,
+    find_runs,
+    read_run,
+    state_of,
+    versions,
+)
+from lockstep.runs.table import choosing, is_repeat, rows_of, settings, show, telling
 from lockstep.sweeps.jobs import Job, Outcome, Process, divide_machine
 
 POLL_SECONDS = 0.2
@@ -65,6 +74,7 @@ class Sweep:
         self.held = HeldFolder(self.folder, "sweep")
         if (problem := self.held.lock()) is not None:
             raise ConfigError(problem)
+        versions()  # of all jobs
         self.known = [read_run(folder) for folder in find_runs([self.folder])]
         self.results = dict[Path, Outcome]()  # of jobs that have ended, by their folders
         self.composed = dict[tuple[str, ...], DictConfig]()  # by the words that Hydra must compose
@@ -182,10 +192,8 @@ class Sweep:
         lines = [f"\nsweep: {counts or 'no job has ended'}, in {self.folder.absolute()}"]
         if table := settings(rows_of([self.folder])):
             keys = [key for key in (key.lstrip("+") for key in self.varied) if key in table[0]]
-            optional = {"test": any(is_there(row["test"]) for row in table)}
-            optional["source"] = len({row["source"] for row in table}) > 1
             columns = ["state", "objective", "test", "best_step", "seconds", *keys, "source", "run"]
-            lines += show(table, [name for name in columns if optional.get(name, True)])
+            lines += show(table, telling(table, columns))
             own = [key for key in keys if not is_repeat(key)]
             if table[0]["count"] and own and len({row["metric"] for row in table}) == 1:
                 of_lists = [key for key in own if key in self.lists and is_at_edge([row.get(key) for row in table])]
