@@ -65,9 +65,13 @@ class Sweep:
         self.varied = sorted({one.get_key_element() for one in swept})
         self.lists = {one.get_key_element() for one in swept if one.is_discrete_sweep()}
         times = Counter(one.key_or_group for one in self.overrides)
-        for name in [one.key_or_group for one in swept if "{" in str(one.input_line) and times[one.key_or_group] > 1]:
-            what = f"{name} has lists of several keys twice, of which a sweep would drop one"
-            raise ConfigError(f"{what}; type a list for each key, such as {name}.<key>=1,2")
+        for one in swept:
+            if not one.is_discrete_sweep() and master.hydra.sweeper._target_.endswith(".ListSweeper"):
+                advice = "type hydra/sweeper=optuna hydra.sweeper.n_trials=20 for a search"
+                raise ConfigError(f"{one.input_line} is no list of values; {advice}")
+            if times[one.key_or_group] > 1 and "{" in str(one.input_line):
+                what = f"{one.key_or_group} has lists of several keys twice, of which a sweep would drop one"
+                raise ConfigError(f"{what}; type a list for each key, such as {one.key_or_group}.<key>=1,2")
         of_sweep = re.compile(r"[+~]*hydra[./](run|sweep|sweeper|launcher|mode)\b")
         self.flags = [flag for flag in config_flags(sys.argv[1:]) if flag.startswith("-")]
         self.flags += [word for word in master.hydra.overrides.hydra if not of_sweep.match(word)]
