@@ -40,16 +40,14 @@ def test_ratios_are_of_runs_of_the_same_round():
         race.Settings("data"),
         "torch 2",
     )
-    assert (
-        "| Lockstep | 1 | tutorial | 1 | 137.50 (75.00-200.00) | 1.75 (1.50-2.00) | - | - | - | - | 10.00 | 0.50 |"
-        in page
-    )
-    assert "| start by python | 1 | minimal | 1 | 2.20 | 1.10 |" in page
-    assert "| sweep by launch=torchrun | 2 | 8 commands | 2 | 20.00 | 0.50 |" in page
-    assert "| Lockstep | 1 | tutorial | 1 | 600 (600-600) | 0.75 (0.75-0.75) | - | - | - | - |" in page
-    assert "| --help | 1 | 0.25 |" in page
-    assert "sync_bn=off" in page
-    assert "Lockstep, bf16" not in page
+    for row in (
+        "| Lockstep | 1 | tutorial | 1 | 137.50 (75.00-200.00) | 1.75 (1.50-2.00) | - | - | - | - | 10.00 | 0.50 |",
+        "| start by python | 1 | minimal | 1 | 2.20 | 1.10 |",
+        "| sweep by launch=torchrun | 2 | 8 commands | 2 | 20.00 | 0.50 |",
+        "| Lockstep | 1 | tutorial | 1 | 600 (600-600) | 0.75 (0.75-0.75) | - | - | - | - |",
+        "| --help | 1 | 0.25 |",
+    ):
+        assert row in page
     assert "Training, processes: 2" not in page
 
 

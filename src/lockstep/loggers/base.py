@@ -126,8 +126,8 @@ class Loggers(Logger):
         self._each("image", tag, image, step)
 
     def draw(self, split: str, figures: Callable[[], Mapping[str, Tensor]], step: int) -> None:
-        """Images of the weights of `step`, which `figures` draws as {tag: image}: now, in 1 % of the time, or the newest
-        ones at the end."""
+        """Images of the weights of `step`, which `figures` draws as {tag: image}: now, in 1 % of the time, or at the
+        end, the newest ones."""
         self.waiting[split] = figures, step
         self._draw()
 
