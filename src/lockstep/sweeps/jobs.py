@@ -9,7 +9,6 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,17 +38,13 @@ Slot = tuple[list[int], list[str]]
 
 @dataclass(frozen=True)
 class Job:
-    """A training that has been composed and checked. folder: of its run. title: what it changes, for people.
-
-    env: the variables of hydra.job.env_set.
-    """
+    """A training that has been composed and checked. folder: of its run. title: what it changes, for people."""
 
     folder: Path
     title: str
     config: RunConfig
     record: ConfigRecord
     parts: "Parts"
-    env: Mapping[str, str]
 
     def run(self) -> Run | None:
         """Its record, None if there is none."""
@@ -123,7 +118,7 @@ def _become(sweep: int, job: Job, slot: Slot, console: Path | None) -> None:
     end_with_parent(parent=sweep)
     os.setsid()  # Ctrl-C is for the sweep, which passes it on
     cores, gpus = slot
-    os.environ.update(job.env, **{SWEEP: str(job.folder.parent)})
+    os.environ[SWEEP] = str(job.folder.parent)
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if cores and hasattr(os, "sched_setaffinity"):

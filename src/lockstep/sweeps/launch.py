@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,6 @@ class Sweep:
             if times[one.key_or_group] > 1 and "{" in str(one.input_line):
                 what = f"{one.key_or_group} has lists of several keys twice, of which a sweep would drop one"
                 raise ConfigError(f"{what}; type a list for each key, such as {one.key_or_group}.<key>=1,2")
-        of_sweep = re.compile(r"[+~]*hydra[./](run|sweep|sweeper|launcher|mode)\b")
-        self.flags = [flag for flag in config_flags(sys.argv[1:]) if flag.startswith("-")]
-        self.flags += [word for word in master.hydra.overrides.hydra if not of_sweep.match(word)]
         self.held = HeldFolder(self.folder, "sweep")
         if (problem := self.held.lock()) is not None:
             raise ConfigError(problem)
@@ -90,12 +87,12 @@ class Sweep:
         changes = sorted(word for word in overrides if word.partition("=")[0] in self.varied)
         folder = self.folder / folder_name(changes)
         try:
-            config, record, env = self._compose(overrides, folder)
+            config, record = self._compose(overrides, folder)
             values = json.loads(json.dumps(record.shown, default=str))
             run = next((run for run in self.known if same_values(values, run["config"])), None)
             if run is not None and Path(run["folder"]) != folder:
                 folder = Path(run["folder"])
-                config, record, env = self._compose(overrides, folder)
+                config, record = self._compose(overrides, folder)
             require_same_run(record, str(folder), "hydra.sweep.dir=<a new folder>")
             parts = preflight(config, starts=False)
         except Exception as error:
@@ -104,9 +101,9 @@ class Sweep:
             raise ConfigError(f"the job {' '.join(changes)}: {known}" if changes else str(known)) from error
         if run is not None and state_of(run) in (FINISHED, PAUSED):
             self.results[folder] = Outcome("finished")
-        return Job(folder, " ".join(changes), config, record, parts, env)
+        return Job(folder, " ".join(changes), config, record, parts)
 
-    def _compose(self, overrides: Sequence[str], folder: Path) -> tuple[RunConfig, ConfigRecord, Mapping[str, str]]:
+    def _compose(self, overrides: Sequence[str], folder: Path) -> tuple[RunConfig, ConfigRecord]:
         """As `main` of train.py gets and checks them. Hydra composes once for all jobs that differ in values alone."""
         parsed = self.parser.parse_overrides([*overrides])
         others = tuple(word for word in overrides if "." not in key_of(word) and key_of(word) != "seed")
@@ -118,10 +115,10 @@ class Sweep:
             composed.hydra.runtime.output_dir = str(folder.absolute())
             HydraConfig.instance().set_config(composed)  # its resolvers answer for this job
             del composed["hydra"]
-        cfg, hydra_cfg = with_own_arguments(composed, overrides), HydraConfig.get()
+        cfg = with_own_arguments(composed, overrides)
         config = check(cfg)
-        argv = [sys.argv[0], *self.flags, *overrides, f"hydra.run.dir={path_value(folder)}"]
-        return config, record_config(cfg, config, hydra_cfg, argv), dict(hydra_cfg.job.env_set)
+        argv = [sys.argv[0], *config_flags(sys.argv[1:]), *overrides, f"hydra.run.dir={path_value(folder)}"]
+        return config, record_config(cfg, config, HydraConfig.get(), argv)
 
     def launch(self, lists: Iterable[Sequence[str]]) -> list[JobReturn]:
         """Run jobs for a sweeper of Hydra's. Raises ConfigError, before one starts, for one that cannot work."""
