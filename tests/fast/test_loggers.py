@@ -21,7 +21,6 @@ from lockstep.errors import path_value
 from lockstep.loggers.base import Logger, Loggers
 from lockstep.loggers.console import ConsoleLogger
 from lockstep.loggers.csv_logger import CSVLogger
-from lockstep.loggers.rank_logs import RankLogs
 from lockstep.loggers.tensorboard import TensorBoardLogger
 from lockstep.runs.record import RunRecord, read_run
 from support.event_files import Backend, images, scalars
@@ -225,16 +224,3 @@ def test_the_evaluation_that_is_advised_can_be_typed(tmp_path: Path, folder: str
     found = with_overrides_of_run(shlex.split(line))
     (log_folder,) = [word for word in found if word.startswith("hydra.run.dir=")]
     assert OverridesParser.create().parse_override(log_folder).value() == str(tmp_path / folder / "evaluate")
-
-
-def test_each_rank_has_a_log_and_rank_0_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])
-    with RankLogs() as logs:
-        root.warning("for the console")
-        logs.open(str(tmp_path))
-        root.warning("epoch 1/2")
-    assert root.handlers == []
-    for name in ("train.log", "logs/rank0.log"):
-        lines = (tmp_path / name).read_text().splitlines()
-        assert [line.partition(" - ")[2] for line in lines] == ["epoch 1/2"]
