@@ -1,7 +1,4 @@
-"""Tables of runs: a row, which is a dict, for a run, or for all seeds and folds of a configuration; and their text.
-
-pandas is imported where it is asked for: the end of a sweep shows a table, too.
-"""
+"""Tables of runs: a row, which is a dict, for a run, or for all seeds and folds of a configuration; and their text."""
 
 import difflib
 import logging
@@ -111,9 +108,8 @@ def settings(runs: Sequence[Row]) -> list[Row]:
     """A row for each configuration: runs of one folder and one code that differ only in seed or fold are one.
 
     runs, count: how many there are, and how many have finished with a number. objective, test: means of these; low,
-    high: of the objective's interval; std. Values in which the runs differ are all in one text. A run with a seed that
-    another one has had already is a row of its own. Where all have one metric, the best is the first, before those of
-    which runs are missing.
+    high: of the objective's interval; std. Other values in which they differ are one text. A second run of a seed is a
+    row of its own. Where all have one metric, the best is the first, before those of which runs are missing.
     """
     groups, seen = dict[tuple[Any, ...], list[Row]](), Counter[tuple[str, ...]]()
     for run in runs:

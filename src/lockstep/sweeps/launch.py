@@ -49,10 +49,8 @@ LONGEST_NAME = 120  # characters of a job's folder
 
 
 class Sweep:
-    """The sweep of a command, which holds its folder until the process ends. Raises ConfigError.
-
-    master: the config as Hydra has composed it, without the jobs.
-    """
+    """The sweep of a command, which holds its folder until the process ends. master: its config, without the jobs.
+    Raises ConfigError."""
 
     def __init__(self, loader: ConfigLoader, master: DictConfig) -> None:
         self.keys: Any = OmegaConf.to_container(master.hydra.launcher)
