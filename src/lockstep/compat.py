@@ -96,18 +96,20 @@ def basic_sweeper() -> Any:
 def with_values(composed: "DictConfig", values: Sequence[Any], overrides: Sequence[Any]) -> "DictConfig":
     """A copy of what Hydra has composed, with the values of these overrides. overrides: all of the job, parsed.
 
-    It takes a quarter of the time in which Hydra composes. Missing: an ImportError in a sweep.
+    It takes a quarter of the time in which Hydra composes. Missing: an AttributeError in a sweep.
     """
     import copy
 
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
+    from hydra._internal import config_loader_impl
     from omegaconf import read_write
 
     cfg = copy.deepcopy(composed)
-    ConfigLoaderImpl._apply_overrides_to_config([*values], cfg)
+    config_loader_impl.ConfigLoaderImpl._apply_overrides_to_config([*values], cfg)
     with read_write(cfg.hydra):
         cfg.hydra.overrides.task = [one.input_line for one in overrides]
-        cfg.hydra.job.override_dirname = get_overrides_dirname([*overrides], **cfg.hydra.job.config.override_dirname)
+        name_of = getattr(config_loader_impl, "get_overrides_dirname", None)  # 1.4 has a resolver
+        if name_of is not None:
+            cfg.hydra.job.override_dirname = name_of([*overrides], **cfg.hydra.job.config.override_dirname)
     return cfg
 
 

@@ -80,7 +80,7 @@ def test_images_are_drawn_once_for_all_loggers_at_the_step_of_their_weights(tmp_
 
     calls, drawn = list[str](), list[int]()
     for sweep in (None, "s"):  # a job of a sweep that lasts less than ten seconds draws none
-        with Loggers([Recorder("a", calls), TensorBoardLogger(str(tmp_path), 1), ConsoleLogger()]) as loggers:
+        with Loggers([Recorder("a", calls), TensorBoardLogger(f"{tmp_path}/{sweep}", 1), ConsoleLogger()]) as loggers:
             loggers.start(run_info(tmp_path, sweep=sweep))
             draw(loggers, 10)
             draw(loggers, 20)
@@ -88,7 +88,7 @@ def test_images_are_drawn_once_for_all_loggers_at_the_step_of_their_weights(tmp_
             loggers.end(run_info(tmp_path, sweep=sweep), "finished")
     assert drawn == [20]
     assert calls == ["a image test/worst 20", "a close", "a close"]
-    step, picture = images(tmp_path)["test/worst"]
+    step, picture = images(tmp_path / "None")["test/worst"]
     assert (step, picture.size, picture.getpixel((0, 0))) == (20, (7, 5), (255, 255, 255))
     loggers.draw_at = 0.0
     draw(loggers, 30)

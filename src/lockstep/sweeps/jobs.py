@@ -23,7 +23,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent, usable_cores
 from lockstep.failures.report import in_one_line, read_report
-from lockstep.runs.record import SWEEP, Run, best_of, read_run, state_of
+from lockstep.runs.record import SWEEP, Run, best_of, read_run, state_of, versions
 
 if TYPE_CHECKING:
     from lockstep.preflight import Parts
@@ -74,6 +74,16 @@ class Outcome(NamedTuple):
     cause: str = ""
 
 
+def share() -> None:
+    """Import what each job needs, once. It is frozen: memory that is shared is copied when a collection writes to it."""
+    gc.disable()
+    for name in SHARED:
+        importlib.import_module(f"lockstep.{name}")
+    versions()  # are kept, too
+    gc.freeze()
+    gc.enable()
+
+
 class Process:
     """A job that runs in `slot`. to_file: its output goes to CONSOLE.
 
@@ -84,8 +94,6 @@ class Process:
     def __init__(self, job: Job, slot: Slot, to_file: bool) -> None:
         self.job, self.slot, self.console = job, slot, job.folder / CONSOLE if to_file else None
         self.starts, self.is_pruned = 0, False
-        for name in SHARED:
-            importlib.import_module(f"lockstep.{name}")
         self.start()
 
     def start(self) -> None:

@@ -1,6 +1,5 @@
 """A sweep: Hydra lists its jobs; here they are composed, checked, run, and shown at the end. No torch at the top."""
 
-import gc
 import itertools
 import json
 import math
@@ -42,7 +41,7 @@ from lockstep.runs.record import (
     versions,
 )
 from lockstep.runs.table import choosing, is_repeat, rows_of, settings, show, telling
-from lockstep.sweeps.jobs import Job, Outcome, Process, divide_machine
+from lockstep.sweeps.jobs import Job, Outcome, Process, divide_machine, share
 
 POLL_SECONDS = 0.2
 LONGEST_NAME = 120  # characters of a job's folder
@@ -73,7 +72,6 @@ class Sweep:
         self.held = HeldFolder(self.folder, "sweep")
         if (problem := self.held.lock()) is not None:
             raise ConfigError(problem)
-        versions()  # of all jobs
         self.known = [read_run(folder) for folder in find_runs([self.folder])]
         self.results = dict[Path, Outcome]()  # of jobs that have ended, by their folders
         self.composed = dict[tuple[str, ...], DictConfig]()  # by the words that Hydra must compose
@@ -132,7 +130,8 @@ class Sweep:
         said = f"sweep: {count} jobs, {self.keys['n_jobs']} at once; {len(self.results)} have finished before"
         said += f", {others} of them with other code: compare with care" * bool(others)
         print_line(f"{said}; in {self.folder}", sys.stdout)
-        gc.freeze()  # memory that is shared with jobs is copied when a collection writes to it
+        if count:
+            share()
         code = self._run(jobs)
         for line in self._end(code):
             print_line(line, sys.stdout)
