@@ -74,8 +74,8 @@ class Outcome(NamedTuple):
     cause: str = ""
 
 
-def share() -> None:
-    """Import what each job needs, once. It is frozen: memory that is shared is copied when a collection writes to it."""
+def import_shared() -> None:
+    """What each job needs, once, and frozen: memory that is shared is copied when a collection writes to it."""
     gc.disable()
     for name in SHARED:
         importlib.import_module(f"lockstep.{name}")

@@ -30,18 +30,9 @@ from lockstep.distributed.run_folder import HeldFolder, require_same_run
 from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, ConfigError, path_value
 from lockstep.files import short_hash
 from lockstep.launchers.base import print_line
-from lockstep.runs.record import (
-    FINISHED,
-    PAUSED,
-    changes_no_number,
-    code_facts,
-    find_runs,
-    read_run,
-    state_of,
-    versions,
-)
+from lockstep.runs.record import FINISHED, PAUSED, changes_no_number, code_facts, find_runs, read_run, state_of
 from lockstep.runs.table import choosing, is_repeat, rows_of, settings, show, telling
-from lockstep.sweeps.jobs import Job, Outcome, Process, divide_machine, share
+from lockstep.sweeps.jobs import Job, Outcome, Process, divide_machine, import_shared
 
 POLL_SECONDS = 0.2
 LONGEST_NAME = 120  # characters of a job's folder
@@ -131,7 +122,7 @@ class Sweep:
         said += f", {others} of them with other code: compare with care" * bool(others)
         print_line(f"{said}; in {self.folder}", sys.stdout)
         if count:
-            share()
+            import_shared()
         code = self._run(jobs)
         for line in self._end(code):
             print_line(line, sys.stdout)
