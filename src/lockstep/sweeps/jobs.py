@@ -32,8 +32,7 @@ SHARED = ("launchers.rank_imports", "modes.train", "tasks.reports", "distributed
 CONSOLE = "console.log"  # in a job's folder: what it prints, where several run at once
 STOPPED = {errors.EXIT_RESUMABLE, errors.EXIT_STOPPED_WITHOUT_SNAPSHOT, *(128 + one for one in signals.STOP_SIGNALS)}
 
-Slot = tuple[list[int], list[str]]
-"""The cores and the GPUs of one job at a time; empty for all."""
+Slot = tuple[list[int], list[str]]  # the cores and the GPUs of one job at a time; empty for all
 
 
 @dataclass(frozen=True)
