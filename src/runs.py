@@ -47,14 +47,14 @@ def answer(options: argparse.Namespace) -> Iterable[str]:
         return compare.diff(*options.folders)
     if options.verb == "samples":
         return samples.samples_table(options.place, options.worst, options.by)
-    runs = table.frame(options.folders)
-    if runs.empty:
+    runs = table.rows_of(options.folders)
+    if not runs:
         raise ConfigError(f"no run below {' '.join(options.folders)}; type python src/runs.py table <another folder>")
     found = table.filtered(runs, options.filter)
-    if found.empty:
+    if not found:
         raise ConfigError(f"none of {len(runs)} runs has {' and '.join(options.filter)}; type another --filter")
     rows = table.ordered(found if options.each else table.settings(found), options.sort)
-    return table.show(rows, options.columns.split(",") if options.columns else None)
+    return table.show(rows, options.columns.split(",") if options.columns else table.telling(rows))
 
 
 def main(words: list[str]) -> int:

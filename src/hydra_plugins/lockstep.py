@@ -1,4 +1,4 @@
-"""The launcher and the sweeper of this project, as plugins of Hydra, which finds plugins in this namespace only.
+"""The launcher and the sweepers of this project, as plugins of Hydra, which finds plugins in this namespace only.
 
 Every command imports this module, so it imports what a sweep needs inside its functions. The arguments of the
 constructors are the keys of hydra.launcher and hydra.sweeper, where `Sweep` and `Search` read them.
@@ -12,6 +12,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from lockstep.compat import basic_sweeper
 from lockstep.config.schema import Count, Node, Whole
 
 
@@ -28,6 +29,13 @@ class LockstepLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         return self.sweep.launch(job_overrides)
+
+
+class ListSweeper(basic_sweeper()):  # type: ignore[misc]
+    """Hydra's own, for lists of values."""
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """The launcher composes and checks each job."""
 
 
 class OptunaSweeper(Sweeper):

@@ -86,6 +86,33 @@ def hydra_may_call_all() -> dict[str, object]:
     return {} if policy is None else {"_execution_whitelist_": policy}
 
 
+def basic_sweeper() -> Any:
+    """The class of Hydra's sweeper over lists, which composes each job to see whether it can. Missing: no sweep."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    return BasicSweeper
+
+
+def with_values(composed: "DictConfig", values: Sequence[Any], overrides: Sequence[Any]) -> "DictConfig":
+    """A copy of what Hydra has composed, with the values of these overrides. overrides: all of the job, parsed.
+
+    It takes a quarter of the time in which Hydra composes. Missing: an AttributeError in a sweep.
+    """
+    import copy
+
+    from hydra._internal import config_loader_impl
+    from omegaconf import read_write
+
+    cfg = copy.deepcopy(composed)
+    config_loader_impl.ConfigLoaderImpl._apply_overrides_to_config([*values], cfg)
+    with read_write(cfg.hydra):
+        cfg.hydra.overrides.task = [one.input_line for one in overrides]
+        name_of = getattr(config_loader_impl, "get_overrides_dirname", None)  # 1.4 has a resolver
+        if name_of is not None:
+            cfg.hydra.job.override_dirname = name_of([*overrides], **cfg.hydra.job.config.override_dirname)
+    return cfg
+
+
 # OmegaConf, seen in 2.3.1 and 2.4.1rc1.
 
 

@@ -42,13 +42,19 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
     if not starts and not mode.trains:
         raise ConfigError(f"mode={mode.name} is no training, and a sweep trains; type the command without -m")
     parts = build_parts(config, launcher, mode)
-    if starts and not (mode.starts_ranks or launcher.runs_elsewhere):
-        signals.set_run_folder(config.run_dir)
-        if launcher.starts_processes:
-            prepare_first(config)
+    if starts:
+        begin(config, parts)
     gc.freeze()  # what has been imported stays
     gc.enable()
     return parts
+
+
+def begin(config: RunConfig, parts: Parts) -> None:
+    """What comes first in the process that starts a job."""
+    if not (parts.mode.starts_ranks or parts.launcher.runs_elsewhere):
+        signals.set_run_folder(config.run_dir)
+        if parts.launcher.starts_processes:
+            prepare_first(config)
 
 
 def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:

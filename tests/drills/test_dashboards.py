@@ -7,7 +7,6 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,13 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
     """Of a TensorBoard that has read all runs."""
-    with tensorboard(folder, len(RUNS)) as found:
-        yield found
-
-
-@contextmanager
-def tensorboard(folder: Path, runs: int) -> Iterator[str]:
-    """The address of a TensorBoard that has read this number of runs below `folder`."""
     log = folder.parent / "tensorboard.log"
     with log.open("w") as output:
         command = [sys.executable, "-m", "tensorboard.main", f"--logdir={folder.name}", "--port=0", "--host=127.0.0.1"]
@@ -53,11 +45,11 @@ def tensorboard(folder: Path, runs: int) -> Iterator[str]:
         wait_for(lambda: "http://" in log.read_text(), "address of TensorBoard", 120)
         (found,) = re.findall(r"http://\S+?(?=/ )", log.read_text())
 
-        def tags(plugin: str) -> dict[str, object]:
+        def runs_with(plugin: str) -> set[str]:
             with urllib.request.urlopen(f"{found}/data/plugin/{plugin}/tags") as answer:
-                return dict(json.load(answer))
+                return {*json.load(answer)}
 
-        wait_for(lambda: len(tags("scalars")) == len(tags("images")) == runs, "run in TensorBoard", 120)
+        wait_for(lambda: runs_with("scalars") == runs_with("images") == {*RUNS}, "runs in TensorBoard", 120)
         yield found
     finally:
         server.terminate()
@@ -128,24 +120,3 @@ def test_the_tabs_are_those_of_the_data(browser: Browser, address: str) -> None:
     tabs = "plugin-selector .mat-mdc-tab:not(.mat-mdc-tab-disabled)"
     shown = browser.evaluate(f"deep('{tabs}').map(tab => tab.innerText.trim().toLowerCase())")
     assert set(shown) == {"time series", "scalars", "custom scalars", "images", "hparams"}
-
-
-def test_a_resumed_run_is_one_line_of_each_curve(browser: Browser, address: str) -> None:
-    browser.open(f"{address}/#timeseries&smoothing=0")
-    browser.wait_for("best", "speed", "/step_ms", "Smoothed", *RUNS)
-    with urllib.request.urlopen(f"{address}/data/runs") as answer:
-        assert sorted(json.load(answer)) == sorted(RUNS)
-
-
-def test_the_runs_of_a_sweep_are_named_by_what_they_change(browser: Browser, tmp_path: Path) -> None:
-    words = ["-m", "optimizer.lr=0.1,0.02", "model=mlp", "trainer.epochs=2", "hydra.sweep.dir=sweep"]
-    Command([*TWO_RANKS, *words], cwd=tmp_path).finish()
-    names = ["optimizer.lr=0.1", "optimizer.lr=0.02"]
-    with tensorboard(tmp_path / "sweep", 2) as address:
-        browser.open(f"{address}/#hparams")
-        table = browser.wait_for("Trial ID", *names).partition("Trial ID")[2]
-        assert {"optimizer.lr", "best/accuracy", "test/loss"} <= set(table.partition(names[0])[0].split("\n"))
-        assert "0.10000" in table.partition(names[0])[2].partition(names[1])[0]
-        assert "0.020000" in table.partition(names[1])[2]
-        browser.open(f"{address}/#custom_scalars")
-        browser.wait_for("results", "Matches (", *names)

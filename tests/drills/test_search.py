@@ -2,7 +2,6 @@
 
 import re
 import signal
-import time
 
 import optuna
 import pytest
@@ -11,7 +10,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from support.commands import PYTHON_TRAIN, ROOT, own_data, wait_for
-from support.sweep_tables import objectives, runs_of, states
+from support.sweep_tables import objectives, states
 
 pytestmark = pytest.mark.drill
 
@@ -57,19 +56,6 @@ def test_hopeless_trials_are_pruned_with_a_snapshot_and_end_no_sweep(start):
     for name in pruned:
         assert list((run.cwd / "s" / name / "snapshots").glob("step_*[0-9]"))
         assert f"sweep: {name} pruned\n" in run.output
-
-
-def test_a_search_that_is_stopped_goes_on(start):
-    words = [*PYTHON_TRAIN, *SEARCH, *SPACE, "trainer.epochs=60", "hydra.sweeper.n_trials=2", "hydra.sweep.dir=s"]
-    run = start(*words)
-    wait_for(lambda: list((run.cwd / "s").glob("*/snapshots/step_*[0-9]")), "snapshot")
-    run.send(signal.SIGTERM)
-    run.finish(75)
-    assert "sweep: 1 stopped, in" in run.output
-    time.sleep(0.1)
-    more = start(*words).finish()
-    assert "resumed from" in more.output
-    assert len(runs_of(run.cwd / "s")) == 2
 
 
 def test_the_test_number_of_the_best_of_16_configurations_covers_chance_where_labels_are_random(start):

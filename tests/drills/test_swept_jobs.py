@@ -11,7 +11,6 @@ from contextlib import suppress
 import pytest
 
 from support.commands import PYTHON_TRAIN, ROOT, Command, wait_for
-from support.slurm_cluster import CGROUPS, LIMITS_MEMORY
 from support.sweep_tables import objectives, runs_of, states
 
 pytestmark = pytest.mark.drill
@@ -68,8 +67,7 @@ def test_a_job_that_raises_is_killed_or_hangs_harms_no_other_and_is_tried_again(
     assert "rank 0 of 1: RuntimeError:" in causes["raise"]
     assert "SIGKILL" in causes["kill"]
     assert "user code" in causes["hang"]
-    for kind in kinds[:3]:
-        assert run.output.count(f"model.kind={kind} failed, and starts again: ") == 1
+    assert run.output.count(" failed, and starts again: ") == 3
     few = ["hydra.launcher.max_failures=2", "hydra.launcher.retries=0", "hydra.sweep.dir=t"]
     limited = start(*command, *few, PYTHONPATH=ROOT / "tests").finish(1)
     assert "starts again" not in limited.output
@@ -115,28 +113,3 @@ def test_two_jobs_at_once_have_the_same_numbers(start):
     for name in objectives(two.cwd / "two"):
         assert "epoch 30/30" in (two.cwd / "two" / name / "console.log").read_text()
         assert f"sweep: {name} finished\n" in two.output
-
-
-MEMORY = CGROUPS / "lockstep_sweep"
-LIMIT = 3 * 2**29
-
-
-@pytest.mark.skipif(not LIMITS_MEMORY, reason="needs a machine whose memory cgroup (v1) can be written")
-@pytest.mark.parametrize("launch", ["env", "fork", "torchrun"])
-def test_a_job_that_the_system_kills_for_want_of_memory_harms_no_other(start, launch):
-    """All processes of the sweep share 1.5 GB, and a rank of job 1 wants four."""
-    swept = ["model._target_=support.faults.SweptModel", "+model.kind=none,more_memory", "+model.rank=0"]
-    command = [*PYTHON_TRAIN, "-m", "model=mlp", *swept, "trainer.epochs=1", "hydra.sweep.dir=s", f"launch={launch}"]
-    command += ["hydra.launcher.retries=0"]
-    MEMORY.mkdir(exist_ok=True)
-    try:
-        (MEMORY / "memory.limit_in_bytes").write_text(str(LIMIT))
-        enter = f"echo $$ > {MEMORY}/cgroup.procs; exec {shlex.join(command)}"
-        run = start("bash", "-c", enter, PYTHONPATH=ROOT / "tests").finish(1)
-    finally:
-        wait_for(lambda: not (MEMORY / "cgroup.procs").read_text(), "end of all processes")
-        MEMORY.rmdir()
-    assert "sweep: 1 finished, 1 failed" in run.output
-    (cause,) = re.findall(r"^failed: +model.kind=more_memory: (.*)$", run.output, re.MULTILINE)
-    assert "SIGKILL" in cause
-    assert "memory" in cause

@@ -27,19 +27,10 @@ class Server:
     """MLflow's own, with sqlite."""
 
     def __init__(self, folder: Path) -> None:
-        self.uri = f"http://127.0.0.1:{free_port()}"
-        command = [
-            sys.executable,
-            "-m",
-            "mlflow",
-            "server",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            self.uri.rpartition(":")[2],
-        ]
-        command += ["--backend-store-uri", f"sqlite:///{folder}/server.db", "--workers", "1"]
-        command += ["--artifacts-destination", str(folder / "artifacts")]
+        port = free_port()
+        self.uri = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
+        command += [f"--backend-store-uri=sqlite:///{folder}/server.db", f"--artifacts-destination={folder}/artifacts"]
         # Its queue of jobs leaves a folder in /dev/shm, where other tests look for what a run has left.
         own = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         self.process = subprocess.Popen(command, cwd=folder, env=os.environ | own, start_new_session=True)
@@ -85,9 +76,7 @@ def test_mlflow_has_the_config_and_the_curves_and_a_resumed_run_goes_on(
     assert (run.data.params["trainer.epochs"], run.data.params["model.width"]) == ("3", "128")
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     objective = client.get_metric_history(run.info.run_id, record["objective"]["name"])
-    assert [point.step for point in objective] == [
-        *range(objective[0].step, 3 * objective[0].step + 1, objective[0].step)
-    ]
+    assert [point.step for point in objective] == [number * objective[0].step for number in (1, 2, 3)]
     assert objective[-1].value == pytest.approx(record["objective"]["last"])
     assert [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")]
     train("-m", *words, "trainer.epochs=1", "seed=1,2", "hydra.sweep.dir=sweep", **place).finish()
@@ -115,13 +104,7 @@ def test_a_service_that_is_lost_costs_a_warning_and_no_step(
 def test_wandb_offline_leaves_a_run_that_a_resumed_run_goes_on_with(
     train: Callable[..., Command], tmp_path: Path
 ) -> None:
-    words = [
-        "model=mlp",
-        "logger=[wandb]",
-        "launch=fork",
-        "trainer.epochs=2",
-        "hydra.run.dir=run",
-    ]
+    words = ["model=mlp", "logger=[wandb]", "launch=fork", "trainer.epochs=2", "hydra.run.dir=run"]
     train(*words, "trainer.pause_after=1").finish()
     time.sleep(1)  # W&B names its folders by the second
     train(*words).finish()

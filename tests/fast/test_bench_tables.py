@@ -1,19 +1,14 @@
 """The arithmetic of the benchmarks: ratios and verdicts."""
 
-import math
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-
 from support.commands import ROOT, wait_for
 
 sys.path.insert(0, str(ROOT / "bench"))
 
-import compare  # noqa: E402
-import growth  # noqa: E402
 import harness  # noqa: E402
 import race  # noqa: E402
 import race_tables  # noqa: E402
@@ -40,16 +35,14 @@ def test_ratios_are_of_runs_of_the_same_round():
         race.Settings("data"),
         "torch 2",
     )
-    assert (
-        "| Lockstep | 1 | tutorial | 1 | 137.50 (75.00-200.00) | 1.75 (1.50-2.00) | - | - | - | - | 10.00 | 0.50 |"
-        in page
-    )
-    assert "| start by python | 1 | minimal | 1 | 2.20 | 1.10 |" in page
-    assert "| sweep by launch=torchrun | 2 | 8 commands | 2 | 20.00 | 0.50 |" in page
-    assert "| Lockstep | 1 | tutorial | 1 | 600 (600-600) | 0.75 (0.75-0.75) | - | - | - | - |" in page
-    assert "| --help | 1 | 0.25 |" in page
-    assert "sync_bn=off" in page
-    assert "Lockstep, bf16" not in page
+    for row in (
+        "| Lockstep | 1 | tutorial | 1 | 137.50 (75.00-200.00) | 1.75 (1.50-2.00) | - | - | - | - | 10.00 | 0.50 |",
+        "| start by python | 1 | minimal | 1 | 2.20 | 1.10 |",
+        "| sweep by launch=torchrun | 2 | 8 commands | 2 | 20.00 | 0.50 |",
+        "| Lockstep | 1 | tutorial | 1 | 600 (600-600) | 0.75 (0.75-0.75) | - | - | - | - |",
+        "| --help | 1 | 0.25 |",
+    ):
+        assert row in page
     assert "Training, processes: 2" not in page
 
 
@@ -67,20 +60,6 @@ def test_a_time_is_the_slowest_ranks_and_cpu_time_is_everybodys():
     assert found["cpu"] == 1000 * 6 / 200
     assert found["first_step"] == 2.0
     assert found["of bare DDP"] == (2 / 4 + 1) / 2
-
-
-def test_what_costs_more_a_unit_at_the_large_end_is_called_out():
-    points = [(1, 3.0), (10, 10.0), (100, 200.0)]
-    slope, worst = growth.growth(points)
-    assert worst == 2.0
-    assert slope == pytest.approx(math.log10(200 / 3) / 2)
-    assert growth.row("tags", "ms", points)[-1] == "FASTER than the work: 2.00 > 1.3"
-    assert growth.row("tags", "ms", points[:2])[-1] == "grows with the work"
-
-
-def test_the_bytes_of_a_step_are_a_mean_without_the_first_epoch():
-    laps = [{"sent": 1000}, {"sent": 24}, {"sent": 48}]
-    assert compare.of_a_step({"laps": laps, "step_count": 36}, "sent") == 3
 
 
 def test_rounds_take_turns_in_being_first():

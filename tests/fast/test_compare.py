@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,11 @@ from lockstep.errors import ConfigError
 from lockstep.runs.compare import compare, verdict
 from lockstep.runs.record import read_run
 from lockstep.runs.samples import of_differences, samples_table
-from lockstep.runs.stats import (
-    Estimate,
-    estimate,
-    is_share,
-    over_samples,
-    paired,
-    pairs_for,
-    welch,
-    wilson,
-)
-from lockstep.runs.table import is_repeat, rho_of, rows_of_runs, setting_of
+from lockstep.runs.stats import Estimate, estimate, is_share, over_samples, paired, pairs_for, welch, wilson
+from lockstep.runs.table import is_repeat, rho_of, row_of, setting_of
 from support.made_runs import make_run
 
 A, B = [0.91, 0.93, 0.92, 0.95, 0.9], [0.93, 0.94, 0.95, 0.96, 0.93]
-TELLS = "is better"
 
 
 def make_sweep(folder: Path, rate: float, values: Sequence[float], first_seed: int = 1, **changes: Any) -> None:
@@ -58,13 +48,7 @@ def test_intervals_are_those_of_the_t_tests() -> None:
         assert over_samples("accuracy", hits / count, None, count) == wilson(hits / count, count)
     assert over_samples("loss", 1.0, 0.1, 5) == pytest.approx((1 - 0.1959964, 1 + 0.1959964))
     assert over_samples("f1", 0.5, None, 5) is None
-    assert [is_share(name) for name in ("accuracy", "top5", "f1", "topology", "loss")] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
+    assert [name for name in ("accuracy", "top5", "f1", "topology", "loss") if is_share(name)] == ["accuracy", "top5"]
 
 
 @pytest.mark.parametrize("count", [3, 5, 20, 200])
@@ -79,18 +63,19 @@ def drawn_run(tmp_path: Path, data: str | None = None, **config: Any) -> Any:
     """A run that has held out 10 of 50 samples."""
     run = read_run(make_run(tmp_path / str(len([*tmp_path.iterdir()])), **config))
     held_out = data or str(sorted(config.items()))
-    return run | {"data": {"training_samples": 40, "validation_samples": 10, "validation_data": held_out}}
+    data_of = {"training_samples": 40, "validation_samples": 10, "validation_data": held_out}
+    return row_of(run | {"data": data_of})
 
 
 def test_folds_and_splits_share_samples_and_so_their_interval_is_wider(tmp_path: Path) -> None:
     """Cross validation of the mean as a predictor, whose true error is known: the plain interval is too narrow."""
-    folds = rows_of_runs([drawn_run(tmp_path, loader__folds=5, loader__fold=fold) for fold in range(5)])
-    splits = rows_of_runs([drawn_run(tmp_path, loader__split_seed=seed) for seed in range(5)])
+    folds = [drawn_run(tmp_path, loader__folds=5, loader__fold=fold) for fold in range(5)]
+    splits = [drawn_run(tmp_path, loader__split_seed=seed) for seed in range(5)]
     assert (rho_of(folds), rho_of(splits)) == (1 / 4, 1 / 4)
-    assert rho_of(rows_of_runs([drawn_run(tmp_path, seed=seed) for seed in range(5)])) == 0
-    assert rho_of(rows_of_runs([drawn_run(tmp_path, "its own", loader__split_seed=seed) for seed in range(5)])) == 0
+    assert rho_of([drawn_run(tmp_path, seed=seed) for seed in range(5)]) == 0
+    assert rho_of([drawn_run(tmp_path, "its own", loader__split_seed=seed) for seed in range(5)]) == 0
     shares = [drawn_run(tmp_path, loader__split_seed=seed, loader__validation=0.1) for seed in range(5)]
-    assert rho_of(rows_of_runs(shares)) == 0.1 / 0.9
+    assert rho_of(shares) == 0.1 / 0.9
     chance, plain, corrected = np.random.default_rng(0), [], []
     for _ in range(1000):
         values = chance.exponential(size=20).reshape(5, 4)
@@ -107,38 +92,29 @@ def holds(found: Estimate, value: float) -> bool:
 # Equal configurations are said to differ at most as often as the confidence allows: 1,000 comparisons of each kind.
 
 
+def hits(chance: np.random.Generator, samples: int, share: float) -> Estimate:
+    a, b = (chance.random(samples) < share for _ in range(2))
+    return of_differences((a.astype(float) - b).tolist())
+
+
 def seeds(chance: np.random.Generator) -> Estimate:
-    common = chance.normal(size=5)
-    return paired((common + chance.normal(size=5)).tolist(), (common + chance.normal(size=5)).tolist())
+    common, a, b = chance.normal(size=(3, 5))
+    return paired((common + a).tolist(), (common + b).tolist())
 
 
-def others(chance: np.random.Generator) -> Estimate:
-    return welch(chance.normal(size=5).tolist(), (3 * chance.normal(size=4)).tolist())
-
-
-def hits(samples: int, share: float) -> Callable[[np.random.Generator], Estimate]:
-    return lambda chance: of_differences(
-        ((chance.random(samples) < share).astype(float) - (chance.random(samples) < share)).tolist()
-    )
-
-
-def losses(chance: np.random.Generator) -> Estimate:
-    return of_differences((chance.exponential(size=360) ** 2 - chance.exponential(size=360) ** 2).tolist())
-
-
-KINDS = {
+KINDS: dict[str, Any] = {
     "seeds": seeds,
-    "others": others,
-    "360 samples": hits(360, 0.9),
-    "few differ": hits(100, 0.99),
-    "losses": losses,
+    "others": lambda chance: welch(chance.normal(size=5).tolist(), (3 * chance.normal(size=4)).tolist()),
+    "360 samples": lambda chance: hits(chance, 360, 0.9),
+    "few differ": lambda chance: hits(chance, 100, 0.99),
+    "losses": lambda chance: of_differences(np.subtract(*chance.exponential(size=(2, 360)) ** 2).tolist()),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_sides_are_told_apart_in_at_most_5_of_100(kind: str) -> None:
     chance = np.random.default_rng(0)
-    told = [TELLS in verdict(KINDS[kind](chance), "pairs", "max", 1, "") for _ in range(1000)]
+    told = ["is better" in verdict(KINDS[kind](chance), "pairs", "max", 1, "") for _ in range(1000)]
     assert np.mean(told) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 1000)
 
 
@@ -149,14 +125,34 @@ def test_a_difference_that_would_be_seen_is_seen_in_80_of_100() -> None:
     assert np.mean(seen) == pytest.approx(0.8, abs=0.04)
 
 
+NO_SPREAD = "tells no spread; train both with seed=1,2,3,4,5"
+VERDICTS = [
+    ([0.2, 0.4, 0.6, 0.5, 0.4], "B is better by 0.42 (0.24 to 0.60)"),
+    ([-0.2, -0.4, -0.6, -0.5, -0.4], "A is better by 0.42 (0.24 to 0.60)"),
+    ([-0.2, 0.4, 0.6, -0.1, 0.3], "cannot be told apart: B by 0.20 (-0.22 to 0.62); about 20 more pairs are needed"),
+    (
+        [-0.2, 0.2, 0.2, -0.2, 0.00001],
+        "cannot be told apart: B by 0.00 (-0.25 to 0.25); more than 10000 pairs would be needed",
+    ),
+    ([0.3], f"cannot be told apart: 0.3 in 1 pairs {NO_SPREAD}"),
+    ([0.25, 0.25], f"cannot be told apart: 0.25 in 2 pairs {NO_SPREAD}"),
+]
+
+
+@pytest.mark.parametrize(("differences", "sentence"), VERDICTS)
+def test_the_verdict_in_words(differences: list[float], sentence: str) -> None:
+    assert verdict(estimate(differences), "pairs", "max", 1, "") == sentence
+
+
 # The command.
 
+SIDES = ("optimizer.lr=0.1", "optimizer.lr=0.2")
 
-def test_two_rows_of_a_sweep_are_paired_by_seed(tmp_path: Path) -> None:
+
+def test_two_rows_of_a_sweep_are_paired_by_seed_and_by_fold(tmp_path: Path) -> None:
     make_sweep(tmp_path / "s", 0.1, A)
     make_sweep(tmp_path / "s", 0.2, B)
-    words = [str(tmp_path / "s")], "optimizer.lr=0.1", "optimizer.lr=0.2"
-    lines = compare(*words)
+    lines = compare([str(tmp_path / "s")], *SIDES)
     assert [re.split("  +", line.strip()) for line in lines[:3]] == [
         ["runs", "val/accuracy", "95 %", "deviation"],
         ["A", "5", "0.922", "0.8981 to 0.9459", "0.019", "optimizer.lr=0.1"],
@@ -164,19 +160,18 @@ def test_two_rows_of_a_sweep_are_paired_by_seed(tmp_path: Path) -> None:
     ]
     low, high = stats.ttest_rel(B, A).confidence_interval(0.95)
     assert lines[3:] == ["paired by seed", f"B is better by 2.0 points ({100 * low:.1f} to {100 * high:.1f})"]
-    assert compare([words[0][0]], words[2], words[1])[-1] == lines[-1].replace("B", "A")
+    assert compare([str(tmp_path / "s")], *SIDES[::-1])[-1] == lines[-1].replace("B", "A")
     for fold, values in enumerate(zip(A, B, strict=True)):
         for rate, value in zip((0.1, 0.2), values, strict=True):
             make_run(tmp_path / "f" / f"{rate}-{fold}", value, optimizer__lr=rate, loader__fold=fold, loader__folds=5)
-    folds = compare([str(tmp_path / "f")], *words[1:])
-    found = paired(A, B, rho=1 / 4)
+    folds, found = compare([str(tmp_path / "f")], *SIDES), paired(A, B, rho=1 / 4).interval
     assert folds[3] == "paired by loader.fold"
-    assert found.interval is not None
-    assert f"({100 * found.interval[0]:.1f} to" in folds[4]
+    assert found is not None
+    assert f"({100 * found[0]:.1f} to" in folds[4]
 
 
 def test_runs_without_common_seeds_are_not_paired_and_failed_ones_are_left_out(tmp_path: Path) -> None:
-    make_sweep(tmp_path / "a", 0.1, [*A, float("nan")])
+    make_sweep(tmp_path / "a", 0.1, [*A, float("nan")], tags=["x"], logging__level="a")  # what changes no number
     make_sweep(tmp_path / "b", 0.1, B, first_seed=100)
     make_sweep(tmp_path / "c", 0.1, B, first_seed=3)
     a, b, c = (str(tmp_path / name) for name in "abc")
@@ -190,7 +185,7 @@ def test_a_lower_loss_is_better_and_a_metric_of_the_test_can_be_asked_for(tmp_pa
             test = {"step": 46, "metrics": {"loss": 2 * loss, "accuracy": 0.5 + loss / 9}}
             made: dict[str, Any] = {"metric": ("val/loss", "min"), "test": test, "optimizer__lr": rate, "seed": seed}
             make_run(tmp_path / f"{rate}-{seed}", loss, **made)
-    words = [str(tmp_path)], "optimizer.lr=0.1", "optimizer.lr=0.2"
+    words = [str(tmp_path)], *SIDES
     assert compare(*words)[-1] == "B is better by 0.090 (0.065 to 0.115)"
     assert compare(*words, "test/loss")[-1] == "B is better by 0.180 (0.130 to 0.230)"
     assert compare(*words, "test/accuracy")[-1].startswith("A is better by 1.00 points (")
@@ -198,128 +193,65 @@ def test_a_lower_loss_is_better_and_a_metric_of_the_test_can_be_asked_for(tmp_pa
         compare(*words, "train/loss")
 
 
-def test_what_changes_no_number_makes_no_other_configuration(tmp_path: Path) -> None:
-    for seed, value in enumerate(A):
-        follows = {"logging__level": str(seed), "run_dir": str(seed)}
-        make_run(tmp_path / "a" / str(seed), value, seed=seed, tags=[f"{seed}"], **follows)
-        make_run(tmp_path / "b" / str(seed), value + 0.01 + seed / 1e4, seed=seed, **follows)
-    assert compare([str(tmp_path / "a"), str(tmp_path / "b")])[-1].startswith("B is better by 1.0")
+SIDES_NEEDED = "compare needs two folders, or folders with --a and --b; type python src/runs.py "
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"folders": ["s"]}, SIDES_NEEDED),
+    ({"folders": ["s", "t"], "a": "seed=1"}, SIDES_NEEDED),
+    ({"folders": ["s", "q"]}, "q is no folder; type python src/runs.py table <a folder with runs>"),
+    ({"folders": ["s", "t"]}, "s is more than one configuration: optimizer.lr=0.1 optimizer.lr=0.2; type python "),
+    ({"folders": ["s"], "a": "optimizer.lr=0.1", "b": "optimizer.lr=3"}, "no run for optimizer.lr=3; type "),
+    ({"folders": ["s"], "a": "seed=1", "b": "optimizer.l=3"}, "type --filter optimizer.lr=<value>"),
+    ({"folders": ["u", "t"]}, "u has two runs of one seed and fold, and one counts once"),
+    ({"folders": ["f", "t"]}, "no run of f has finished with a number; type python src/runs.py table to see why"),
+]
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "one folder": (
-        {"folders": ["s"]},
-        "compare needs two folders, or folders with --a and --b; type python src/runs.py ",
-    ),
-    "one setting": ({"folders": ["s", "t"], "a": "seed=1"}, "compare needs two folders, or folders with --a and --b"),
-    "no folder": ({"folders": ["s", "q"]}, "q is no folder; type python src/runs.py table <a folder with runs>"),
-    "two settings": (
-        {"folders": ["s", "t"]},
-        "s is more than one configuration: optimizer.lr=0.1 optimizer.lr=0.2; "
-        "type python src/runs.py compare <folder> --a <overrides> --b <overrides>",
-    ),
-    "nothing": ({"folders": ["s"], "a": "optimizer.lr=0.1", "b": "optimizer.lr=3"}, "no run for optimizer.lr=3; type "),
-    "typo": ({"folders": ["s"], "a": "seed=1", "b": "optimizer.l=3"}, "type --filter optimizer.lr=<value>"),
-    "twice": (
-        {"folders": ["u", "t"]},
-        "u has two runs of one seed and fold, and one counts once",
-    ),
-    "failed": (
-        {"folders": ["f", "t"]},
-        "no run of f has finished with a number; type python src/runs.py table to see why",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_comparison_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(("options", "sentence"), REFUSED)
+def test_what_is_no_comparison_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], sentence: str
+) -> None:
     monkeypatch.chdir(tmp_path)
-    make_sweep(Path("s"), 0.1, B[:2])
-    make_sweep(Path("s"), 0.2, B[:2])
-    make_sweep(Path("t"), 0.3, B[:2])
-    make_sweep(Path("u") / "1", 0.3, B[:2])
-    make_sweep(Path("u") / "2", 0.3, B[:2])
+    for folder, rate in (("s", 0.1), ("s", 0.2), ("t", 0.3), ("u/1", 0.3), ("u/2", 0.3)):
+        make_sweep(Path(folder), rate, B[:2])
     make_sweep(Path("f"), 0.3, [float("nan")])
-    options, sentence = REFUSED[name]
     with pytest.raises(ConfigError) as refused:
         compare(**options)
     assert sentence in str(refused.value)
 
 
-VERDICTS: dict[str, tuple[Estimate, str]] = {
-    "better": (estimate([0.2, 0.4, 0.6, 0.5, 0.4]), "B is better by 0.42 (0.24 to 0.60)"),
-    "worse": (estimate([-0.2, -0.4, -0.6, -0.5, -0.4]), "A is better by 0.42 (0.24 to 0.60)"),
-    "unclear": (
-        estimate([-0.2, 0.4, 0.6, -0.1, 0.3]),
-        "cannot be told apart: B by 0.20 (-0.22 to 0.62); about 20 more pairs are needed",
-    ),
-    "nothing": (
-        estimate([-0.2, 0.2, 0.2, -0.2, 0.00001]),
-        "cannot be told apart: B by 0.00 (-0.25 to 0.25); more than 10000 pairs would be needed",
-    ),
-    "one": (
-        estimate([0.3]),
-        "cannot be told apart: 0.3 in 1 pairs tells no spread; train both with seed=1,2,3,4,5",
-    ),
-    "by chance": (
-        estimate([0.25, 0.25]),
-        "cannot be told apart: 0.25 in 2 pairs tells no spread; train both with seed=1,2,3,4,5",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", VERDICTS)
-def test_the_verdict_in_words(name: str) -> None:
-    difference, sentence = VERDICTS[name]
-    assert verdict(difference, "pairs", "max", 1, "") == sentence
-
-
-# By sample.
-
-
-def make_tested(folder: Path, right: Sequence[int], data: str = "90ab") -> Path:
-    make_run(folder, sum(right) / len(right))
-    path = folder / "run.json"
+def make_tested(folder: Path, right: Sequence[int], data: str = "90ab") -> str:
+    path = make_run(folder, sum(right) / len(right)) / "run.json"
     run = json.loads(path.read_text())
     path.write_text(json.dumps(run | {"data": run["data"] | {"test_data": data}}))
-    rows = [
-        f"{number},{'cat' if number % 2 else 'dog'}/{number}.png,{1 - hit / 2},{hit}"
-        for number, hit in enumerate(right)
-    ]
+    rows = [f"{n},{'cat' if n % 2 else 'dog'}/{n}.png,{1 - hit / 2},{hit}" for n, hit in enumerate(right)]
     (folder / "test_samples.csv").write_text("\n".join(["number,file,loss,right", *rows, ""]))
-    return folder
+    return str(folder)
 
 
 def test_two_single_runs_are_paired_by_the_samples_of_their_test(tmp_path: Path) -> None:
     right = [1] * 80 + [0] * 20
-    a = make_tested(tmp_path / "a", right)
-    b = make_tested(tmp_path / "b", [1] * 90 + [0] * 10)
-    c = make_tested(tmp_path / "c", right, data="other")
-    lines = compare([str(a), str(b)])
+    a, b = make_tested(tmp_path / "a", right), make_tested(tmp_path / "b", [1] * 90 + [0] * 10)
+    lines = compare([a, b])
     assert lines[3].startswith("paired by sample of the test set: about these two nets")
-    found = of_differences([0.0] * 80 + [1.0] * 10 + [0.0] * 10)
-    assert found.interval is not None
-    assert lines[4] == f"B is better by 10.0 points ({100 * found.interval[0]:.1f} to {100 * found.interval[1]:.1f})"
-    assert compare([str(a), str(b)], metric="val/accuracy")[-1] == lines[4]
+    found = of_differences([0.0] * 80 + [1.0] * 10 + [0.0] * 10).interval
+    assert found is not None
+    assert lines[4] == f"B is better by 10.0 points ({100 * found[0]:.1f} to {100 * found[1]:.1f})"
+    assert compare([a, b], metric="val/accuracy")[-1] == lines[4]
     with pytest.raises(ConfigError, match="tested on other samples; type folders"):
-        compare([str(a), str(c)])
-    assert [line.split() for line in samples_table(a, 2)] == [
+        compare([a, make_tested(tmp_path / "c", right, data="other")])
+    assert [line.split() for line in samples_table(Path(a), 2)] == [
         ["number", "file", "loss", "right"],
         ["80", "dog/80.png", "1.0000", "0"],
         ["81", "cat/81.png", "1.0000", "0"],
     ]
-    header, few, most = [line.split(maxsplit=4) for line in samples_table(a, 2, "right")]
-    assert header[:4] == ["right", "samples", "mean", "loss"]
+    few, most = [line.split(maxsplit=4) for line in samples_table(Path(a), 2, "right")[1:]]
     assert few == ["0", "20", "1.0000", "0.0000", "0.0000 to 0.1611"]
     assert most == ["1", "80", "0.5000", "1.0000", "0.9542 to 1.0000"]
     with pytest.raises(ConfigError, match="the columns are number, file, loss, right; type --by right"):
-        samples_table(a, 2, "nope")
+        samples_table(Path(a), 2, "nope")
 
 
 def test_the_overrides_of_a_configuration() -> None:
     assert setting_of(["optimizer.lr=0.1", "seed=3", "launch=fork", "tags=[a]"]) == ["optimizer.lr=0.1"]
-    assert [is_repeat(word) for word in ("+loader.fold=2", "model.seed=1", "loader.split_seed=5")] == [
-        True,
-        False,
-        True,
-    ]
+    words = ("+loader.fold=2", "model.seed=1", "loader.split_seed=5")
+    assert [word for word in words if is_repeat(word)] == [words[0], words[2]]

@@ -2,9 +2,7 @@
 
 import csv
 import logging
-import os
 import shlex
-import termios
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,11 +18,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lockstep.cli import with_overrides_of_run
 from lockstep.config.record import RECORD
 from lockstep.errors import path_value
-from lockstep.loggers import base
-from lockstep.loggers.base import EpochSummary, Logger, Loggers
-from lockstep.loggers.console import ConsoleLogger, ProgressBarLogger
+from lockstep.loggers.base import Logger, Loggers
+from lockstep.loggers.console import ConsoleLogger
 from lockstep.loggers.csv_logger import CSVLogger
-from lockstep.loggers.rank_logs import RankLogs
 from lockstep.loggers.tensorboard import TensorBoardLogger
 from lockstep.runs.record import RunRecord, read_run
 from support.event_files import Backend, images, scalars
@@ -78,22 +74,25 @@ def test_a_logger_that_cannot_start_is_left_out(tmp_path: Path) -> None:
     assert calls == ["gone start", "there start", "there log 1"]
 
 
-def test_images_are_drawn_once_for_all_loggers_at_the_step_of_their_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_are_drawn_once_for_all_loggers_at_the_step_of_their_weights(tmp_path: Path) -> None:
     def draw(loggers: Loggers, step: int) -> None:
-        loggers.draw("test", lambda: drawn.append(step) or {"test/worst": torch.zeros(3, 4, 4)}, step)  # type: ignore[func-returns-value]
+        loggers.draw("test", lambda: drawn.append(step) or {"test/worst": torch.ones(3, 5, 7)}, step)  # type: ignore[func-returns-value]
 
     calls, drawn = list[str](), list[int]()
-    loggers = Loggers([Recorder("a", calls), Recorder("b", calls), ConsoleLogger()])
-    draw(loggers, 10)
-    draw(loggers, 20)
-    assert drawn == []  # the epochs are short
-    loggers.end(run_info(tmp_path), "stopped")
+    for sweep in (None, "s"):  # a job of a sweep that lasts less than ten seconds draws none
+        with Loggers([Recorder("a", calls), TensorBoardLogger(f"{tmp_path}/{sweep}", 1), ConsoleLogger()]) as loggers:
+            loggers.start(run_info(tmp_path, sweep=sweep))
+            draw(loggers, 10)
+            draw(loggers, 20)
+            assert drawn == [20] * bool(sweep)  # the epochs are short
+            loggers.end(run_info(tmp_path, sweep=sweep), "finished")
     assert drawn == [20]
-    assert calls == ["a image test/worst 20", "b image test/worst 20"]
-    monkeypatch.setattr(base, "FIRST_DRAWING", 0.0)
-    draw(Loggers([Recorder("a", calls)]), 30)
+    assert calls == ["a image test/worst 20", "a close", "a close"]
+    step, picture = images(tmp_path / "None")["test/worst"]
+    assert (step, picture.size, picture.getpixel((0, 0))) == (20, (7, 5), (255, 255, 255))
+    loggers.draw_at = 0.0
+    draw(loggers, 30)
+    draw(loggers, 40)  # so soon that it would take more than 1 % of the time
     assert drawn == [20, 30]
 
 
@@ -179,16 +178,6 @@ def test_the_hparams_table_has_the_keys_of_all_runs_and_numbers_are_numbers(tmp_
     assert charts["loss"] == ["^(train|val|test)/loss$"]
 
 
-def test_an_image_is_shown_at_its_step(tmp_path: Path) -> None:
-    info = run_info(tmp_path)
-    with Loggers([TensorBoardLogger(str(tmp_path), 1), CSVLogger(str(tmp_path))]) as loggers:
-        loggers.start(info)
-        loggers.draw("test", lambda: {"test/worst_first": torch.ones(3, 5, 7)}, 42)
-        loggers.end(info, "finished")
-    step, picture = images(tmp_path)["test/worst_first"]
-    assert (step, picture.size, picture.getpixel((0, 0))) == (42, (7, 5), (255, 255, 255))
-
-
 # The console.
 
 
@@ -226,42 +215,6 @@ def test_the_console_shows_one_line_an_epoch_and_three_at_the_end(
     assert [line.partition(":")[0] for line in caplog.messages] == ["finished", "best", "test"]
 
 
-def test_the_progress_bar_on_a_terminal_counts_samples_and_a_log_line_takes_its_place(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    reading, writing = os.openpty()
-    termios.tcsetwinsize(writing, (24, 120))
-    with os.fdopen(reading, "rb", buffering=0) as screen, os.fdopen(writing, "w") as terminal:
-        monkeypatch.setattr("sys.stderr", terminal)
-        monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(terminal)])
-        info = run_info(tmp_path, batch_size=5)
-        info.run.loaders.train, info.run.config.trainer.epochs = range(100), 5
-        info.run.progress = SimpleNamespace(epoch=1, samples=30)  # resumed in mid-epoch
-        bar = ProgressBarLogger()
-        bar.start(info)
-        bar.log({"train/running_loss": 0.125}, 26)
-        bar.bar.refresh()
-        shown = read_until(screen, "loss=0.1250")  # a terminal may hand over the first part of a line alone
-        logging.getLogger("lockstep").warning("rank 1 is slow")
-        line = read_until(screen, "rank 1 is slow")
-        info.run.progress.samples = 100
-        bar.log({"train/running_loss": 0.5}, 40)
-        bar.epoch(epoch(2))
-        assert "0/100" in read_until(screen, "0/100")  # the next epoch begins
-        bar.close()
-    for part in ("epoch 2/5:  30%", "30/100 [", "loss=0.1250]"):
-        assert part in shown
-    assert line.partition("rank 1 is slow")[0].split("\r")[-1].strip() == ""
-
-
-def read_until(screen: Any, text: str) -> str:
-    """What the terminal shows, up to `text` and what came with it. Blocks without it, until pytest's timeout."""
-    shown = ""
-    while text not in shown:
-        shown += screen.read(4096).decode()
-    return shown
-
-
 @pytest.mark.parametrize("folder", ["1_optimizer.lr=0.01", "it's", 'a "b" c', "a\\b", "plain/1.5"])
 def test_the_evaluation_that_is_advised_can_be_typed(tmp_path: Path, folder: str) -> None:
     """A sweep's folders have = in their names."""
@@ -271,21 +224,3 @@ def test_the_evaluation_that_is_advised_can_be_typed(tmp_path: Path, folder: str
     found = with_overrides_of_run(shlex.split(line))
     (log_folder,) = [word for word in found if word.startswith("hydra.run.dir=")]
     assert OverridesParser.create().parse_override(log_folder).value() == str(tmp_path / folder / "evaluate")
-
-
-def test_each_rank_has_a_log_and_rank_0_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])
-    with RankLogs() as logs:
-        root.warning("for the console")
-        logs.open(str(tmp_path))
-        root.warning("epoch 1/2")
-    assert root.handlers == []
-    for name in ("train.log", "logs/rank0.log"):
-        lines = (tmp_path / name).read_text().splitlines()
-        assert [line.partition(" - ")[2] for line in lines] == ["epoch 1/2"]
-
-
-def test_a_summary_has_flat_names() -> None:
-    summary = EpochSummary(1, 2, 3, {"train": {"loss": 1.0}}, {"samples": 5.0, "tokens": 10.0})
-    assert summary.flat() == {"speed/samples_per_s": 5.0, "speed/tokens_per_s": 10.0, "train/loss": 1.0}

@@ -19,7 +19,7 @@ import runs as runs_py
 from lockstep.errors import ConfigError
 from lockstep.loggers.base import EpochSummary
 from lockstep.runs.record import RunRecord, code_facts, read_run, seconds_of, settle, state_of
-from lockstep.runs.table import choosing, frame, settings
+from lockstep.runs.table import choosing, rows_of, settings
 from support.commands import ROOT
 from support.logged import run_info
 from support.made_runs import make_run
@@ -123,28 +123,25 @@ def test_the_history_of_a_long_run_stays_short(tmp_path: Path) -> None:
     for epoch in range(1, 5001):
         record.epoch(EpochSummary(epoch, 5000, epoch, {"val": {"loss": 1 / epoch}}, {"samples": 9.0}))
     record.end(run_info(tmp_path), "finished")
-    history = read_run(tmp_path)["history"]
-    assert 300 < len(history) <= 1000
-    assert [row["epoch"] for row in history] == sorted(row["epoch"] for row in history)
-    assert history[-1]["epoch"] == 5000
+    epochs = [row["epoch"] for row in read_run(tmp_path)["history"]]
+    assert epochs == sorted(epochs)
+    assert epochs[-1] == 5000
+    assert 300 < len(epochs) <= 1000
 
 
 def test_the_code_is_known_with_git_and_without(tmp_path: Path) -> None:
-    def git(*words: str) -> None:
-        identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
-        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
-
+    git = ["git", "-c", "user.name=A", "-c", "user.email=a@example.org"]
     source = tmp_path / "src" / "train.py"
     source.parent.mkdir()
     source.write_text("seed: 0\n")
-    without_git = code_facts(tmp_path)
+    without_git = code_facts.__wrapped__(tmp_path)
     assert "commit" not in without_git
     for words in (["init"], ["add", "."], ["commit", "-m", "first"]):
-        git(*words)
-    facts = code_facts(tmp_path)
+        subprocess.run([*git, *words], cwd=tmp_path, check=True, capture_output=True)
+    facts = code_facts.__wrapped__(tmp_path)
     assert (len(facts["commit"]), facts["source"]) == (40, without_git["source"])
     source.write_text("seed: 1\n")
-    assert code_facts(tmp_path)["source"] != without_git["source"]
+    assert code_facts.__wrapped__(tmp_path)["source"] != without_git["source"]
 
 
 # The table.
@@ -164,7 +161,7 @@ def test_a_thousand_runs_take_a_second_or_two_and_no_torch(tmp_path: Path, runs:
     assert "2026-11-00/0000" in lines[-1]
     command = [sys.executable, "-X", "importtime", RUNS, "table", "outputs/2026-11-00"]
     loaded = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stderr
-    assert not {"torch", "hydra", "omegaconf", "scipy.stats"} & {
+    assert not {"torch", "hydra", "omegaconf", "scipy.stats", "pandas"} & {
         line.split("|")[-1].strip() for line in loaded.splitlines()
     }
 
@@ -203,7 +200,7 @@ def test_runs_of_different_metrics_are_not_sorted_into_one_another(tmp_path: Pat
         make_run(tmp_path / name, best, metric=(f"val/{metric}", "max" if metric == "accuracy" else "min"), x=name)
     found = cells("run,metric,objective", "--sort", "objective")
     assert found == [["b", "val/accuracy", "0.9000"], ["a", "val/accuracy", "0.1000"], ["c", "val/loss", "0.5000"]]
-    assert choosing(settings(frame([tmp_path]))) == ""
+    assert choosing(settings(rows_of([tmp_path]))) == ""
 
 
 def test_runs_that_differ_only_in_seed_or_fold_are_one_line(tmp_path: Path, cells: Any) -> None:
@@ -224,9 +221,9 @@ def test_runs_that_differ_only_in_seed_or_fold_are_one_line(tmp_path: Path, cell
         ["s/other", "finished", "0.9000", "1", "optimizer.lr=0.3 seed=1"],
     ]
     assert len(cells("run", "--each")) == 11
-    sweep = settings(frame([tmp_path / "s"]).query("seed < 4"))
-    assert sweep["objective"].tolist() == pytest.approx([0.9, 0.6, 0.1])
-    sentence = choosing(sweep.iloc[1:])
+    sweep = settings([row for row in rows_of([tmp_path / "s"]) if row["seed"] < 4])
+    assert [row["objective"] for row in sweep] == pytest.approx([0.9, 0.6, 0.1])
+    sentence = choosing(sweep[1:])
     assert sentence.startswith(
         "val/accuracy 0.6 is the best of 2, and so it is optimistic; test/accuracy 0.6 had no part "
     )

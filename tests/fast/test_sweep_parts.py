@@ -14,24 +14,12 @@ from lockstep.sweeps.search import distributions, words_of
 from support.commands import ROOT
 
 
-@pytest.mark.parametrize(
-    ("changes", "folder"),
-    [
-        (["model=mlp", "optimizer.lr=0.1"], "model=mlp,optimizer.lr=0.1"),
-        (["+model.kind=a"], "model.kind=a"),
-        ([], "job"),
-        (["model.name=../a b/c"], "model.name=..-a-b-c-"),
-        ([f"model.name={'x' * 300}"], f"model.name={'x' * 109}-"),
-    ],
-)
-def test_the_folder_of_a_job_says_what_it_changes(changes: list[str], folder: str) -> None:
-    found = folder_name(changes)
-    assert found == folder if not folder.endswith("-") else found.startswith(folder)
-    assert len(found) <= 130
-
-
-def test_folders_of_values_that_look_alike_differ() -> None:
-    assert len({folder_name([f"model.name={name}"]) for name in ("a b", "a-b", "a/b")}) == 3
+def test_the_folder_of_a_job_says_what_it_changes() -> None:
+    assert folder_name(["model=mlp", "optimizer.lr=0.1"]) == "model=mlp,optimizer.lr=0.1"
+    assert [folder_name(["+model.kind=a"]), folder_name([])] == ["model.kind=a", "job"]
+    assert folder_name(["model.name=../a b/c"]).startswith("model.name=..-a-b-c-")
+    assert len(folder_name([f"model.name={'x' * 300}"])) <= 130
+    assert len({folder_name([f"model.name={name}"]) for name in ("a b", "a-b", "a/b")}) == 3  # they look alike
 
 
 def test_the_code_that_starts_a_sweep_is_no_code_of_the_user_s() -> None:
@@ -89,12 +77,9 @@ def test_what_the_words_of_a_search_mean(typed: str) -> None:
     assert list(space.values()) == [SPACE[typed]]
 
 
-def test_a_key_typed_twice_has_its_last_value() -> None:
+def test_a_key_typed_twice_has_its_last_value_and_numbers_have_six_digits() -> None:
     overrides = OverridesParser.create().parse_overrides(["lr=interval(0,1)", "lr=3"])
     assert distributions(overrides) == (["lr=3"], {})
-
-
-def test_numbers_of_a_search_have_six_digits() -> None:
     assert words_of({"lr": 1 / 3, "size": 16, "model": "a"}) == ["lr=0.333333", "size=16", "model=a"]
 
 

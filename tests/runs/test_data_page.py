@@ -70,15 +70,9 @@ def make_tars(home: Path) -> None:
 
 def make_rows(home: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    features = datasets.Features(
-        {
-            "image": datasets.Image(),
-            "label": datasets.ClassLabel(names=["dark", "light"]),
-            "note": datasets.Value("string"),
-        }
-    )
+    kinds = {"label": datasets.ClassLabel(names=["dark", "light"]), "note": datasets.Value("string")}
     columns = {"image": [picture(number) for number in range(80)], "label": [0, 1] * 40, "note": ["a text"] * 80}
-    rows = datasets.Dataset.from_dict(columns, features)
+    rows = datasets.Dataset.from_dict(columns, datasets.Features({"image": datasets.Image()} | kinds))
     rows.train_test_split(20).save_to_disk(str(home / "lockstep" / "dark_and_light"))
 
 

@@ -2,17 +2,15 @@
 
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 from scipy import stats
 
-from support.commands import PYTHON_TRAIN, ROOT, Command, wait_for
+from support.commands import PYTHON_TRAIN, Command, wait_for
 from support.sweep_tables import objectives, states
 
 SWEEP = ["-m", "model=mlp", "trainer.epochs=1", "optimizer.lr=0.1,0.02", "seed=1,2,3", "hydra.sweep.dir=s"]
-RUNS = [sys.executable, str(ROOT / "src" / "runs.py")]
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +53,3 @@ def test_a_killed_sweep_that_goes_on_has_the_same_end(sweep: Command, tmp_path: 
     resumed = Command([*PYTHON_TRAIN, *SWEEP], tmp_path).finish()
     assert end_of(resumed.output) == end_of(sweep.output)
     assert objectives(tmp_path / "s") == objectives(sweep.cwd / "s")
-
-
-def test_the_rows_can_be_compared_and_listed(sweep: Command) -> None:
-    words = ["s", "--a", "optimizer.lr=0.1", "--b", "optimizer.lr=0.02"]
-    found = Command([*RUNS, "compare", *words], sweep.cwd).finish().output.splitlines()
-    assert found[3] == "paired by seed"
-    low, high = stats.ttest_rel(of(sweep, "0.1"), of(sweep, "0.02")).confidence_interval(0.95)
-    assert found[4].startswith(
-        "A is better by" if low > 0 else "B is better by" if high < 0 else "cannot be told apart"
-    )
-    listed = Command([*RUNS, "table", "s"], sweep.cwd).finish().output.splitlines()
-    assert len(listed) == 3
-    assert all("s (3 runs)" in line for line in listed[1:])

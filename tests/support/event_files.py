@@ -47,14 +47,8 @@ class Backend:
         ingester = LocalDataIngester(board.flags)
         ingester.deprecated_multiplexer.AddRunsFromDirectory(str(folder))
         ingester.deprecated_multiplexer.Reload()
-        app = application.TensorBoardWSGIApp(
-            board.flags,
-            board.plugin_loaders,
-            ingester.data_provider,
-            board.assets_zip_provider,
-            ingester.deprecated_multiplexer,
-        )
-        self.client = Client(app)
+        of_board = (board.flags, board.plugin_loaders, ingester.data_provider, board.assets_zip_provider)
+        self.client = Client(application.TensorBoardWSGIApp(*of_board, ingester.deprecated_multiplexer))
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         answer = self.client.get(path) if body is None else self.client.post(path, json=body)
@@ -66,10 +60,7 @@ class Backend:
 
     def columns(self) -> list[dict[str, Any]]:
         """The hyperparameters of the HParams table: name, type, and whether the runs differ."""
-        found: list[dict[str, Any]] = self._ask("/data/plugin/hparams/experiment", {"experimentName": ""})[
-            "hparamInfos"
-        ]
-        return found
+        return list(self._ask("/data/plugin/hparams/experiment", {"experimentName": ""})["hparamInfos"])
 
     def rows(self) -> dict[str, Row]:
         """The HParams table by runs."""
@@ -83,12 +74,7 @@ class Backend:
 
     def layout(self) -> list[dict[str, Any]]:
         """The categories of the Custom Scalars tab."""
-        found: list[dict[str, Any]] = self._ask("/data/plugin/custom_scalars/layout")["category"]
-        return found
-
-    def text(self, run: str, tag: str) -> str:
-        """The newest text of a tag, as HTML."""
-        return str(self._ask(f"/data/plugin/text/text?run={run}&tag={tag}")[-1]["text"])
+        return list(self._ask("/data/plugin/custom_scalars/layout")["category"])
 
 
 def images(folder: Path) -> dict[str, tuple[int, Any]]:

@@ -9,9 +9,10 @@ import encodings.idna  # of socket.getaddrinfo
 
 import hydra.utils
 import numpy.random
+import tensorboard.plugins.hparams.metadata
 import torch.optim
 import torch.utils.tensorboard
-import tqdm
+import tqdm.contrib.logging
 from torch.utils.serialization import config  # of torch.save
 
 import lockstep.build

@@ -1,7 +1,7 @@
 """The contract of a logger, and the list that hands every call to several loggers.
 
-To add one: a subclass of `Logger` in a file of its own, and `conf/logger/<name>.yaml` with one key, whose value has the
-`_target_`. Then type `logger=[tensorboard,console,<name>]`. Rank 0 alone has loggers: they must not call a collective.
+To add one: a subclass of `Logger`, and `conf/logger/<name>.yaml` with one key, whose value has the `_target_`; then
+type `logger=[tensorboard,console,<name>]`. Rank 0 alone has loggers: they must not call a collective.
 """
 
 import logging
@@ -26,12 +26,11 @@ FIRST_DRAWING = 10.0  # seconds after the start
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What loggers receive.
+    """What loggers receive. run: its parts, and its `progress`, where it starts or what it has reached at the end.
 
-    run: its parts, and its `progress`: where it starts, or what it has reached at the end. facts: keys of run.json,
-    "config" and "sweep" among them.
-    At the end also: last: {metric: value} of the last evaluation. test: None, or {"step": of its weights, "metrics":
-    {name: value}, "samples": how many, "errors": {name: standard error over the samples}}. exit_code: of the command.
+    facts: keys of run.json, "config" and "sweep" among them. At the end also last: {metric: value} of the last
+    evaluation; test: None, or {"step": of its weights, "metrics": {name: value}, "samples": how many, "errors": {name:
+    standard error over the samples}}; exit_code: of the command.
     """
 
     run: "Run"
@@ -43,12 +42,11 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class EpochSummary:
-    """The results of one epoch. They are not passed to `log` as well.
+    """The results of an epoch, counted from 1, which are not passed to `log` as well. step: optimizer steps done.
 
-    epoch: counted from 1. step: optimizer steps done. metrics: {"train": {"loss": 0.1, ...}, "val": {...}}, each a mean
-    over all samples; "train" is missing if no sample was counted, "val" and "best", the best evaluation so far, if the
-    epoch had no evaluation; "test" is there if the test set is read each time. speeds: {"samples": a second, "tokens":
-    a second} of training, over all ranks; empty if this process has trained no step.
+    metrics: {"train": {"loss": 0.1, ...}, "val": {...}}, means over all samples; "train" is missing if no sample was
+    counted, "val" and "best", the best evaluation so far, if the epoch had no evaluation; "test" is there if the test
+    set is read each time. speeds: {"samples": a second, "tokens": a second} over all ranks; empty without a step.
     """
 
     epoch: int
@@ -92,10 +90,12 @@ class Logger:
 
 
 class Loggers(Logger):
-    """Hands every call to each logger. The first exception of one is a warning; one that cannot start is left out."""
+    """Hands every call to each logger. The first exception of one is a warning; one that cannot start is left out.
+
+    members: loggers, and the RunRecord, which has their methods.
+    """
 
     def __init__(self, members: Sequence[Any]) -> None:
-        """members: loggers, and the RunRecord, which has their methods."""
         self.members = list(members)
         self.info: RunInfo | None = None
         self.warned = set[int]()  # ids of those that have failed
@@ -126,13 +126,10 @@ class Loggers(Logger):
         self._each("image", tag, image, step)
 
     def draw(self, split: str, figures: Callable[[], Mapping[str, Tensor]], step: int) -> None:
-        """Images of the weights of `step`, which `figures` draws as {tag: image}: now, or at the end the newest ones.
-
-        Drawing takes 1 % of the time, so most evaluations of very short epochs are not drawn.
-        """
+        """Images of the weights of `step`, which `figures` draws as {tag: image}: now, in 1 % of the time, or at the
+        end, the newest ones."""
         self.waiting[split] = figures, step
-        if time.monotonic() >= self.draw_at:
-            self._draw()
+        self._draw()
 
     def test(self, test: Mapping[str, Any], is_logged: bool) -> None:
         """The number of the run. test: as in RunInfo. is_logged: whether its numbers have been logged before."""
@@ -142,6 +139,8 @@ class Loggers(Logger):
             self._each("log", {f"test/{name}": value for name, value in test["metrics"].items()}, test["step"])
 
     def end(self, info: RunInfo, state: str) -> None:
+        if info.facts["sweep"] is None:
+            self.draw_at = 0.0  # jobs of a sweep that last a few seconds have no images
         self._draw()
         self._each("end", info, state)
 
@@ -150,9 +149,10 @@ class Loggers(Logger):
 
     def _draw(self) -> None:
         start = time.monotonic()
-        self._call(self, "_show")
-        self.waiting.clear()
-        self.draw_at = time.monotonic() + (time.monotonic() - start) / DRAWING_SHARE
+        if start >= self.draw_at:
+            self._call(self, "_show")
+            self.waiting.clear()
+            self.draw_at = time.monotonic() + (time.monotonic() - start) / DRAWING_SHARE
 
     def _show(self) -> None:
         for figures, step in self.waiting.values() if self.members else ():

@@ -88,10 +88,9 @@ class ProgressBarLogger(Logger):
     def log(self, metrics: dict[str, float], step: int) -> None:
         if "train/running_loss" in metrics and not self.bar.disable:
             progress, epochs = self.run.progress, self.run.config.trainer.epochs
-            self.bar.set_description(f"epoch {progress.epoch + 1}/{epochs}", refresh=False)
-            self.bar.set_postfix(loss=f"{metrics['train/running_loss']:.4f}", refresh=False)
             self.bar.n = progress.samples
-            self.bar.refresh()
+            self.bar.set_description(f"epoch {progress.epoch + 1}/{epochs}", refresh=False)
+            self.bar.set_postfix(loss=f"{metrics['train/running_loss']:.4f}")  # draws it
 
     def epoch(self, summary: EpochSummary) -> None:
         self.bar.reset()

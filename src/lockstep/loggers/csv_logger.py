@@ -8,7 +8,7 @@ from lockstep.loggers.base import Logger, RunInfo
 
 
 class CSVLogger(Logger):
-    """Appends one row for each number. run_dir: folder of this run."""
+    """Appends one row for each number."""
 
     def __init__(self, run_dir: str) -> None:
         self.path = Path(run_dir) / "metrics.csv"

@@ -35,11 +35,8 @@ class RankLogs:
         return self
 
     def open(self, folder: str) -> None:
-        """Log to folder/logs/rank<N>.log, and on rank 0 to folder/train.log.
-
-        Call it when this run holds the folder: a run that is refused must not write there. Raises CannotStartNow if
-        the folder is not writable.
-        """
+        """Log to folder/logs/rank<N>.log, and on rank 0 to folder/train.log, when this run holds the folder: one that
+        is refused must not write there. Raises CannotStartNow if the folder is not writable."""
         names = [f"logs/rank{self.rank}.log", *["train.log"] * (self.rank == 0)]
         try:
             Path(folder, "logs").mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from lockstep.text import show
 class TensorBoardLogger(Logger):
     """Writes event files to `run_dir`. A resumed run begins a file, which hides what came after its snapshot.
 
-    run_dir: folder of this run. images: samples that an evaluation shows; 0: no images of it.
+    images: samples that an evaluation shows; 0: no images of it.
     """
 
     def __init__(self, run_dir: str, images: Whole) -> None:
@@ -34,7 +34,7 @@ class TensorBoardLogger(Logger):
             self._write(summary.hparams(hyperparameters(info.facts), {})[1], 0)  # [0]: the columns of all runs
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """All tags share one event. An event for each tag takes several times as long."""
+        """All tags share one event: one for each takes several times as long."""
         self._write(Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]), step)
 
     def image(self, tag: str, image: Tensor, step: int) -> None:

@@ -1,7 +1,6 @@
-"""logger=wandb, mlflow and trackio: config and curves of a run, on a tracking service.
+"""logger=wandb, mlflow and trackio: config and curves of a run on a tracking service, by the queues of their packages.
 
-Their packages queue what they get and send it from threads or processes of their own. What a service does not take is
-lost there, with one warning; TensorBoard's files have it.
+What a service does not take is lost there, with one warning.
 """
 
 import importlib
@@ -23,7 +22,7 @@ END_SECONDS = 60  # for what is still to be sent to MLflow
 class Tracker(Logger):
     """What trackers share: the run's id on the service stays in the run folder, so that a resumed run goes on there.
 
-    package: what is imported. run_dir: folder of this run. options: of the package's own function that begins a run.
+    package: what is imported. options: of the package's own function that begins a run.
     """
 
     package = ""
@@ -51,9 +50,8 @@ class Tracker(Logger):
 
 
 class WandbLogger(Tracker):
-    """Weights & Biases. options: of `wandb.init`. With mode=offline it leaves files in the run folder, which `wandb
-    sync` sends later; online it needs the environment variable WANDB_API_KEY.
-    """
+    """Weights & Biases, by `wandb.init`. With mode=offline it leaves files in the run folder, which `wandb sync` sends
+    later; online it needs the environment variable WANDB_API_KEY."""
 
     package = "wandb"
 
@@ -72,17 +70,14 @@ class WandbLogger(Tracker):
 
 
 class MLflowLogger(Tracker):
-    """MLflow's tracking, on the server that MLFLOW_TRACKING_URI names, else in a file in this folder.
-
-    options: of `mlflow.set_experiment`.
-    """
+    """MLflow, by `mlflow.set_experiment`, on the server of MLFLOW_TRACKING_URI, else in a file in this folder."""
 
     package = "mlflow"
 
     def __init__(self, run_dir: str, **options: Any) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # the end of a run waits so long for a lost server
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+        # The end of a run waits so long for a lost server.
+        own = {"DISABLE_TELEMETRY": "true", "HTTP_REQUEST_TIMEOUT": "10", "HTTP_REQUEST_MAX_RETRIES": "3"}
+        os.environ.update({f"MLFLOW_{key}": os.environ.get(f"MLFLOW_{key}", value) for key, value in own.items()})
         super().__init__(run_dir, **options)  # the import sets the package's level
         logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # it tells of each table of its database
         self.sent: list[Any] = []  # calls that may be under way
@@ -112,9 +107,8 @@ class MLflowLogger(Tracker):
 
 
 class TrackioLogger(Tracker):
-    """Trackio, of Hugging Face. It keeps runs in a database of this machine, which `trackio show` shows, or sends them
-    where the environment variable TRACKIO_SERVER_URL or TRACKIO_SPACE_ID says. options: of `trackio.init`.
-    """
+    """Trackio, by `trackio.init`: runs in a database of this machine, which `trackio show` shows, or sent where the
+    environment variable TRACKIO_SERVER_URL or TRACKIO_SPACE_ID says."""
 
     package = "trackio"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from annotated_types import Ge
 
-from lockstep.config.nodes import instantiate_as
+from lockstep.config.check import instantiate_as
 from lockstep.errors import EXIT_FAILED, ConfigError, RankFailed, StoppedEarly, first_of
 from lockstep.failures.explain import known_meaning
 from lockstep.modes.base import Mode

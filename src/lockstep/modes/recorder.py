@@ -102,7 +102,7 @@ class Recorder(Callback):
             register_module_forward_hook(self._after_forward)
 
     def on_step_end(self, run: Run) -> None:
-        self._keep("loss", run.meter.means(run.world.all_reduce_sum(run.meter.flush().clone())))
+        self._keep("loss", run.meter.means(run.world.all_reduce_sum(run.meter.flush().clone()).tolist()))
         self._keep("weights", dict([*run.model.named_parameters(), *run.model.named_buffers()]))
 
     def on_evaluation(self, run: Run, split: str, metrics: Mapping[str, float]) -> None:

@@ -4,17 +4,13 @@ import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
 from lockstep.runs.record import FINISHED, read_run
 from lockstep.runs.samples import NAME, SAMPLED, paired_by_sample
 from lockstep.runs.stats import MOST, Estimate, estimate, is_share, paired, pairs_for, welch
-from lockstep.runs.table import REPEATS, filtered, frame, rho_of
+from lockstep.runs.table import REPEATS, Row, filtered, rho_of, rows_of
 from lockstep.text import aligned, differing, show
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 OF_SAMPLES = "paired by sample of the test set: about these two nets, and no other seeds; who chooses by it uses it up"
 EXAMPLE = "python src/runs.py compare outputs/multirun/a --a optimizer.lr=0.1 --b optimizer.lr=0.01"
@@ -31,24 +27,24 @@ def compare(folders: Sequence[str], a: str | None = None, b: str | None = None, 
         raise ConfigError(f"compare needs two folders, or folders with --a and --b; type {EXAMPLE}")
     names = list(folders) if a is None or b is None else [a, b]
     if a is None:
-        both = [frame([name]) for name in folders]
+        both = [rows_of([name]) for name in folders]
     else:
-        both = [filtered(frame(folders), shlex.split(name)) for name in names]
+        both = [filtered(rows_of(folders), shlex.split(name)) for name in names]
     for name, side in zip(names, both, strict=True):
-        if side.empty:
+        if not side:
             raise ConfigError(f"no run for {name}; type python src/runs.py table {shlex.join(folders)} to see the runs")
-    metric = metric or str(both[0]["metric"].iloc[0])
+    metric = metric or str(both[0][0]["metric"])
     notes: list[str] = []
     one, other = (_finished(*side, metric, notes) for side in zip("AB", names, both, strict=True))
     name = metric.partition("/")[2]
-    is_objectives = name == one["metric"].iloc[0].partition("/")[2]
-    direction = one["direction"].iloc[0] if is_objectives else "max" if is_share(name) else "min"
-    places = [Path(side["folder"].iloc[0]) for side in (one, other)]
+    is_objectives = name == one[0]["metric"].partition("/")[2]
+    direction = one[0]["direction"] if is_objectives else "max" if is_share(name) else "min"
+    places = [Path(side[0]["folder"]) for side in (one, other)]
     if len(one) == len(other) == 1 and name in SAMPLED and all((place / NAME).exists() for place in places):
         *sides, difference = paired_by_sample(places[0], places[1], name)
         metric, counted, how = f"test/{name}", "samples", OF_SAMPLES
     else:
-        sides = [estimate(side["value"].tolist(), rho_of(side)) for side in (one, other)]
+        sides = [estimate([run["value"] for run in side], rho_of(side)) for side in (one, other)]
         difference, counted, how = _difference(one, other, names)
     rows = [["", "runs", metric, "95 %", "deviation", ""]]
     for letter, side, found, typed in zip("AB", (one, other), sides, names, strict=True):
@@ -59,43 +55,43 @@ def compare(folders: Sequence[str], a: str | None = None, b: str | None = None, 
     return [*aligned(rows), *notes, how, verdict(difference, counted, direction, scale, unit)]
 
 
-def _finished(letter: str, name: str, runs: "pd.DataFrame", metric: str, notes: list[str]) -> "pd.DataFrame":
-    """The runs that have finished with a number, which is the column "value". Of others, `notes` gets a line."""
-    if metric not in runs and metric not in {*runs["metric"]}:
-        raise ConfigError(f"no run of {name} has {metric}; type --metric {runs['metric'].iloc[0]}")
-    values = runs["objective"].where(runs["metric"] == metric) if metric in {*runs["metric"]} else runs[metric]
-    kept = runs.assign(value=values.astype(float))
-    kept = kept[(kept["state"] == FINISHED) & (kept["value"].abs() < math.inf)]
-    if kept.empty:
+def _finished(letter: str, name: str, runs: Sequence[Row], metric: str, notes: list[str]) -> list[Row]:
+    """The runs that have finished with a number, as their "value". Of others, `notes` gets a line."""
+    if not any(metric == run["metric"] or metric in run for run in runs):
+        raise ConfigError(f"no run of {name} has {metric}; type --metric {runs[0]['metric']}")
+    valued = [run | {"value": run["objective"] if run["metric"] == metric else run.get(metric)} for run in runs]
+    kept = [run for run in valued if run["state"] == FINISHED and run["value"] is not None]
+    kept = [run for run in kept if math.isfinite(run["value"])]
+    if not kept:
         raise ConfigError(f"no run of {name} has finished with a number; type python src/runs.py table to see why")
     if len(kept) < len(runs):
         left_out = len(runs) - len(kept)
         notes.append(f"{letter}: {left_out} of {len(runs)} runs have not finished with a number, and are left out")
-    one, *others = (set(shlex.split(words)) for words in kept["setting"].unique())
+    one, *others = (set(shlex.split(words)) for words in dict.fromkeys(run["setting"] for run in kept))
     if others:
         what = f"{name} is more than one configuration: {shlex.join(sorted(one ^ others[0]))}"
         raise ConfigError(f"{what}; type python src/runs.py compare <folder> --a <overrides> --b <overrides>")
-    if kept["source"].nunique() > 1:
+    if len({run["source"] for run in kept}) > 1:
         notes.append(f"{letter}: its runs are of several versions of the code")
     return kept
 
 
-def _difference(one: "pd.DataFrame", other: "pd.DataFrame", names: Sequence[str]) -> tuple[Estimate, str, str]:
+def _difference(one: Sequence[Row], other: Sequence[Row], names: Sequence[str]) -> tuple[Estimate, str, str]:
     """(B - A, "pairs" or "runs a side", a line that says how they were compared)."""
-    rho, values = max(rho_of(one), rho_of(other)), list[Any]()
+    rho, sides = max(rho_of(one), rho_of(other)), list[dict[tuple[str, ...], float]]()
     for side, name in zip((one, other), names, strict=True):
-        values.append(side.set_index([side.reindex(columns=[key])[key].map(show) for key in REPEATS])["value"])
-        if values[-1].index.has_duplicates:
+        sides.append({tuple(show(run.get(key)) for key in REPEATS): run["value"] for run in side})
+        if len(sides[-1]) < len(side):
             what = f"{name} has two runs of one seed and fold, and one counts once"
             raise ConfigError(f"{what}; type folders with one of them")
-    a, b = values
-    common = a.index.intersection(b.index)
+    a, b = sides
+    common = [key for key in a if key in b]
     if len(common) < 2:
-        return welch(a.tolist(), b.tolist(), rho), "runs a side", "not paired"
+        return welch([*a.values()], [*b.values()], rho), "runs a side", "not paired"
     alone = len(a) + len(b) - 2 * len(common)
     left_out = f"; {alone} runs without a partner are left out" if alone else ""
     keys = [key for key, *different in zip(REPEATS, *common, strict=True) if len({*different}) > 1]
-    found = paired(a[common].tolist(), b[common].tolist(), rho)
+    found = paired([a[key] for key in common], [b[key] for key in common], rho)
     return found, "pairs", f"paired by {' and '.join(keys)}{left_out}"
 
 

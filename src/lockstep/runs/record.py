@@ -146,7 +146,7 @@ class RunRecord:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self.run["steps"] = max(self.run["steps"], step)
-        self._write_now_and_then()
+        self._write(now=False)
 
     def epoch(self, summary: Any) -> None:
         history, metrics = self.run["history"], summary.flat()
@@ -156,10 +156,7 @@ class RunRecord:
         self.run["steps"] = max(self.run["steps"], summary.step)
         self.run["samples_per_second"] = metrics.get("speed/samples_per_s", self.run["samples_per_second"])
         self.run["objective"] |= {"best": self.progress.best, "step": self.progress.best_step}
-        if len(history) <= FIRST_EPOCHS:
-            self._write()
-        else:
-            self._write_now_and_then()
+        self._write(now=len(history) <= FIRST_EPOCHS)
 
     def end(self, info: Any, state: str) -> None:
         """`info.last`, or the test where nothing is chosen, has the last value of the objective."""
@@ -175,18 +172,16 @@ class RunRecord:
     def close(self) -> None:
         pass
 
-    def _write_now_and_then(self) -> None:
-        if time.time() - self.begun["ended"] > WRITE_SECONDS:
-            self._write()
-
-    def _write(self, sync: bool = False) -> None:
-        self.begun |= {"to_step": self.run["steps"], "ended": time.time()}
-        write_whole(self.folder / NAME, json.dumps(self.run, indent=1), sync)
+    def _write(self, now: bool = True, sync: bool = False) -> None:
+        """now: else only if the last time is a second ago."""
+        if now or time.time() - self.begun["ended"] > WRITE_SECONDS:
+            self.begun |= {"to_step": self.run["steps"], "ended": time.time()}
+            write_whole(self.folder / NAME, json.dumps(self.run, indent=1), sync)
 
 
 def settle(folder: Path) -> None:
-    """Write into run.json how the last start ended, which a killed rank 0 could not, and which rank failed first: the
-    failure report of it goes with the next start."""
+    """Write into run.json how the last start ended, which a killed rank 0 could not: the next start removes the failure
+    report that tells it."""
     with suppress(ConfigError, OSError):  # a fresh folder, a file that is damaged, a full disk
         run = read_run(folder)
         last = run["starts"][-1]
@@ -216,6 +211,7 @@ def versions() -> dict[str, str]:
     return found
 
 
+@cache  # of the code that a sweep's jobs share, too
 def code_facts(root: Path = ROOT) -> dict[str, str]:
     """{"source": a hash of src/ and conf/, "commit": where git knows this folder}."""
     git = ["git", "-C", str(root), "rev-parse", "HEAD", "HEAD:./src"]  # the latter fails in a repository around it

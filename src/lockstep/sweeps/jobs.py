@@ -1,12 +1,10 @@
-"""A job of a sweep: the command that a person would type, in a process of its own.
+"""A job of a sweep: a process that trains, as the command that a person would type. No torch at the top."""
 
-No torch at the top.
-"""
-
+import gc
 import importlib
 import multiprocessing
 import os
-import runpy
+import shlex
 import signal
 import sys
 import textwrap
@@ -14,36 +12,42 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
-from lockstep import errors
+from lockstep import cli, errors
+from lockstep.config.record import ConfigRecord
+from lockstep.config.schema import RunConfig
 from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent, usable_cores
-from lockstep.errors import ConfigError, path_value
 from lockstep.failures.report import in_one_line, read_report
 from lockstep.runs.record import SWEEP, Run, best_of, read_run, state_of, versions
-from lockstep.source_code import ROOT
 
-TRAIN = str(ROOT / "src" / "train.py")
-SHARED = ("lockstep.launchers.rank_imports", "lockstep.modes.train", "lockstep.tasks.reports", "tqdm.contrib.logging")
+if TYPE_CHECKING:
+    from lockstep.preflight import Parts
+
+SHARED = ("launchers.rank_imports", "modes.train", "tasks.reports", "distributed.watch", "preflight")
 CONSOLE = "console.log"  # in a job's folder: what it prints, where several run at once
 STOPPED = {errors.EXIT_RESUMABLE, errors.EXIT_STOPPED_WITHOUT_SNAPSHOT, *(128 + one for one in signals.STOP_SIGNALS)}
+
+Slot = tuple[list[int], list[str]]  # the cores and the GPUs of one job at a time; empty for all
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command. folder: its run folder. words: all but that of the folder. title: for people."""
+    """A training that has been composed and checked. folder: of its run. title: what it changes, for people."""
 
     folder: Path
-    words: tuple[str, ...]
     title: str
+    config: RunConfig
+    record: ConfigRecord
+    parts: "Parts"
 
     def run(self) -> Run | None:
         """Its record, None if there is none."""
-        with suppress(ConfigError):
+        with suppress(errors.ConfigError):
             return read_run(self.folder)
         return None
 
@@ -52,24 +56,38 @@ class Job:
         run = self.run()
         return None if run is None else best_of(run)[0]
 
+    def train(self) -> None:
+        """What `main` of train.py does after its checks."""
+        begin: Any = importlib.import_module("lockstep.preflight").begin
+        with errors.exits_are_failures("the command left before the training"):
+            begin(self.config, self.parts)
+            self.folder.mkdir(parents=True, exist_ok=True)  # for a script of Slurm
+            gc.enable()
+            self.parts.launcher.launch(self.parts.mode.work, self.config, self.record, self.parts)
 
-@dataclass(frozen=True)
-class Outcome:
+
+class Outcome(NamedTuple):
     """How a job ended. state: finished, pruned, stopped, refused, diverged, failed. cause: of the last three."""
 
     state: str
     cause: str = ""
 
 
-Slot = tuple[list[int], list[str]]
-"""The cores and the GPUs that one job at a time may use; empty for all."""
+def import_shared() -> None:
+    """What each job needs, once, and frozen: memory that is shared is copied when a collection writes to it."""
+    gc.disable()
+    for name in SHARED:
+        importlib.import_module(f"lockstep.{name}")
+    versions()  # are kept, too
+    gc.freeze()
+    gc.enable()
 
 
 class Process:
     """A job that runs in `slot`. to_file: its output goes to CONSOLE.
 
-    It is a fork of this process, as the ranks of launch=fork are: it shares the imports and the checks. macOS kills
-    forks of a process that has used its libraries: there a job imports torch itself.
+    It is a fork, and so it shares the imports and the checked config. macOS kills forks of a process that has used its
+    libraries: there a job imports torch itself.
     """
 
     def __init__(self, job: Job, slot: Slot, to_file: bool) -> None:
@@ -78,12 +96,9 @@ class Process:
         self.start()
 
     def start(self) -> None:
-        for name in SHARED:
-            importlib.import_module(name)
-        versions()  # are kept, too
         self.starts, self.started = self.starts + 1, time.time()
         context: Any = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "fork")
-        self.process = context.Process(target=_become, args=(self.job, self.slot, self.console))
+        self.process = context.Process(target=_become, args=(os.getpid(), self.job, self.slot, self.console))
         with signals.blocked():
             self.process.start()
 
@@ -103,17 +118,14 @@ class Process:
         return Outcome("refused" if code == errors.EXIT_CONFIG else state, textwrap.shorten(cause, 300))
 
 
-def _become(job: Job, slot: Slot, console: Path | None) -> None:
-    """Turn this process into the command. Never returns."""
+def _become(sweep: int, job: Job, slot: Slot, console: Path | None) -> None:
+    """Turn this process into the job's command. Never returns."""
     signals.end_at_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOP_SIGNALS)
-    sweep: Any = multiprocessing.parent_process()
-    end_with_parent(parent=sweep.pid)
-    GlobalHydra.instance().clear()  # of the sweep
-    HydraConfig.instance().cfg = None
+    end_with_parent(parent=sweep)
     os.setsid()  # Ctrl-C is for the sweep, which passes it on
-    os.environ[SWEEP] = str(job.folder.parent)
     cores, gpus = slot
+    os.environ[SWEEP] = str(job.folder.parent)
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if cores and hasattr(os, "sched_setaffinity"):
@@ -121,20 +133,22 @@ def _become(job: Job, slot: Slot, console: Path | None) -> None:
     if console is not None:
         console.parent.mkdir(parents=True, exist_ok=True)
         with console.open("ab") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-    sys.argv = [TRAIN, *job.words, f"hydra.run.dir={path_value(job.folder)}"]
-    runpy.run_path(TRAIN, run_name="__main__")
+            for output in (1, 2):
+                os.dup2(file.fileno(), output)
+    sys.argv = shlex.split(job.record.command)[1:]
+    of_job: Any = OmegaConf.create({"hydra": {"overrides": {"task": [*job.record.overrides]}}})
+    HydraConfig.instance().cfg = of_job  # for launch=slurm
+    cli.run(job.train)
 
 
 def divide_machine(n_jobs: int) -> list[Slot]:
     """What each of the jobs at once may use. No core and no GPU is in two slots, if there are as many."""
     if n_jobs == 1:
         return [([], [])]
-    import torch  # device_count asks NVML: a process that has started CUDA cannot fork
+    from torch.cuda import device_count  # it asks NVML: a process that has started CUDA cannot fork
 
-    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = named.split(",")[:count] if named else list(map(str, range(count)))
+    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(device_count())))
+    gpus = named.split(",")[: device_count()]
 
     def share(units: list[Any], number: int) -> list[Any]:
         size = max(1, len(units) // n_jobs)  # what is left over belongs to none

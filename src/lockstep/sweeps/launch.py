@@ -1,6 +1,5 @@
 """A sweep: Hydra lists its jobs; here they are composed, checked, run, and shown at the end. No torch at the top."""
 
-import copy
 import itertools
 import json
 import math
@@ -21,42 +20,40 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.cli import as_config_error
-from lockstep.config.check import check, check_nodes, with_own_arguments
-from lockstep.config.record import config_flags, record_config, typed_overrides
+from lockstep.compat import with_values
+from lockstep.config.check import check, check_nodes, key_of, with_own_arguments
+from lockstep.config.record import ConfigRecord, config_flags, record_config, typed_overrides
 from lockstep.config.schema import RunConfig
 from lockstep.distributed import signals
 from lockstep.distributed.run_folder import HeldFolder, require_same_run
 from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, ConfigError, path_value
 from lockstep.files import short_hash
 from lockstep.launchers.base import print_line
-from lockstep.runs.record import FINISHED, PAUSED, changes_no_number, find_runs, read_run, state_of
-from lockstep.runs.table import choosing, frame, is_repeat, settings, show
-from lockstep.source_code import hash_of_source
-from lockstep.sweeps.jobs import Job, Outcome, Process, divide_machine
+from lockstep.runs.record import FINISHED, PAUSED, changes_no_number, code_facts, find_runs, read_run, state_of
+from lockstep.runs.table import choosing, is_repeat, rows_of, settings, show, telling
+from lockstep.sweeps.jobs import Job, Outcome, Process, divide_machine, import_shared
 
 POLL_SECONDS = 0.2
 LONGEST_NAME = 120  # characters of a job's folder
 
 
 class Sweep:
-    """The sweep of a command, which holds its folder until the process ends. Raises ConfigError.
-
-    master: the config as Hydra has composed it, without the jobs.
-    """
+    """The sweep of a command, which holds its folder until the process ends. master: its config, without the jobs.
+    Raises ConfigError."""
 
     def __init__(self, loader: ConfigLoader, master: DictConfig) -> None:
         self.keys: Any = OmegaConf.to_container(master.hydra.launcher)
         check_nodes(self.keys, "hydra.launcher")
         self.loader, self.master, self.folder = loader, master, Path(str(master.hydra.sweep.dir))
         params = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
-        typed = [*params, *typed_overrides(master.hydra)]
-        self.overrides = OverridesParser.create(config_loader=loader).parse_overrides(typed)
+        self.parser = OverridesParser.create(config_loader=loader)
+        self.overrides = self.parser.parse_overrides([*params, *typed_overrides(master.hydra)])
         swept = [one for one in self.overrides if one.is_sweep_override()]
         self.varied = sorted({one.get_key_element() for one in swept})
         self.lists = {one.get_key_element() for one in swept if one.is_discrete_sweep()}
         times = Counter(one.key_or_group for one in self.overrides)
         for one in swept:
-            if not one.is_discrete_sweep() and master.hydra.sweeper._target_.endswith(".BasicSweeper"):
+            if not one.is_discrete_sweep() and master.hydra.sweeper._target_.endswith(".ListSweeper"):
                 advice = "type hydra/sweeper=optuna hydra.sweeper.n_trials=20 for a search"
                 raise ConfigError(f"{one.input_line} is no list of values; {advice}")
             if times[one.key_or_group] > 1 and "{" in str(one.input_line):
@@ -67,52 +64,64 @@ class Sweep:
             raise ConfigError(problem)
         self.known = [read_run(folder) for folder in find_runs([self.folder])]
         self.results = dict[Path, Outcome]()  # of jobs that have ended, by their folders
+        self.composed = dict[tuple[str, ...], DictConfig]()  # by the words that Hydra must compose
 
-    def check(self, overrides: Sequence[str]) -> tuple[Job, RunConfig]:
+    def check(self, overrides: Sequence[str]) -> Job:
         """The job with these overrides. Raises ConfigError, with what it changes, where it would be refused."""
         from lockstep.preflight import preflight
 
         changes = sorted(word for word in overrides if word.partition("=")[0] in self.varied)
         folder = self.folder / folder_name(changes)
         try:
-            composed = self.loader.load_sweep_config(self.master, list(overrides))
-            with read_write(composed), read_write(composed.hydra), open_dict(composed):
-                composed.hydra.runtime.output_dir = str(folder.absolute())
-                HydraConfig.instance().set_config(copy.deepcopy(composed))  # its resolvers answer for this job
-                del composed["hydra"]
-            cfg = with_own_arguments(composed, overrides)
-            config = check(cfg)
-            record = record_config(cfg, config, HydraConfig.get(), sys.argv)
+            config, record = self._compose(overrides, folder)
             values = json.loads(json.dumps(record.shown, default=str))
             run = next((run for run in self.known if same_values(values, run["config"])), None)
-            folder = folder if run is None else Path(run["folder"])
+            if run is not None and Path(run["folder"]) != folder:
+                folder = Path(run["folder"])
+                config, record = self._compose(overrides, folder)
             require_same_run(record, str(folder), "hydra.sweep.dir=<a new folder>")
-            preflight(config, starts=False)
+            parts = preflight(config, starts=False)
         except Exception as error:
             if (known := as_config_error(error)) is None:
                 raise
             raise ConfigError(f"the job {' '.join(changes)}: {known}" if changes else str(known)) from error
         if run is not None and state_of(run) in (FINISHED, PAUSED):
             self.results[folder] = Outcome("finished")
-        flags = [flag for flag in config_flags(sys.argv[1:]) if flag.startswith("-")]
-        of_sweep = r"[+~]*hydra[./](run|sweep|sweeper|launcher|mode)\b"
-        flags += [word for word in self.master.hydra.overrides.hydra if not re.match(of_sweep, word)]
-        return Job(folder, (*flags, *overrides), " ".join(changes)), config
+        return Job(folder, " ".join(changes), config, record, parts)
+
+    def _compose(self, overrides: Sequence[str], folder: Path) -> tuple[RunConfig, ConfigRecord]:
+        """As `main` of train.py gets and checks them. Hydra composes once for all jobs that differ in values alone."""
+        parsed = self.parser.parse_overrides([*overrides])
+        others = tuple(word for word in overrides if "." not in key_of(word) and key_of(word) != "seed")
+        if others not in self.composed:
+            self.composed[others] = self.loader.load_sweep_config(self.master, [*others])
+        values = [one for one, word in zip(parsed, overrides, strict=True) if word not in others]
+        composed = with_values(self.composed[others], values, parsed)
+        with read_write(composed), read_write(composed.hydra), open_dict(composed):
+            composed.hydra.runtime.output_dir = str(folder.absolute())
+            HydraConfig.instance().set_config(composed)  # its resolvers answer for this job
+            del composed["hydra"]
+        cfg = with_own_arguments(composed, overrides)
+        config = check(cfg)
+        argv = [sys.argv[0], *config_flags(sys.argv[1:]), *overrides, f"hydra.run.dir={path_value(folder)}"]
+        return config, record_config(cfg, config, HydraConfig.get(), argv)
 
     def launch(self, lists: Iterable[Sequence[str]]) -> list[JobReturn]:
         """Run jobs for a sweeper of Hydra's. Raises ConfigError, before one starts, for one that cannot work."""
-        jobs = [self.check(overrides)[0] for overrides in lists]
+        jobs = [self.check(overrides) for overrides in lists]
         waiting = {job.folder: job for job in jobs if job.folder not in self.results}
         self.run(iter(waiting.values()), len(waiting))
         return [JobReturn(status=JobStatus.COMPLETED, _return_value=job.value()) for job in jobs]
 
     def run(self, jobs: Iterator[Job], count: int) -> None:
         """Run at most `count` jobs, and show what all have given. Ends the command if not all have finished."""
-        source, self.count = hash_of_source(), count
+        source, self.count = code_facts()["source"], count
         others = sum(Path(run["folder"]) in self.results and run["code"].get("source") != source for run in self.known)
         said = f"sweep: {count} jobs, {self.keys['n_jobs']} at once; {len(self.results)} have finished before"
         said += f", {others} of them with other code: compare with care" * bool(others)
         print_line(f"{said}; in {self.folder}", sys.stdout)
+        if count:
+            import_shared()
         code = self._run(jobs)
         for line in self._end(code):
             print_line(line, sys.stdout)
@@ -169,20 +178,15 @@ class Sweep:
         states = Counter(outcome.state for outcome in self.results.values())
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
         lines = [f"\nsweep: {counts or 'no job has ended'}, in {self.folder.absolute()}"]
-        table = settings(frame([self.folder]))
-        if not table.empty:
-            keys = [key for key in (key.lstrip("+") for key in self.varied) if key in table.columns]
-            optional = {"test": table["test"].notna().any(), "source": table["source"].nunique() > 1}
+        if table := settings(rows_of([self.folder])):
+            keys = [key for key in (key.lstrip("+") for key in self.varied) if key in table[0]]
             columns = ["state", "objective", "test", "best_step", "seconds", *keys, "source", "run"]
-            lines += show(table, [name for name in columns if optional.get(name, True)])
-            best, own = table.iloc[0], [key for key in keys if not is_repeat(key)]
-            if best["count"] and own and table["metric"].nunique() == 1:
-                edges = [
-                    f"; {key} is at the edge of its list"
-                    for key in own
-                    if key in self.lists and is_at_edge(table[key].tolist())
-                ]
-                lines.append(f"best:       {', '.join(f'{key}={best[key]}' for key in own)}{''.join(edges)}")
+            lines += show(table, telling(table, columns))
+            own = [key for key in keys if not is_repeat(key)]
+            if table[0]["count"] and own and len({row["metric"] for row in table}) == 1:
+                of_lists = [key for key in own if key in self.lists and is_at_edge([row.get(key) for row in table])]
+                edges = "".join(f"; {key} is at the edge of its list" for key in of_lists)
+                lines.append(f"best:       {', '.join(f'{key}={table[0][key]}' for key in own)}{edges}")
             lines += [f"choosing:   {text}" for text in [choosing(table)] if text]
         bad = [(folder.name, outcome) for folder, outcome in self.results.items() if outcome.cause]
         lines += [f"{outcome.state + ':':12}{name}: {outcome.cause}" for name, outcome in bad]

@@ -28,8 +28,8 @@ from lockstep.tasks.base import Task
 class Search(Sweep):
     """Runs trials until there are `n_trials`, those of earlier commands in this folder included. Raises ConfigError.
 
-    sampler: made anew for each trial, with its `seed` plus the trial's number: a search of one job at a time that was
-    killed goes on with the values that it would have drawn.
+    The sampler is made anew for each trial, with its `seed` plus the trial's number: a search that was killed goes on
+    with the values that it would have drawn.
     """
 
     def __init__(self, loader: ConfigLoader, master: DictConfig) -> None:
@@ -41,7 +41,7 @@ class Search(Sweep):
         if not self.space:
             raise ConfigError("nothing varies in this search; type 'optimizer.lr=tag(log,interval(0.001,0.1))'")
         least = {key: one.low if hasattr(one, "low") else one.choices[0] for key, one in self.space.items()}
-        config = self.check([*self.fixed, *words_of(least)])[1]
+        config = self.check([*self.fixed, *words_of(least)]).config
         self.results.clear()  # of that job
         task = instantiate_as(Task, config.task, "task")
         self.objective = objective_of(config, task)
@@ -60,16 +60,17 @@ class Search(Sweep):
         self.reported = dict[Path, int]()  # their last epochs
 
     def search(self) -> None:
-        ended = sum(one.state != TrialState.RUNNING for one in self.begun())
-        self.run(self.jobs(), max(0, self.n_trials - ended))
+        running = [
+            one for one in self.begun() if one.state == TrialState.RUNNING
+        ]  # when a command was killed or stopped
+        self.run(self.jobs(running), max(0, self.n_trials - len(self.begun()) + len(running)))
 
     def begun(self) -> list[FrozenTrial]:
         """The trials, but for one that was killed while its values were drawn."""
         return [one for one in self.study.get_trials(deepcopy=False) if self.space.keys() <= one.params.keys()]
 
-    def jobs(self) -> Iterator[Job]:
-        """First those of trials that were running when an earlier command was killed or stopped."""
-        for known in [one for one in self.begun() if one.state == TrialState.RUNNING]:
+    def jobs(self, running: Sequence[FrozenTrial]) -> Iterator[Job]:
+        for known in running:
             yield from self.job_of(open_trial(self.study, known), known.last_step or 0)
         while (number := len(self.begun())) < self.n_trials:
             seed = {"seed": self.sampler["seed"] + number} if self.sampler.get("seed") is not None else {}
@@ -79,7 +80,7 @@ class Search(Sweep):
     def job_of(self, trial: Trial, reported: int) -> Iterator[Job]:
         """Its job; nothing if none serves it: it is refused, or has the values of one that runs or has ended."""
         try:
-            job, _ = self.check([*self.fixed, *words_of({key: trial.params[key] for key in self.space})])
+            job = self.check([*self.fixed, *words_of({key: trial.params[key] for key in self.space})])
         except ConfigError as refusal:
             print_line(f"sweep: {refusal}", sys.stdout)
             job = None
