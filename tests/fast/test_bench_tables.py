@@ -12,11 +12,10 @@ from support.commands import ROOT, wait_for
 
 sys.path.insert(0, str(ROOT / "bench"))
 
-import compare  # noqa: E402
+import costs  # noqa: E402
 import growth  # noqa: E402
 import harness  # noqa: E402
 import race  # noqa: E402
-import race_tables  # noqa: E402
 
 
 def run_of(number, name, ranks, **quantities):
@@ -24,7 +23,7 @@ def run_of(number, name, ranks, **quantities):
 
 
 def test_ratios_are_of_runs_of_the_same_round():
-    page = race_tables.report(
+    page = race.report(
         [
             run_of(0, "tutorial", 1, speed=100, rss=800, wall=20.0),
             run_of(0, "Lockstep", 1, speed=200, rss=600, wall=10.0),
@@ -61,7 +60,7 @@ def test_a_time_is_the_slowest_ranks_and_cpu_time_is_everybodys():
         same | {"training": [lap, lap], "bare DDP": [lap, lap]},
         same | {"training": [slow, lap], "bare DDP": [lap, lap]},
     ]
-    found = race_tables.figures(ranks, began=10.0)
+    found = race.figures(ranks, began=10.0)
     assert found["speed"] == 200 / 6
     assert found["evaluation"] == 50
     assert found["cpu"] == 1000 * 6 / 200
@@ -74,13 +73,13 @@ def test_what_costs_more_a_unit_at_the_large_end_is_called_out():
     slope, worst = growth.growth(points)
     assert worst == 2.0
     assert slope == pytest.approx(math.log10(200 / 3) / 2)
-    assert growth.row("tags", "ms", points)[-1] == "FASTER than the work: 2.00 > 1.3"
-    assert growth.row("tags", "ms", points[:2])[-1] == "grows with the work"
+    assert growth.row("batch", "ms", points)[-1] == "FASTER than the work: 2.00 > 1.3"
+    assert growth.row("batch", "ms", points[:2])[-1] == "grows with the work"
 
 
 def test_the_bytes_of_a_step_are_a_mean_without_the_first_epoch():
     laps = [{"sent": 1000}, {"sent": 24}, {"sent": 48}]
-    assert compare.of_a_step({"laps": laps, "step_count": 36}, "sent") == 3
+    assert costs.of_a_step({"laps": laps, "step_count": 36}, "sent") == 3
 
 
 def test_rounds_take_turns_in_being_first():
