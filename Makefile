@@ -17,7 +17,7 @@ DRILLS := -n 5 --dist loadfile --no-loadscope-reorder
 MINE := src/mine.py conf/model/mine.yaml tests/test_mine.py
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp mine sweep runs bench gpu gpu-wheels compare growth scaling size board lint test-fast test tests drill matrices faults fuzz promise zoo screenshots coverage clean
+.PHONY: help train ddp mine sweep runs bench gpu gpu-wheels compare growth scaling board lint test-fast test tests drill matrices faults fuzz promise zoo screenshots coverage clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -69,17 +69,13 @@ gpu-wheels: ## in build/gpu, what `make gpu DEV= BENCH= PYTHON=python3` needs wh
 	for wheel in build/wheels/*.whl; do python3 -m zipfile -e $$wheel build/gpu || exit; done
 
 compare: $(BENCH) ## what each way of averaging gradients costs: a table
-	$(PYTHON) bench/compare.py $(ARGS)
+	$(PYTHON) bench/costs.py --only=gradient_sync $(ARGS)
 
 growth: $(BENCH) ## what a unit of work costs as the work grows: a table
 	$(PYTHON) bench/growth.py $(ARGS)
 
-scaling: $(BENCH) ## step times on up to 4096 ranks: collectives and meetings fitted here, the rest predicted
+scaling: $(READY) ## step times on up to 4096 ranks, by formulas
 	$(PYTHON) bench/scaling.py $(ARGS)
-	$(PYTHON) bench/meeting.py $(ARGS)
-
-size: ## lines, files, functions, private names and attributes set from outside in src/
-	python3 bench/size.py
 
 board: $(READY) ## TensorBoard over all runs
 	$(VENV)/bin/tensorboard --logdir outputs

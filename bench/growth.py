@@ -1,6 +1,6 @@
 """What one unit of work costs as the work grows: nothing may grow faster than the work.
 
-python bench/growth.py [--quick] [--rounds=3] [--only=batch,data,net,ranks,tags,snapshot] [--out=outputs/growth]
+python bench/growth.py [--quick] [--rounds=3] [--only=batch,data,net,ranks]
 
 Whole runs in fresh worlds, in turns, each rank on a core of its own; of each the cheapest round counts. Images are
 random bytes: a step takes as long whatever they show. `grows` is the exponent of the whole cost: 1 is the work's own,
@@ -11,13 +11,12 @@ import math
 import statistics
 import struct
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import harness
-from rank_costs import pinned_train_costs, snapshot_costs
+from costs import train_costs
 
 LIMIT = 1.3  # how many times as much a unit may cost at the large end: noise, and caches that end
 Costs = tuple[float, dict[str, float]]
@@ -40,6 +39,12 @@ def mnist_files(folder: Path, samples: int = 60_000) -> list[str]:
             (raw / f"{split}-images-idx3-ubyte").write_bytes(struct.pack(">4i", 2051, count, 28, 28) + images.tobytes())
             (raw / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 2049, count) + labels.tobytes())
     return ["dataset=mnist", f"data_dir={place}"]
+
+
+def pinned_train_costs(config: Any) -> dict[str, Any]:
+    """`train_costs` on a core of this rank's own, as far as there are enough: then torch uses one thread."""
+    harness.pin_to_core()
+    return train_costs(config)
 
 
 def train(ranks: int, batch: int, steps: int | None, *overrides: str) -> list[dict[str, Any]]:
@@ -87,41 +92,12 @@ def ranks(size: int, quick: bool, folder: Path) -> Costs:
     return size, {"CPU ms a step, all ranks": 1e3 * cpu, "MB of their own": sum(rank["own"] for rank in world)}
 
 
-def tags(count: int, quick: bool, folder: Path) -> Costs:
-    """A call of the TensorBoard logger, by tags in it."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    from lockstep.loggers.tensorboard import TensorBoardLogger
-
-    place = Path(tempfile.mkdtemp(dir=folder))
-    logger = TensorBoardLogger(place, images=0)
-    logger.writer = SummaryWriter(str(place))
-    values = {f"figures/number_{tag}": 0.5 for tag in range(count)}
-    calls = max(1, (2_000 if quick else 20_000) // count)
-    began = time.perf_counter()
-    for step in range(calls):
-        logger.log(values, step)
-    seconds = time.perf_counter() - began
-    logger.close()
-    (events,) = place.iterdir()
-    return count, {"ms a call, flushed": 1e3 * seconds / calls, "bytes on disk": events.stat().st_size / calls}
-
-
-def snapshot(width: int, quick: bool, folder: Path) -> Costs:
-    """A snapshot of an mlp under AdamW, by MB on disk: what it costs the training thread, and the writer's."""
-    run = ["model=mlp", f"model.width={width}", "model.depth=3", "optimizer=adamw", "trainer.max_steps=2"]
-    (rank,) = harness.in_ranks(1, snapshot_costs, *run, "snapshot.keep_last=1")
-    return rank["MB"], {"CPU ms of training": 1e3 * rank["copying"], "ms of writing": 1e3 * rank["writing"]}
-
-
 AXES: dict[str, tuple[Measure, str, Sequence[Any], Sequence[Any]]] = {
     # how a point is measured, the unit of work, the points, and those of --quick
     "batch": (batch, "samples", (16, 32, 64, 128, 256, 512, 1024), (16, 128, 512)),
     "data": (data, "samples", (60_000, 600_000), (6_000, 60_000)),
     "net": (net, "GFLOP", ("convnet", "resnet18"), ("convnet", "resnet18")),
     "ranks": (ranks, "ranks", (1, 2, 4, 8), (1, 2, 4)),
-    "tags": (tags, "tags", (1, 10, 100, 1000), (1, 10, 100, 1000)),
-    "snapshot": (snapshot, "MB", (192, 640, 2048, 4096), (192, 640)),
 }
 
 

@@ -4,25 +4,24 @@ python bench/race.py [--quick] [--rounds=4] [--only=train,floor,nets,text,startu
 
 Every contender (bench/contenders/) is a command started as its users start it. Lockstep is src/train.py with its
 defaults: Hydra, TensorBoard, progress bar, metrics and snapshots are on. Only sync_bn=off is passed, because no
-contender synchronises batch norm; the default of several ranks is on. Lockstep's evaluation includes the copy of the
-best snapshot. Tables, the figures of every run and its console go to a new folder under outputs/bench/.
+contender synchronises batch norm. Tables, the figures of every run and its console go to outputs/bench/<time>/.
 """
 
 import argparse
 import csv
 import importlib.metadata
 import os
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
 import harness
-import race_tables
-from harness import CONTENDERS, ROOT, TRAIN
-from race_tables import BESIDE, CROWD, LAUNCHES, PRECISIONS
+from harness import CONTENDERS, ROOT, TRAIN, processor, spread, table
 
 from lockstep.distributed.host import has_native_bf16
 
@@ -31,6 +30,23 @@ ACCELERATE = [*PYTHON, "-m", "accelerate.commands.launch", "--cpu", "--num_proce
               "--mixed_precision=no", "--dynamo_backend=no"]  # fmt: skip
 PARTS = ("train", "floor", "nets", "text", "startup", "sweep", "memory", "help")
 SLOW_PARTS = {"nets", "startup", "sweep", "memory"}  # run in half of the rounds
+PRECISIONS = {"fp32": "Lockstep", "bf16": "Lockstep, bf16"}
+OTHERS = ("tutorial", "Lightning", "Accelerate", "references")
+LAUNCHES = ("torchrun", "launch=torchrun", "launch=spawn", "launch=fork")
+CROWD = 8  # ranks whose memory is measured
+WINDOWS_A_STEP = 12  # of 64 characters, so that a ratio of samples/s is one of tokens/s
+FLOORS = {"bare loop": 1, "bare DDP": 2, "no synchronisation": 2}  # {floor: processes}
+# {how Lockstep runs beside its floors: its overrides}; gloo instead of what gradient_sync=auto takes
+BESIDE = {precision: [f"trainer.precision={precision}"] for precision in PRECISIONS}
+BESIDE |= {f"{how}, gloo": [*words, "gradient_sync=all_reduce"] for how, words in BESIDE.items()}
+NETS = ("ResNet-18", "GPT")  # larger ones than the contenders'
+HEADS = {"speed": "samples/s", "evaluation": "evaluation, samples/s", "cpu": "CPU s of 1000 samples", "wall": "seconds",
+         "first_step": "seconds to the first step", "rss": "peak RSS, MB", "private": "private, MB",
+         "pss": "PSS, MB"}  # fmt: skip
+Entry = tuple[str, int]
+"""(name, ranks) of a contender"""
+Runs = Sequence[Mapping[str, Any]]
+"""[{"round", "name", "ranks", quantity: number, ...}, ...]"""
 
 
 @dataclass(frozen=True)
@@ -95,16 +111,16 @@ def trainers(settings: Settings, ranks: int) -> list[Contender]:
     for how, words in BESIDE.items():
         if ranks > 1 or "gloo" not in how:
             command = [*start, TRAIN, *overrides(settings, *words, *harness.BESIDE_FLOORS, epochs)]
-            found.append(Contender(race_tables.beside(how), ranks, "floor", command))
+            found.append(Contender(beside(how), ranks, "floor", command))
     for net, words in larger_nets(settings, ranks).items():
         command = [*start, TRAIN, *harness.MEASURED, *harness.BESIDE_FLOORS, *words, "sync_bn=off", "hydra.run.dir=run"]
-        found.append(Contender(race_tables.beside(net), ranks, "nets", command))
+        found.append(Contender(beside(net), ranks, "nets", command))
     return found
 
 
 def larger_nets(settings: Settings, ranks: int) -> dict[str, list[str]]:
-    """{one of race_tables.NETS: its overrides}. A step of ResNet-18 takes a second, so it makes two epochs."""
-    images, windows, steps = 64, race_tables.WINDOWS_A_STEP, settings.net_steps
+    """{one of NETS: its overrides}. A step of ResNet-18 takes a second, so it makes two epochs."""
+    images, windows, steps = 64, WINDOWS_A_STEP, settings.net_steps
     resnet = [*harness.noise_images(steps * images * ranks, images), "model=resnet18", "trainer.epochs=2"]
     resnet.append(f"trainer.batch_size_per_rank={images}")
     gpt = ["experiment=shakespeare_char", f"data_dir={settings.data}", f"trainer.epochs={settings.floor_epochs}"]
@@ -115,13 +131,13 @@ def larger_nets(settings: Settings, ranks: int) -> dict[str, list[str]]:
 
 def writers(settings: Settings) -> list[Contender]:
     """A small GPT on tinyshakespeare: nanoGPT's loop, and experiment=shakespeare_char with the same steps."""
-    text = Settings(settings.data, samples=settings.windows, epochs=settings.epochs, batch=race_tables.WINDOWS_A_STEP)
+    text = Settings(settings.data, samples=settings.windows, epochs=settings.epochs, batch=WINDOWS_A_STEP)
     same = [f"data_dir={text.data}", f"dataset.samples={text.samples}", f"trainer.epochs={text.epochs}"]
     command = [*PYTHON, TRAIN, "experiment=shakespeare_char", *same, *harness.MEASURED, "hydra.run.dir=run"]
     return [
         Contender("nanoGPT", 1, "text", PYTHON + script("nanogpt", text)),
-        Contender(race_tables.WRITERS["fp32"], 1, "text", command),
-        Contender(race_tables.WRITERS["bf16"], 1, "text", [*command, "trainer.precision=bf16"]),
+        Contender("Lockstep, GPT", 1, "text", command),
+        Contender("Lockstep, bf16, GPT", 1, "text", [*command, "trainer.precision=bf16"]),
     ]
 
 
@@ -175,11 +191,111 @@ def run(one: Contender, folder: Path) -> dict[str, float]:
         complete, found = not code, {}
     else:
         complete = len(records) == one.ranks
-        found = race_tables.figures(records, began) if complete else {}
+        found = figures(records, began) if complete else {}
     if not complete:
         what = f"{one.name} over {one.ranks} left {len(records)} records and exit code {code}"
         raise RuntimeError(f"{what}; see {folder / 'console.log'}")
     return {"wall": wall, "exit": code, **found}
+
+
+def beside(how: str) -> str:
+    """The name of Lockstep that runs beside its floors. how: of BESIDE or NETS."""
+    return f"Lockstep beside its floor, {how}"
+
+
+def by_round(runs: Runs, quantity: str, entry: Entry) -> dict[int, float]:
+    mine = [run for run in runs if (run["name"], run["ranks"]) == entry]
+    return {run["round"]: run[quantity] for run in mine if quantity in run}
+
+
+def section(runs: Runs, title: str, quantities: Sequence[str], pairs: Sequence[tuple[Entry, Entry | None]]) -> str:
+    """A heading and a table: what each pair's first entry measured, and its ratios to the second in shared rounds.
+
+    Entries without a figure are left out; nothing without any.
+    """
+    rows = []
+    for entry, other in pairs:
+        row = [*entry, *(other or ())]
+        for quantity in quantities:
+            mine = by_round(runs, quantity, entry)
+            row.append(spread(list(mine.values())))
+            if other:
+                theirs = by_round(runs, quantity, other)
+                row.append(spread([mine[number] / theirs[number] for number in mine if number in theirs]))
+        if any(by_round(runs, quantity, entry) for quantity in quantities):
+            rows.append(row)
+    if not rows:
+        return ""
+    head = ["", "ranks", *(["against", "ranks"] if pairs[0][1] else [])]
+    for quantity in quantities:
+        head += [HEADS.get(quantity, quantity), *(["ratio"] if pairs[0][1] else [])]
+    return f"## {title}\n\n{table(head, rows)}"
+
+
+def figures(records: Sequence[dict[str, Any]], began: float) -> dict[str, float]:
+    """{quantity: number} from the ranks' records: a time is the slowest rank's, CPU time is the sum over ranks.
+
+    speed, evaluation: samples/s. cpu: CPU seconds for 1000 training samples. first_step: seconds from the command.
+    rss, private, pss: MB of the rank that has most. of <floor>: of its speed, the median of all epochs.
+    """
+    found = {"first_step": max(record["first_step"] for record in records) - began}
+    laps = list(zip(*(record["training"] for record in records), strict=True))
+    seconds = [max(lap["seconds"] for lap in ranks) for ranks in laps]
+    if laps:
+        samples = sum(ranks[0]["samples"] for ranks in laps)
+        found["speed"] = samples / sum(seconds)
+        found["cpu"] = 1000 * sum(lap["cpu"] for ranks in laps for lap in ranks) / samples
+    evaluation = records[0]["evaluation"]  # rank 0 has the metrics only when all ranks have evaluated
+    if evaluation:
+        found["evaluation"] = sum(lap["samples"] for lap in evaluation) / sum(lap["seconds"] for lap in evaluation)
+    for name in FLOORS.keys() & records[0].keys():
+        floor = [
+            max(lap["seconds"] for lap in ranks) for ranks in zip(*(record[name] for record in records), strict=True)
+        ]
+        found[f"of {name}"] = statistics.median(map(truediv, floor, seconds))
+    found |= {key: max(record[key] for record in records) for key in ("rss", "private", "pss") if key in records[0]}
+    if records[0]["accuracy"] is not None:
+        found["accuracy"] = records[0]["accuracy"]
+    return found
+
+
+def sections(runs: Runs) -> Iterable[str]:
+    """All tables. A ratio is the first contender's figure over the other's."""
+    for ranks in (1, 2):
+        pairs = [((ours, ranks), (other, ranks)) for other in OTHERS for ours in PRECISIONS.values()]
+        yield section(runs, f"Training, processes: {ranks}", ("speed", "evaluation", "cpu", "wall"), pairs)
+    pairs = [((name, 1), ("nanoGPT", 1)) for name in ("Lockstep, GPT", "Lockstep, bf16, GPT")]
+    yield section(runs, "A GPT on 64 characters a sample", ("speed", "cpu", "first_step", "rss"), pairs)
+    for floor, ranks in FLOORS.items():
+        alone = [((beside(how), ranks), None) for how in (*BESIDE, *NETS)]
+        yield section(runs, f"In turns with {floor}: the fraction kept", ("speed", f"of {floor}"), alone)
+    starts = ["minimal", *(f"start by {way}" for way in ("python", *LAUNCHES))]
+    worlds = sorted({run["ranks"] for run in runs if run["name"] == "minimal"})
+    pairs = [((name, ranks), ("minimal", size)) for ranks in worlds for size in {1, ranks} for name in starts]
+    yield section(runs, "From the command to the end of the first step", ("first_step",), pairs)
+    commands = [run["name"] for run in runs if run["name"].endswith(" commands")][:1]
+    pairs = [((f"sweep by {way}", 2), (name, 2)) for name in commands for way in ("launch=torchrun", "launch=fork")]
+    yield section(runs, "A sweep of short jobs", ("wall",), pairs)
+    names = ("Lockstep", "Lockstep by torchrun", "Lockstep by launch=fork")
+    pairs = [((name, ranks), ("tutorial", ranks)) for ranks in (1, 2, CROWD) for name in names]
+    yield section(runs, "Memory of the rank that has most", ("rss", "private", "pss"), pairs)
+    yield section(runs, "--help and --cfg", ("wall",), [((name, 1), None) for name in ("--help", "--cfg job")])
+
+
+def report(runs: Runs, settings: Any, versions: str) -> str:
+    """The whole page, in Markdown."""
+    about = (
+        f"{settings.samples} training and {settings.test_samples} test samples of MNIST, batch {settings.batch} "
+        f"a rank, {settings.epochs} epochs; median (smallest-largest) of paired runs. A ratio is the first over the "
+        "other. Lockstep runs with sync_bn=off, because no contender synchronises batch norm."
+        f"\n\n{processor()}, load before the runs {spread([run['load'] for run in runs])}; {versions}.\n"
+    )
+    if not has_native_bf16():
+        about += "\nNot run: bf16, which this CPU does not compute natively.\n"
+    late = [f"{run['name']} over {run['ranks']} (exit {run['exit']})" for run in runs if run["exit"]]
+    if late:
+        about += f"\nEnded with an error after all was measured: {', '.join(late)}.\n"
+    return f"# Lockstep against the others\n\n{about}\n" + "\n".join(filter(None, sections(runs)))
 
 
 def version(package: str) -> str:
@@ -197,7 +313,7 @@ def save(runs: Sequence[dict[str, Any]], settings: Settings, out: Path) -> None:
         writer.writeheader()
         writer.writerows(runs)
     versions = [f"{name} {version(name)}" for name in ("torch", "torchvision", "lightning", "accelerate")]
-    (out / "race.md").write_text(race_tables.report(runs, settings, ", ".join(versions)))
+    (out / "race.md").write_text(report(runs, settings, ", ".join(versions)))
 
 
 def race(asked: argparse.Namespace, settings: Settings, out: Path) -> bool:

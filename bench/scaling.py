@@ -1,32 +1,185 @@
-"""Fits a Wire of bench/step_time.py to cables, checks its collectives on them, and predicts up to 4096 ranks.
+"""How long a training step takes on W ranks, as formulas, and what they predict for up to 4096. See SCALING.md.
 
-python bench/scaling.py [--quick] [--rounds=5] [--out=outputs/scaling]
+python bench/scaling.py [--out=outputs/scaling]
 
-All-reduces of two ranks on cables (bench/cable.py) of 1 ms and 100 Mbit/s give the constants; collectives of 2, 4 and 8
-ranks check them. The cables need root; without it nothing is measured, and the predictions for two GPU clusters remain.
+Seconds, bytes and samples. The collectives were checked on two to eight ranks (SCALING.md has the figures).
 """
 
-import itertools
-import os
-import time
+import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from statistics import NormalDist
 
-import cable
 import harness
-import step_time
-from step_time import STRATEGIES, Machine, Wire, Work, efficiency
 
-LATENCY, BANDWIDTH = 1e-3, 100e6 / 8  # of a cable
-SIZES = (4_000, 40_000, 400_000, 4_000_000)  # bytes
-WAYS: dict[str, step_time.Collective] = {
-    "all-reduce": step_time.ring,
-    "ring_sum": step_time.ring,
-    "server_sum": step_time.server,
-    "all-gather": step_time.gather,
-    "reduce-scatter": step_time.ring,  # gloo makes a whole all-reduce of it
+
+@dataclass(frozen=True)
+class Wire:
+    """latency: of a message. bandwidth: bytes per second of a rank, each way at once."""
+
+    latency: float
+    bandwidth: float
+
+
+Collective = Callable[[Wire, float, float], float]
+"""(wire, bytes, ranks) -> seconds"""
+
+
+def ring(wire: Wire, size: float, ranks: float) -> float:
+    """All-reduce in a ring (Patarasuk and Yuan 2009): 2(W-1) messages after one another, of a W-th each."""
+    return 2 * (ranks - 1) * (wire.latency + size / ranks / wire.bandwidth)
+
+
+def tree(wire: Wire, size: float, ranks: float) -> float:
+    """All-reduce by recursive halving and doubling (Thakur et al. 2005): 2 log W messages, as many bytes as a ring."""
+    return 2 * (math.ceil(math.log2(ranks)) * wire.latency + (ranks - 1) / ranks * size / wire.bandwidth)
+
+
+def server(wire: Wire, size: float, ranks: float) -> float:
+    """A synchronous parameter server (Li et al. 2014): all gradients arrive over its one cable, and the sum leaves."""
+    return 2 * (wire.latency + (ranks - 1) * size / wire.bandwidth) if ranks > 1 else 0.0
+
+
+def gather(wire: Wire, size: float, ranks: float) -> float:
+    """All-gather, or reduce-scatter, in a ring: half an all-reduce."""
+    return ring(wire, size, ranks) / 2
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Nodes of `local` ranks, which communicate over `near` inside a node and over `far` between nodes.
+
+    spread: standard deviation of the logarithm of a rank's step time.
+    """
+
+    near: Wire
+    far: Wire
+    local: int
+    spread: float
+
+    def combine(self, way: Collective, size: float, ranks: int) -> float:
+        """Seconds of one collective over all ranks: inside nodes first, so a rank sends 1/local of the bytes far."""
+        here = min(ranks, self.local)
+        nodes = ranks / here
+        if way is server:
+            return server(self.near, size, here) + (server(self.far, size, ranks - here + 1) if nodes > 1 else 0)
+        near = ring(self.near, size, here) * (0.5 if way is gather else 1)
+        return near + (way(self.far, size / here, nodes) if nodes > 1 else 0)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained. fixed, each: seconds of a step without samples, and of each sample; a third is the forward pass.
+
+    buckets: bytes of gradient that DDP sends at once, in the order of the backward pass. groups: layers that FSDP
+    gathers one at a time. stages: of the longest pipeline. micro_batches: in flight through it. cut: bytes of a
+    sample's activations between two stages.
+    """
+
+    fixed: float
+    each: float
+    buckets: tuple[float, ...]
+    groups: int
+    stages: int
+    micro_batches: int
+    cut: float
+
+    @property
+    def size(self) -> float:
+        return sum(self.buckets)
+
+    def compute(self, samples: float) -> float:
+        return self.fixed + self.each * samples
+
+
+Step = Callable[[Work, Machine, float, int], float]
+"""(work, machine, samples of a rank, ranks) -> seconds of a step"""
+
+
+def slowest(ranks: int, spread: float) -> float:
+    """The mean of the slowest of `ranks` step times over the mean of one, for independent log-normal times."""
+    if ranks == 1 or not spread:
+        return 1.0
+    cuts, normal = 4000, NormalDist()
+    # E[max] is the integral of the quantile of u^(1/W) over u in (0, 1).
+    quantiles = (normal.inv_cdf(math.exp(math.log((cut + 0.5) / cuts) / ranks)) for cut in range(cuts))
+    return sum(math.exp(spread * z) for z in quantiles) / cuts / math.exp(spread**2 / 2)
+
+
+def overlapped(forward: float, backward: float, buckets: Sequence[float], combine: Callable[[float], float]) -> float:
+    """DDP (Li et al. 2020): a bucket is sent when the backward pass has passed it and the one before has arrived.
+
+    The backward pass is taken to be spread over the layers as the bytes are.
+    """
+    done, arrived = 0.0, 0.0
+    for size in buckets:
+        done += size
+        arrived = max(arrived, forward + backward * done / sum(buckets)) + combine(size)
+    return max(arrived, forward + backward)
+
+
+def ddp(work: Work, machine: Machine, samples: float, ranks: int, way: Collective = ring, shrink: int = 1) -> float:
+    whole = work.compute(samples) * slowest(ranks, machine.spread)
+    return overlapped(whole / 3, whole * 2 / 3, work.buckets, lambda size: machine.combine(way, size / shrink, ranks))
+
+
+def one_by_one(work: Work, machine: Machine, samples: float, ranks: int, way: Collective) -> float:
+    """Each bucket is waited for: gradient_sync=ring and parameter_server."""
+    whole = work.compute(samples) * slowest(ranks, machine.spread)
+    return whole + sum(machine.combine(way, size, ranks) for size in work.buckets)
+
+
+def fsdp(work: Work, machine: Machine, samples: float, ranks: int) -> float:
+    """Weights are gathered for the forward and for the backward pass, gradients scattered (Rajbhandari et al. 2020)."""
+    whole = work.compute(samples) * slowest(ranks, machine.spread)
+    once = work.groups * machine.combine(gather, work.size / work.groups, ranks)
+    exposed = 2 * once / work.groups  # the first gather and the last scatter
+    return max(whole / 3, once) + max(whole * 2 / 3, 2 * once) + exposed
+
+
+def pipeline(work: Work, machine: Machine, samples: float, ranks: int) -> float:
+    """`samples` a rank, through every stage: M + W - 1 turns (GPipe, Huang et al. 2019). Infinite for W > stages."""
+    if ranks > work.stages:
+        return math.inf
+    wire = machine.near if ranks <= machine.local else machine.far
+    computing = (work.compute(samples * ranks) - work.fixed) / ranks / work.micro_batches
+    turn = computing * slowest(ranks, machine.spread)
+    if ranks > 1:
+        cut = work.cut * samples * ranks / work.micro_batches
+        turn += 2 * (wire.latency + cut / wire.bandwidth)
+    return work.fixed + (work.micro_batches + ranks - 1) * turn
+
+
+STRATEGIES: dict[str, Step] = {
+    "DDP by ring": ddp,
+    "DDP by tree": partial(ddp, way=tree),
+    "DDP in bf16": partial(ddp, shrink=2),
+    "FSDP": fsdp,
+    "pipeline": pipeline,
+    "parameter server": partial(one_by_one, way=server),
 }
+
+
+def efficiency(step: Step, work: Work, machine: Machine, samples: float, ranks: int, weak: bool) -> float:
+    """Samples per second of `ranks` ranks over `ranks` times those of one.
+
+    samples: of one rank's step. With `weak` scaling each further rank brings as many; else they are shared.
+    """
+    alone = work.compute(samples)
+    if weak:
+        return alone / step(work, machine, samples, ranks)
+    return alone / ranks / step(work, machine, samples / ranks, ranks)
+
+
+def stops(
+    step: Step, work: Work, machine: Machine, samples: float, weak: bool, worlds: Sequence[int]
+) -> tuple[int | None, int | None]:
+    """(the first W with an efficiency below one half, the W with the most samples/s); None: not in `worlds`."""
+    found = [(ranks, efficiency(step, work, machine, samples, ranks, weak)) for ranks in worlds]
+    most = max(found, key=lambda pair: pair[0] * pair[1])[0]
+    return next((ranks for ranks, value in found if value < 0.5), None), None if most == worlds[-1] else most
+
 
 # ResNet-50 on A100s: 25.6 million weights in float32; 2470 images/s on one in mixed precision, 16621 on 8 (NVIDIA,
 # DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md). `fixed` is a guess: a forward pass of
@@ -46,83 +199,13 @@ MACHINES = {
 WORLDS = [2**power for power in range(13)]
 
 
-def on_host(hosts: Sequence[str], function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args) on this rank's host, on one core."""
-    cable.enter(hosts[int(os.environ["RANK"])])
-    os.environ.update(MASTER_ADDR="10.77.0.10", GLOO_SOCKET_IFNAME="eth0")
-    harness.pin_to_core()
-    return function(*args)
-
-
-def time_collectives(rounds: int) -> dict[tuple[str, int], float]:
-    """In a rank: {(collective, bytes): seconds of the fastest round}."""
-    import torch
-    import torch.distributed as dist
-
-    from lockstep.distributed.world import join_world
-    from lockstep.strategies.gradient_sync import ParameterServer, Ring
-
-    with join_world("gloo", 120) as world:
-        run: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-            "all-reduce": lambda vector, part: dist.all_reduce(vector),
-            "ring_sum": lambda vector, part: Ring().add_up(world.rank, world.size, vector),
-            "server_sum": lambda vector, part: ParameterServer().add_up(world.rank, world.size, vector),
-            "all-gather": dist.all_gather_into_tensor,
-            "reduce-scatter": lambda vector, part: dist.reduce_scatter_tensor(part, vector),
-        }
-        found = {}
-        for name, size in itertools.product(run, SIZES):
-            seconds = []
-            for _ in range(rounds + 1):  # the first one makes the connections
-                vector = torch.zeros(size // 4)
-                part = vector.chunk(world.size)[world.rank].clone()
-                world.barrier()
-                began = time.perf_counter()
-                run[name](vector, part)
-                seconds.append(time.perf_counter() - began)
-            found[name, size] = min(seconds[1:])
-        return found
-
-
-def fit_wire(times: Sequence[float]) -> Wire:
-    """The Wire whose ring of two ranks takes `times`, by SIZES: least squares of the relative error."""
-    rows = [(2 / took, size / took) for size, took in zip(SIZES, times, strict=True)]
-    ll, lb, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    l1, b1 = (sum(row[i] for row in rows) for i in (0, 1))
-    determinant = ll * bb - lb * lb
-    return Wire(max((l1 * bb - b1 * lb) / determinant, 0.0), determinant / (b1 * ll - l1 * lb))
-
-
-def check(worlds: Sequence[int], rounds: int) -> str:
-    """The Wire fitted to the all-reduces of two ranks, and a table: what it predicts, and what collectives took."""
-    from support.worlds import in_world
-
-    times = {}
-    for ranks in worlds:
-        with cable.cables(ranks, LATENCY, BANDWIDTH) as hosts:
-            found = in_world(ranks, on_host, hosts, time_collectives, rounds, limit=900)
-        times[ranks] = {key: max(rank[key] for rank in found) for key in found[0]}
-    wire = fit_wire([times[2]["all-reduce", size] for size in SIZES])
-    rows = []
-    for name, size in times[2]:
-        row = [f"{name}, {size / 1e6:g} MB"]
-        for ranks in worlds:
-            guess, took = WAYS[name](wire, size, ranks), times[ranks][name, size]
-            row.append(f"{1e3 * guess:.1f} / {1e3 * took:.1f} ({guess / took - 1:+.0%})")
-        rows.append(row)
-    about = f"The cable's {1e3 * LATENCY:g} ms and {8e-6 * BANDWIDTH:g} Mbit/s are, to gloo's all-reduce of 2 ranks, "
-    about += f"{1e3 * wire.latency:.2f} ms a message and {8e-6 * wire.bandwidth:.0f} Mbit/s.\n\n"
-    head = ["on cables, ms predicted / measured", *(f"W = {ranks}" for ranks in worlds)]
-    return about + harness.table(head, rows)
-
-
 def payoff() -> str:
     """A table: where each strategy stops paying on each machine."""
     rows = []
     for place, machine in MACHINES.items():
         for name, step in STRATEGIES.items():
             values = [efficiency(step, RESNET, machine, IMAGES, ranks, True) for ranks in (8, 64, 512, 4096)]
-            ends = [step_time.stops(step, RESNET, machine, IMAGES, weak, WORLDS) for weak in (True, False)]
+            ends = [stops(step, RESNET, machine, IMAGES, weak, WORLDS) for weak in (True, False)]
             shown = ", ".join(f"{value:.0%}" if value else "-" for value in values)
             limits = [f"W = {ranks}" if ranks else "not up to 4096" for ranks in (ends[0][0], *ends[1])]
             rows.append([place, name, shown, *limits])
@@ -132,12 +215,8 @@ def payoff() -> str:
 
 
 def main() -> None:
-    asked = harness.parse(harness.parser(__doc__, "scaling", rounds=5))
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # hosts on cables have no names, which c10d would report each time
-    measured = "(Nothing is measured: cables need root and /dev/net/tun.)\n"
-    if os.geteuid() == 0 and Path("/dev/net/tun").exists():
-        measured = check((2,) if asked.quick else (2, 4, 8), asked.rounds)
-    text = f"{measured}\n{payoff()}"
+    asked = harness.parse(harness.parser(__doc__, "scaling"))
+    text = payoff()
     print(text)
     harness.save(asked.out, "scaling", text)
 

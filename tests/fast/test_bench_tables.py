@@ -11,7 +11,6 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import harness  # noqa: E402
 import race  # noqa: E402
-import race_tables  # noqa: E402
 
 
 def run_of(number, name, ranks, **quantities):
@@ -19,7 +18,7 @@ def run_of(number, name, ranks, **quantities):
 
 
 def test_ratios_are_of_runs_of_the_same_round():
-    page = race_tables.report(
+    page = race.report(
         [
             run_of(0, "tutorial", 1, speed=100, rss=800, wall=20.0),
             run_of(0, "Lockstep", 1, speed=200, rss=600, wall=10.0),
@@ -54,7 +53,7 @@ def test_a_time_is_the_slowest_ranks_and_cpu_time_is_everybodys():
         same | {"training": [lap, lap], "bare DDP": [lap, lap]},
         same | {"training": [slow, lap], "bare DDP": [lap, lap]},
     ]
-    found = race_tables.figures(ranks, began=10.0)
+    found = race.figures(ranks, began=10.0)
     assert found["speed"] == 200 / 6
     assert found["evaluation"] == 50
     assert found["cpu"] == 1000 * 6 / 200

@@ -1,17 +1,19 @@
-"""Reading tars: Lockstep, in turns with its folders of images, the webdataset package and mosaicml-streaming.
+"""Reading images: folders of JPEGs beside torchvision's references, tars beside webdataset and mosaicml-streaming.
 
-python bench/shards.py [--quick] [--rounds=3] [--only=speed,start]
+python bench/data.py [--quick] [--rounds=3] [--only=folders,tars,start]
 
-speed: samples/s of one epoch, the second one, of the same made JPEGs, decoded by the same function in two processes:
-two workers of a rank, or one of each of two ranks. Without a training, so that the reading is seen.
+folders: trainings of the same small net on the same made images with two workers, with and without decoded pixels on
+disk. The first epoch of a run that decodes its images once includes that; the next run of the same data would not.
+tars: samples/s of one epoch, the second one, decoded by the same function in two processes: two workers of a rank, or
+one of each of two ranks. Without a training, so that the reading is seen. Packages that are not installed are left out;
+mosaicml-streaming writes shards of its own.
 start: seconds until the first batch of an index of 10^7 made-up samples, and the memory that a rank then has more.
-mosaicml-streaming and webdataset are measured if they are installed; the first one writes shards of its own.
 """
 
 import json
 import os
 import re
-import shutil
+import statistics
 import subprocess
 import sys
 import tarfile
@@ -25,12 +27,82 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from images import make_images
 
-BATCH, SHARDS = 64, 16
-COUNTS = {32: 8192, 224: 1024}
+CLASSES, EPOCHS, BATCH, SHARDS = 8, 3, 64, 16
+COUNTS = {"folders": {32: 4096, 224: 512}, "tars": {32: 8192, 224: 1024}}  # training images by size; 1/8 for tests
 MANY, PER_SHARD = 10_000_000, 10_000  # samples of the made-up index
 WAYS = ["tar_shards", "image_folder", "webdataset", "streaming"]
+Laps = list[float]
+"""Seconds of training of each epoch."""
+
+
+def make_images(root: Path, size: int, count: int) -> None:
+    """JPEGs with as much detail as photos have: smooth colours and some noise."""
+    import numpy as np
+    from PIL import Image
+
+    drawn = np.random.default_rng(size)
+    for split, images in (("train", count), ("test", count // 8)):
+        for number in range(images):
+            small = drawn.integers(0, 256, (size // 8, size // 8, 3), dtype=np.uint8)
+            smooth = np.asarray(Image.fromarray(small).resize((size, size), Image.Resampling.BICUBIC), dtype=np.int64)
+            noisy = (smooth + drawn.integers(-12, 13, smooth.shape)).clip(0, 255).astype(np.uint8)
+            path = root / split / f"class{number % CLASSES}" / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(noisy).save(path, quality=90)
+
+
+def references(root: Path, size: int) -> Laps:
+    script = [str(harness.CONTENDERS / "references_images.py"), f"--data={root}", f"--size={size}"]
+    return laps_of([*script, f"--epochs={EPOCHS}", f"--batch={BATCH}"])
+
+
+def lockstep(root: Path, size: int, cache: bool) -> Laps:
+    """The time that decoding takes, of the tests' images, too, counts for the first epoch."""
+    from lockstep.data.images import ImageFolders
+
+    with tempfile.TemporaryDirectory() as decoded:
+        same = ["dataset=image_folder", f"dataset.root={root}", f"dataset.size={size}", f"dataset.cache={cache}"]
+        same += [f"trainer.epochs={EPOCHS}", f"trainer.batch_size={BATCH}", f"dataset.cache_dir={decoded}"]
+        net = ["model._target_=workload.small_image_net", "optimizer.lr=0.1", "hydra.run.dir=run"]
+        began = time.monotonic()
+        ImageFolders(root=str(root), size=size, cache=cache, cache_dir=decoded).prepare()
+        preparing = time.monotonic() - began
+        workers = f"loader.num_workers={0 if cache else 2}"
+        first, *later = laps_of([harness.TRAIN, *same, *net, workers, *harness.MEASURED])
+        return [first + preparing, *later]
+
+
+def laps_of(command: list[str]) -> Laps:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if code := harness.run_on_terminal([sys.executable, *command], folder):
+            sys.exit(f"{command} ended with {code}:\n{(folder / 'console.log').read_text()}")
+        return [lap["seconds"] for lap in harness.records(folder)[0]["training"]]
+
+
+def folders(place: Path, rounds: int, quick: bool) -> str:
+    rows = []
+    for size, count, root in made_images("folders", place, quick):
+        ways: dict[Any, Callable[[], Any]] = {
+            "references": partial(references, root, size),
+            "decoded once": partial(lockstep, root, size, True),
+            "decoded each time": partial(lockstep, root, size, False),
+        }
+        theirs, *ours = harness.interleave(ways, rounds).items()
+        for name, runs in ours:
+            pairs = list(zip(theirs[1], runs, strict=True))
+            first = [their[0] / own[0] for their, own in pairs]
+            later = [statistics.median(their[1:]) / statistics.median(own[1:]) for their, own in pairs]
+            rows.append([f"{size}x{size}, {count}", name, harness.spread(first), harness.spread(later)])
+    return harness.table(["images", "Lockstep", "first epoch, samples/s against references", "later epochs"], rows)
+
+
+def made_images(part: str, place: Path, quick: bool) -> Iterable[tuple[int, int, Path]]:
+    for size, count in COUNTS[part].items():
+        count //= 8 if quick else 1
+        make_images(place / part / str(size), size, count)
+        yield size, count, place / part / str(size)
 
 
 def make_shards(root: Path) -> None:
@@ -97,13 +169,12 @@ def epochs_of(way: str, root: Path, size: int, workers: int, rank: int, ranks: i
     """What gives the batches of the next epoch."""
     import torch
 
+    from lockstep.data.images import ImageFolders
     from lockstep.data.vision import read_image
 
     torch.set_num_threads(1)
     decode = partial(read_image, size=size)
     if way in ("tar_shards", "image_folder"):
-        from lockstep.data.images import ImageFolders
-
         source = tar_source(root, "jpg", size)
         if way == "image_folder":
             source = ImageFolders(root=str(root), size=size, cache=False, cache_dir=str(root / f"lists{rank}"))
@@ -154,13 +225,34 @@ def speed(way: str, root: Path, size: int, ranks: int) -> float:
     shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     processes = []
     for rank in range(ranks):
-        command = [sys.executable, __file__, "rank", way, root, size, 2 // ranks, rank, ranks]
-        paths = os.pathsep.join([str(harness.ROOT / "src"), os.environ.get("PYTHONPATH", "")])
         numbers = {key: str(value) for key, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        env = os.environ | numbers | {"PYTHONPATH": paths}
-        processes.append(subprocess.Popen(list(map(str, command)), env=env, stdout=subprocess.PIPE, text=True))
-    found = [json.loads(process.communicate(timeout=600)[0].splitlines()[-1]) for process in processes]
+        processes.append(process_of("rank", way, root, size, 2 // ranks, rank, ranks, **numbers))
+    found = [result_of(process) for process in processes]
     return sum(one["samples"] for one in found) / max(one["seconds"] for one in found)
+
+
+def process_of(*words: object, **env: str) -> Any:
+    """This file in another process."""
+    path = os.pathsep.join([str(harness.ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, __file__, *map(str, words)]
+    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path} | env, stdout=subprocess.PIPE, text=True)
+
+
+def result_of(process: Any) -> dict[str, float]:
+    found: dict[str, float] = json.loads(process.communicate(timeout=600)[0].splitlines()[-1])
+    return found
+
+
+def tars(place: Path, rounds: int, quick: bool) -> str:
+    ours, *others = [way for way in WAYS if way in ("tar_shards", "image_folder") or find_spec(way)]
+    rows = []
+    for size, count, root in made_images("tars", place, quick):
+        make_shards(root)
+        for ranks in (1, 2):
+            found = harness.interleave({way: partial(speed, way, root, size, ranks) for way in (ours, *others)}, rounds)
+            ratios = [[one / other for one, other in zip(found[ours], found[way], strict=True)] for way in others]
+            rows.append([f"{size}x{size}, {count}", ranks, *map(harness.spread, [found[ours], *ratios])])
+    return harness.table(["images", "ranks", "samples/s", *(f"against {way}" for way in others)], rows)
 
 
 def make_large_index(root: Path) -> None:
@@ -179,10 +271,10 @@ def make_large_index(root: Path) -> None:
     columns = index["columns"].repeat(1, times)
     columns[0] = torch.arange(times).repeat_interleave(PER_SHARD)
     name, *about = index["tars"][0]
-    tars = [(f"{name}.{shard}", *about) for shard in range(times)]
-    for other, *_ in tars:
+    found = [(f"{name}.{shard}", *about) for shard in range(times)]
+    for other, *_ in found:
         os.link(name, other)
-    torch.save({"tars": tars, "columns": columns}, place)
+    torch.save({"tars": found, "columns": columns}, place)
 
 
 def measure_start(root: str, held_out: str) -> None:
@@ -193,67 +285,40 @@ def measure_start(root: str, held_out: str) -> None:
 
     torch.set_num_threads(1)
     source = tar_source(Path(root), "cls", None)
-    before, begun = _memory(), time.monotonic()
+    before, begun = anonymous_memory(), time.monotonic()
     data = source.splits().train
     if held_out == "0.1":
         data, _ = hold_out(data, 0.1, None, 0, "auto")
     next(loader_of(data, 0, 1, 2).batches(Start()))
-    print(json.dumps({"seconds": time.monotonic() - begun, "MB": (_memory() - before) / 1e6}), flush=True)
+    print(json.dumps({"seconds": time.monotonic() - begun, "MB": (anonymous_memory() - before) / 1e6}), flush=True)
 
 
-def _memory() -> int:
+def anonymous_memory() -> int:
     """Bytes of this process's memory, without pages of files."""
     found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
 
 
-def main() -> None:
-    args = harness.parse(harness.parser(__doc__ or "", "shards", parts=("speed", "start"), rounds=3))
-    text = f"{harness.processor()}\n"
-    folder = Path(tempfile.mkdtemp(prefix="lockstep-shards-"))
-    try:
-        if "speed" in args.only:
-            text += f"\n{speeds(folder, args)}"
-        if "start" in args.only:
-            text += f"\n{starts(folder, args)}"
-    finally:
-        shutil.rmtree(folder)
-    harness.save(args.out, "shards", text)
-
-
-def speeds(folder: Path, args: Any) -> str:
-    ours, *others = [way for way in WAYS if way in ("tar_shards", "image_folder") or find_spec(way)]
-    rows = []
-    for size, count in COUNTS.items():
-        count //= 8 if args.quick else 1
-        root = folder / str(size)
-        make_images(root, size, count)
-        make_shards(root)
-        for ranks in (1, 2):
-            ways = {way: partial(speed, way, root, size, ranks) for way in (ours, *others)}
-            found = harness.interleave(ways, args.rounds)
-            ratios = [[one / other for one, other in zip(found[ours], found[way], strict=True)] for way in others]
-            rows.append([f"{size}x{size}, {count}", ranks, *map(harness.spread, [found[ours], *ratios])])
-    return harness.table(["images", "ranks", "samples/s", *(f"against {way}" for way in others)], rows)
-
-
-def starts(folder: Path, args: Any) -> str:
-    make_large_index(folder)
-
-    def start(held_out: str) -> dict[str, float]:
-        command = [sys.executable, __file__, "start", str(folder), held_out]
-        env = os.environ | {"PYTHONPATH": str(harness.ROOT / "src")}
-        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
-        found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-        return found
-
+def start(place: Path, rounds: int, quick: bool) -> str:
+    make_large_index(place)
     rows = []
     for held_out in ("null", "0.1"):
-        found = [start(held_out) for _ in range(args.rounds)]
+        found = [result_of(process_of("start", place, held_out)) for _ in range(rounds)]
         spreads = [harness.spread([one[key] for one in found]) for key in ("seconds", "MB")]
         rows.append([f"`loader.validation={held_out}`", *spreads])
     return harness.table([f"{MANY} samples in {MANY // PER_SHARD} shards", "s to the first batch", "MB more"], rows)
+
+
+def main() -> None:
+    parts = {part.__name__: part for part in (folders, tars, start)}
+    args = harness.parse(harness.parser(__doc__, "data", tuple(parts), rounds=3))
+    text = f"{harness.processor()}\n"
+    with tempfile.TemporaryDirectory(prefix="lockstep-data-") as place:
+        for part in args.only:
+            text += f"\n{parts[part](Path(place), args.rounds, args.quick)}"
+    print(text)
+    harness.save(args.out, "data", text)
 
 
 if __name__ == "__main__":
