@@ -188,7 +188,7 @@ def kept(value: Any) -> Tensor:
 def trace_in(folder: Path) -> dict[tuple[int, str, str], tuple[float, ...]]:
     """Of all ranks of a run: what each adds by its samples, and of all else the first one's."""
     found: Trace = {}
-    for trace in [torch.load(path) for path in sorted(folder.glob("trace_*.pt"))]:
+    for trace in [torch.load(path, weights_only=True) for path in sorted(folder.glob("trace_*.pt"))]:
         for key, value in trace.items():
             found[key] = found[key] + value if key in found and key[1] in BY_SAMPLE else found.get(key, value)
     return {key: tuple(value.tolist()) for key, value in found.items()}
