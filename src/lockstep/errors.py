@@ -25,9 +25,6 @@ class ConfigError(Exception):
         super().__init__(printable(sentence, "\n"))
 
 
-CannotStartNow = ConfigError  # another run holds the run folder, or it cannot be written to, such as on a full disk
-
-
 class RankMissing(ConfigError, TimeoutError):
     """A rank did not come to the rendezvous within backend.timeout."""
 

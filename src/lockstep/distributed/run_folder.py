@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from lockstep.config.check import flatten, word
 from lockstep.config.record import RECORD, ConfigRecord, sets
 from lockstep.config.schema import NO_NUMBER, SHARED_BY
-from lockstep.errors import CannotStartNow, ConfigError, path_word
+from lockstep.errors import ConfigError, path_word
 from lockstep.text import differing, show
 
 if TYPE_CHECKING:
@@ -112,12 +112,12 @@ class HeldFolder:
 
 @contextmanager
 def hold_run_folder(folder: str | Path, world: "World") -> Iterator[None]:
-    """Rank 0 holds a lock on `folder` while the block runs. Every rank calls this. Raises CannotStartNow on all."""
+    """Rank 0 holds a lock on `folder` while the block runs. Every rank calls this. Raises ConfigError on all."""
     held = HeldFolder(Path(folder))
     try:
         problem = world.broadcast_json(held.lock() if world.is_rank_zero else None)
         if problem is not None:
-            raise CannotStartNow(problem)
+            raise ConfigError(problem)
         yield
     finally:
         held.release()

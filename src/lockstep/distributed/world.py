@@ -23,7 +23,7 @@ from lockstep.distributed import backend as backends
 from lockstep.distributed.environment import export_rank_info, read_rank_info
 from lockstep.distributed.host import keep_freed_memory, name_of_machine, usable_cores
 from lockstep.distributed.rendezvous import form_group
-from lockstep.errors import CannotStartNow, ConfigError
+from lockstep.errors import ConfigError
 from lockstep.failures.record import heartbeat
 
 PREPARE_TIMEOUT = timedelta(days=2)  # for a download or a conversion of data, which may take longer than any collective
@@ -146,10 +146,10 @@ class World:
             try:
                 work()
             except ConfigError as error:
-                problem = str(error), isinstance(error, CannotStartNow)
+                problem = str(error)
         self.barrier(PREPARE_TIMEOUT)
-        for sentence, may_pass in filter(None, self.all_gather_json(problem)):
-            raise (CannotStartNow if may_pass else ConfigError)(sentence)
+        for sentence in filter(None, self.all_gather_json(problem)):
+            raise ConfigError(sentence)
 
 
 class _Sum(torch.autograd.Function):

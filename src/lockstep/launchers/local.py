@@ -29,7 +29,7 @@ from lockstep.distributed import signals
 from lockstep.distributed.environment import DEFAULT_PORT, LOOPBACK, STARTED_BY, STORE_FILE, node_rank_info
 from lockstep.distributed.host import cpu_count, end_with_parent
 from lockstep.distributed.rendezvous import shared_store
-from lockstep.errors import CannotStartNow, ConfigError, RankFailed, StoppedEarly
+from lockstep.errors import ConfigError, RankFailed, StoppedEarly
 from lockstep.failures.record import FOLDER, heartbeat, read_place
 from lockstep.failures.report import screen, tell, typed_command
 from lockstep.launchers.base import Launcher, Worker, flush_output, print_line, refuse_nesting
@@ -201,8 +201,7 @@ def outcome(folder: Path, ends: Ends, relay: signals.Relay) -> BaseException | N
     first = report["first"]
     if first["kind"] != "config":
         return RankFailed(screen(report), report)
-    can_start_later = first.get("type") in ("CannotStartNow", "RankMissing")
-    return (CannotStartNow if can_start_later else ConfigError)(first["message"])
+    return ConfigError(first["message"])
 
 
 def run_rank(

@@ -9,7 +9,7 @@ from typing import Self
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import unwritable
-from lockstep.errors import KINDS, CannotStartNow, StoppedEarly
+from lockstep.errors import KINDS, ConfigError, StoppedEarly
 from lockstep.failures.record import heartbeat, message_of
 
 log = logging.getLogger(__name__)
@@ -36,14 +36,14 @@ class RankLogs:
 
     def open(self, folder: str) -> None:
         """Log to folder/logs/rank<N>.log, and on rank 0 to folder/train.log, when this run holds the folder: one that
-        is refused must not write there. Raises CannotStartNow if the folder is not writable."""
+        is refused must not write there. Raises ConfigError if the folder is not writable."""
         names = [f"logs/rank{self.rank}.log", *["train.log"] * (self.rank == 0)]
         try:
             Path(folder, "logs").mkdir(parents=True, exist_ok=True)
             # A traceback may hold any characters.
             self.files = [logging.FileHandler(f"{folder}/{name}", "a", "utf-8", False, "replace") for name in names]
         except OSError as error:
-            raise CannotStartNow(unwritable(folder, error)) from error
+            raise ConfigError(unwritable(folder, error)) from error
         for file in self.files:
             file.setFormatter(FILE_FORMAT)
         log_to([*self.files, *self.console], logging.INFO, False)
