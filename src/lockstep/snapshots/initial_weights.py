@@ -83,6 +83,8 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
         contents = load_file(path)
     elif path.is_file():
         contents = load_tensors(path)
+        for key in ("model", "state_dict"):  # of many people's files
+            contents = contents[key] if isinstance(contents.get(key), dict) else contents
     else:
         contents = trained_weights(*load_first_good(named_snapshots(path)), averaged=True)
     found = {name: value for name, value in contents.items() if isinstance(value, Tensor)}
