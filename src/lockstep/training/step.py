@@ -49,14 +49,18 @@ class Step:
         self.max_grad_norm, self.average, self.skip = max_grad_norm, average, skip
         self.ignores, self.scales = ignores, scaler.is_enabled()
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.has_own_zero_grad = type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
         self.grad_norm: Tensor | None = None  # of the last step, before it was clipped
         self.targets_per_sample = 0  # where all targets count; 0 where it is not known
         self.weights: dict[int, Tensor] = {}  # {samples of a batch: what multiplies the sum of the losses}
         self.pending: tuple[Any, Tensor, Tensor] | None = None  # (what waits for the counts, the weight)
 
     def __call__(self, batch: Batch) -> None:
-        for parameter in self.parameters:  # as zero_grad, which tells torch's profiler of each call
-            parameter.grad = None
+        if self.has_own_zero_grad:
+            self.optimizer.zero_grad()
+        else:  # as torch's, which tells the profiler of each call
+            for parameter in self.parameters:
+                parameter.grad = None
         weight = self.begin(batch)
         for part in batch.parts:
             with self.draws.of_part(self.progress.step, part, batch.count):
