@@ -72,8 +72,8 @@ OF_SWEEP = ["hydra.run.dir=x", "hydra.sweep.dir=y", "hydra/sweeper=optuna", "hyd
     ("words", "overrides", "reach"),
     [
         ([], ["model=mlp", "launch=slurm", "launch.nodes=2", "+launch.extra=1", "seed=3"], "model=mlp seed=3"),
-        (["--config-dir", "/my conf", "--config-name=a", "-m"], [], "'--config-dir=/my conf' --config-name=a"),
-        (["-cd", "/my conf"], ["model=mine"], "'--config-dir=/my conf' model=mine"),
+        (["--config-dir=/my conf", "--config-name=a", "-m"], [], "'--config-dir=/my conf' --config-name=a"),
+        (["--config-dir=/my conf"], ["model=mine"], "'--config-dir=/my conf' model=mine"),
         ([*HYDRAS, *OF_SWEEP], ["seed=3"], f"'{HYDRAS[0]}' {HYDRAS[1]} {HYDRAS[2]} seed=3"),
     ],
 )
