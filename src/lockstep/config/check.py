@@ -140,9 +140,8 @@ def locate(key: str, path: object) -> Callable[..., Any]:
     try:
         found = importlib.import_module(names[0])
         for count, name in enumerate(names[1:], start=2):
-            if inspect.ismodule(found) and not hasattr(found, name):
-                importlib.import_module(".".join(names[:count]))
-            found = getattr(found, name)
+            is_missing = inspect.ismodule(found) and not hasattr(found, name)  # a plugin that Hydra has loaded, too
+            found = importlib.import_module(".".join(names[:count])) if is_missing else getattr(found, name)
         if not callable(found):
             raise TypeError("it is neither a class nor a function")
     except Exception as error:  # a module of the user's may raise anything
