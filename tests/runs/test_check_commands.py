@@ -133,7 +133,7 @@ def test_broken_promises_are_explained(
     [
         (["optimizer._target_=zoo.optimizers.Recent", "optimizer.lr=0.05"], "has collections.deque; keep tensors"),
         (["resume=outputs/a"], "leave resume=outputs/a out, or type parameters.init=<a run>"),
-        (["strategy=async_parameter_server", "launch=fork"], "strategy=async_parameter_server has no worker in a wor"),
+        (["strategy=async_parameter_server", "launch=fork"], "strategy=async_parameter_server cannot have one rank"),
     ],
 )
 def test_what_cannot_run_is_refused(check: Start, words: list[str], said: str) -> None:
