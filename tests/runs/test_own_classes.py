@@ -140,7 +140,7 @@ def test_a_scheduler_that_a_function_forgets_to_return_ends_before_the_first_ste
 
 
 SEEDS_AT_IMPORT = """
-import os, random
+import random
 import numpy as np
 import torch
 from torch import nn
@@ -156,7 +156,6 @@ class Data(Digits):
 
 class Net(nn.Sequential):
     def __init__(self):
-        open("builds", "a").write(f"{os.getpid()}\\n")
         super().__init__(nn.Flatten(), nn.Linear(64, 10))
         with torch.no_grad():
             self[1].bias.mul_(np.random.rand() + random.random())
@@ -164,27 +163,59 @@ class Net(nn.Sequential):
 
 
 @pytest.mark.parametrize("launch", ["env", "fork", "spawn"])
-def test_a_model_is_built_in_ranks_alone_and_what_a_module_draws_or_seeds_before_changes_no_weight(
+def test_what_a_module_draws_or_seeds_before_the_net_is_built_changes_no_weight(
     start: Callable[..., Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: str
 ) -> None:
-    """The folder of the command may hold another run, and configs that nobody could read to their end."""
-    own = {".hydra/config.yaml": "seed: 9\n", ".hydra/overrides.yaml": "[]", "snapshots/step_1/manifest.json": ""}
-    own |= {"conf/model/own.yaml": "_target_: seeds.Net\n", "seeds.py": SEEDS_AT_IMPORT}
-    for path, text in own.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-    os.mkfifo(tmp_path / "conf" / "endless.yaml")
-    words = ["--config-dir=conf", "model=own", "dataset._target_=seeds.Data", "seed=7", "optimizer.lr=1e-30"]
-    words += ["trainer.max_steps=1", "logger=[]", f"launch={launch}", "hydra.run.dir=run"]
-    run = start(*PYTHON_TRAIN, *words, PYTHONPATH=tmp_path).finish()
-    built = (tmp_path / "builds").read_text().split()
-    assert len(built) == len(set(built)) == (1 if launch == "env" else 2)
-    assert launch == "env" or str(run.process.pid) not in built
+    (tmp_path / "seeds.py").write_text(SEEDS_AT_IMPORT)
+    words = [
+        "model._target_=seeds.Net",
+        "dataset._target_=seeds.Data",
+        "seed=7",
+        "optimizer.lr=1e-30",
+        "trainer.max_steps=1",
+        "logger=[]",
+    ]
+    start(*PYTHON_TRAIN, *words, f"launch={launch}", "hydra.run.dir=run", PYTHONPATH=tmp_path).finish()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
     net = importlib.import_module("seeds").Net
     torch.manual_seed(7)
     np.random.seed(7)
     random.seed(7)
     expected = torch.cat([parameter.detach().flatten() for parameter in net().parameters()])
     assert torch.equal(weights(tmp_path / "run"), expected.double())
+
+
+COUNTED = """
+import gc, os
+from torch import nn
+
+open("imports", "a").write(f"{gc.isenabled()}\\n")
+
+def net(shape, classes):
+    open("builds", "a").write(f"{os.getpid()}\\n")
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
+"""
+
+
+def test_a_model_is_built_in_ranks_alone_and_the_folder_of_the_command_may_hold_anything(
+    start: Callable[..., Command], tmp_path: Path
+) -> None:
+    """It is beside the folder of configs, holds another run, and a file that nobody could read to its end."""
+    (tmp_path / "counted.py").write_text(COUNTED)
+    for path, text in {
+        ".hydra/config.yaml": "seed: 9\n",
+        ".hydra/overrides.yaml": "[]",
+        "snapshots/step_1/manifest.json": "",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    os.mkfifo(tmp_path / "conf" / "endless.yaml")
+    node = "_target_: counted.net\nshape: ${dataset.shape}\nclasses: ${dataset.classes}\n"
+    (tmp_path / "conf" / "model" / "counted.yaml").write_text(node)
+    words = ["--config-dir=conf", "model=counted", "trainer.max_steps=1", "logger=[]"]
+    two = ["launch=fork", "launch.nproc_per_node=2"]
+    run = start(*PYTHON_TRAIN, *words, *two, cwd=tmp_path).finish()
+    built = (tmp_path / "builds").read_text().split()
+    assert len(built) == len(set(built)) == 2
+    assert str(run.process.pid) not in built
