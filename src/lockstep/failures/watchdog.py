@@ -197,7 +197,8 @@ class Watchdog:
         """With those of the other machines, as far as these tell theirs soon."""
         others, deadline = {*self.world.machines} - {min(self.world.here)}, time.monotonic() + MACHINES_SECONDS
         with suppress(Exception):  # the store is lost, with its machine
-            if store := self.open_store() if others else None:
+            store: Any = self.open_store() if others else None
+            if others:
                 store.set(f"hang/{min(self.world.here)}", json.dumps([time.time(), known]))
             while others and time.monotonic() < deadline:
                 for rank in [rank for rank in others if store.check([f"hang/{rank}"])]:
