@@ -96,12 +96,12 @@ class Data(Digits):
         sys.exit(0)
 """
 NET = "model._target_=ends.Net"
-PREPARE = "dataset._target_=ends.Data"
+DATA = "dataset._target_=ends.Data"
 
 
 @pytest.mark.parametrize(
     ("typed", "at_import", "launch"),
-    [(NET, True, "env"), (NET, False, "fork"), (PREPARE, False, "env"), (PREPARE, False, "torchrun")],
+    [(NET, True, "env"), (NET, False, "fork"), (DATA, False, "env"), (DATA, False, "torchrun")],
 )
 def test_an_exit_with_0_before_the_training_is_a_failure(start, tmp_path, typed, at_import, launch):
     (tmp_path / "ends.py").write_text(MODULE.format(import_time="sys.exit(0)" if at_import else ""))

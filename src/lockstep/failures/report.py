@@ -152,6 +152,9 @@ def leave(folder: Path | None) -> None:
     alive = [one["rank"] for one in records_in(folder) if process_state(one["pid"]) not in ENDED]
     if folder is not None and all(read_place(folder, rank).name == "end" for rank in alive):
         shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():  # a thread that fails at this moment has written into it
+            time.sleep(0.2)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_report(folder: Path) -> Report | None:
