@@ -37,13 +37,6 @@ def test_images_give_the_same_numbers_on_one_and_three_ranks_decoded_once_or_by_
     assert len(list(tmp_path.glob("decoded/*.npy"))) == 2
 
 
-def test_a_missing_folder_and_a_wrong_number_of_classes_are_explained(train: Any, pictures: Path) -> None:
-    assert "type dataset.root=" in train("dataset=image_folder", code=2).output
-    options = [f"dataset.root={pictures}", "dataset.size=16", "dataset.cache_dir=decoded"]
-    wrong = train("dataset=image_folder", *options, "dataset.classes=1", code=2)
-    assert "type dataset.classes=2" in wrong.output
-
-
 def test_images_of_a_csv_file_give_the_numbers_of_a_folder_and_later_ones_need_no_label(
     train: Any, pictures: Path, tmp_path: Path
 ) -> None:
