@@ -81,8 +81,8 @@ def test_mlflow_has_the_config_and_the_curves_and_a_resumed_run_goes_on(
     assert [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")]
     train("-m", *words, "trainer.epochs=1", "seed=1,2", "hydra.sweep.dir=sweep", **place).finish()
     assert [job.data.tags["group"] for job in server.runs() if job.info.run_id != run.info.run_id] == ["sweep", "sweep"]
-    texts = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert not [text for text in texts if SECRET.encode() in text]
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["gone", "hangs"])
@@ -132,13 +132,13 @@ def test_trackio_has_the_config_and_the_curves_and_a_resumed_run_goes_on(
     assert configs[0]["trainer.epochs"] == 3
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     of_run = [(step, json.loads(metrics)) for name, step, metrics in rows if name.startswith("run-")]
-    objective = [(step, numbers[record["objective"]["name"]]) for step, numbers in of_run if "val/loss" in numbers]
-    first = objective[0][0]
-    assert [step for step, _ in objective] == [first, 2 * first, 3 * first]
-    assert objective[-1][1] == pytest.approx(record["objective"]["last"])
+    steps, values = zip(
+        *[(step, one[record["objective"]["name"]]) for step, one in of_run if "val/loss" in one], strict=True
+    )
+    assert steps == tuple(number * steps[0] for number in (1, 2, 3))
+    assert values[-1] == pytest.approx(record["objective"]["last"])
     assert "WARNING" not in (tmp_path / "run" / "train.log").read_text()
-    texts = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
-    assert not [text for text in texts if SECRET.encode() in text]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 
 
 def test_trackio_without_its_server_costs_a_warning_and_no_step(train: Callable[..., Command], tmp_path: Path) -> None:
