@@ -53,7 +53,8 @@ class RankLogs:
             log.info("%s", error)
         elif isinstance(error, Exception):
             heartbeat.fails(error)  # before the log has the traceback, which the report need not repeat
-            log_to(self.files, logging.INFO, False)  # the process that started the ranks prints it on the console
+            # The process that started the ranks prints it on the console.
+            log_to(self.files or [logging.NullHandler()], logging.INFO, False)
             log.error("%s", message_of(error), exc_info=None if isinstance(error, tuple(KINDS)) else error)
         log_to(*self.before)
         for handler in (*self.files, *self.console):
