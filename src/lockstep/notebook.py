@@ -16,7 +16,6 @@ from hydra.core.hydra_config import HydraConfig
 from lockstep import cli
 from lockstep.compat import hydra_composed
 from lockstep.config import check as checks
-from lockstep.config.check import with_own_arguments
 from lockstep.config.record import typed_overrides
 from lockstep.config.schema import RunConfig
 from lockstep.distributed import environment, host
@@ -30,8 +29,7 @@ TABLE = "promise  "  # the beginning of what mode=check prints
 
 def train(overrides: str | Sequence[str] = (), ranks: int | None = None) -> "Result":
     """Train in processes of its own, on so many ranks, and print what they print. They have this process's `sys.path`.
-    Raises ConfigError, RankFailed, and at an interrupt, after a snapshot, KeyboardInterrupt with what to call to go on.
-    """
+    Raises ConfigError, RankFailed, and at an interrupt, after a snapshot, KeyboardInterrupt with what to call next."""
     words = _words(overrides)
     words += [] if ranks is None else ["launch=torchrun", f"launch.nproc_per_node={ranks}"]
     place = cli.chosen("hydra.run.dir", words) or cli.chosen("run_dir", words)
@@ -56,7 +54,7 @@ def compose(overrides: str | Sequence[str] = ()) -> RunConfig:
     try:
         with hydra_composed(cli.with_overrides_of_run(words), cli.config_dirs(words)) as cfg:
             typed = typed_overrides(HydraConfig.get())
-            return checks.check(with_own_arguments(cli.with_values_of_run(cfg), typed))
+            return checks.check(checks.with_own_arguments(cli.with_values_of_run(cfg), typed))
     except Exception as error:
         raise cli.as_config_error(error, words) or error from None
 

@@ -96,8 +96,7 @@ def check_own_rules(config: RunConfig) -> None:
         try:
             instantiate(config.optimizer, [torch.nn.Parameter(torch.zeros(2, 2))])
         except Exception as error:
-            what = f"{path} refuses its arguments ({first_line(error)})"
-            raise ConfigError(f"{what}; type optimizer=sgd for values of conf/") from None
+            raise ConfigError(f"{path} refuses its arguments ({first_line(error)}); type optimizer=sgd") from None
 
 
 def job_spec(config: RunConfig, launcher: Launcher) -> JobSpec:

@@ -31,7 +31,6 @@ class GradientSync:
 
     name = "all_reduce"
     replicas_bitwise_equal = True  # all ranks have the same bits afterwards, so that their weights can be compared
-    is_exact = True  # that gradient is the mean of the ranks' own, up to rounding
     needs_hooks = False  # it works only in a strategy that runs DistributedDataParallel
     refused: tuple[str, ...] = ()  # keys of `lockstep.strategies.base.JobSpec.refusable`
 
@@ -109,7 +108,6 @@ class Float16(GradientSync):
     """All-reduce of float16: half the bytes, 11 bits of precision. Gradients beyond 65504 overflow."""
 
     name = "fp16"
-    is_exact = False
     needs_hooks = True
     hook: Hook = staticmethod(default_hooks.fp16_compress_hook)
 
@@ -132,7 +130,6 @@ class PowerSGD(GradientSync):
     """
 
     name = "powersgd"
-    is_exact = False
     replicas_bitwise_equal = False  # on some CPUs a few weights differ between ranks in their last bit
     needs_hooks = True
     refused = ("watch.nan=skip",)  # it adds the error of each step to the next, a NaN too
