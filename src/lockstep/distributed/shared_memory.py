@@ -55,6 +55,8 @@ class SharedMemorySum:
                 reason = problem or "needs ranks that share /dev/shm"
                 raise ConfigError(f"gradient_sync=shared_memory {reason}; type gradient_sync=all_reduce")
             self._open(Path(name), length, dtype)
+        except FileNotFoundError as error:  # so that this rank's error is told as an echo
+            raise ConnectionError(f"rank 0 is gone, and has removed {error.filename}") from None
         finally:
             if created:  # only the names go: open files stay until the last rank closes them or exits
                 shutil.rmtree(created, ignore_errors=True)
