@@ -156,7 +156,7 @@ def test_a_task_killed_for_want_of_memory_is_told_with_its_cause(start, slurm):
     (report,) = [json.loads(path.read_text()) for path in cwd.glob("outputs/*/*/failure.json")]
     text = screen(report)
     assert text.startswith("lockstep: rank 1 of 2 failed first ")
-    assert "the system killed it because the machine, its container or its Slurm job has no memory left" in text
+    assert "the system killed it: the machine, container or job has no memory left" in text
     assert "(for Slurm: --mem)" in text
 
 

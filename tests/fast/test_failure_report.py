@@ -198,7 +198,7 @@ def test_an_error_is_explained(error: Exception, said: str) -> None:
 def test_a_kill_that_the_kernel_has_counted_is_told_as_its_cause(
     fail: Fail, monkeypatch: pytest.MonkeyPatch, code: int | None
 ) -> None:
-    monkeypatch.setattr(reports, "oom_kills", lambda: 10**9)
+    monkeypatch.setattr(reports, "oom_kills", lambda file: 10**9)
     first = fail(0, at=1.0, code=code)
     assert (first["kind"], first["signal"]) == ("killed", "SIGKILL")
     assert "no memory left" in first["meaning"]

@@ -67,7 +67,10 @@ LOST_RANK = (
 )
 OF_PROJECT = "the code of Lockstep raised this exception", "see whether the values at this line are yours, and right"
 OF_USER = "the code at this line raised this exception", "correct its cause, then type the command that resumes"
-NO_MEMORY = "the system killed it: the machine, container or job has no memory left", "type trainer.batch_size=<half>"
+NO_MEMORY = (
+    "the system killed it: the machine, container or job has no memory left",
+    "type trainer.batch_size=<half>, or give the job more memory (for Slurm: --mem)",
+)
 SIGNALS = {
     "SIGKILL": (
         "killed, cause not known",

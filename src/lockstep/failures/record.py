@@ -74,14 +74,23 @@ def last_lines(path: str | None) -> list[str]:
     return []
 
 
-def oom_kills() -> int:
-    """How often the kernel has killed for want of memory in the control group of this process."""
-    found = ""
+def read(path: Path) -> str:
+    """The text of a file; "" if it is gone."""
     with suppress(OSError):
-        for kind, group in re.findall(r"^\d+:(memory|):(.*)$", Path("/proc/self/cgroup").read_text(), re.M):
-            name = "memory.oom_control" if kind else "memory.events"
-            found += Path(f"/sys/fs/cgroup/{kind}{group}", name).read_text()
-    return sum(map(int, re.findall(r"^oom_kill (\d+)", found, re.M)))
+        return path.read_text(errors="replace")
+    return ""
+
+
+def oom_counters() -> dict[str, int]:
+    """{file of a control group of this process: how often the kernel has killed there for want of memory}."""
+    groups = re.findall(r"^\d+:(memory|):(.*)$", read(Path("/proc/self/cgroup")), re.M)
+    files = [f"/sys/fs/cgroup/{kind}{group}/memory.{'oom_control' if kind else 'events'}" for kind, group in groups]
+    return {file: oom_kills(file) for file in files}
+
+
+def oom_kills(file: str) -> int:
+    """What a file of `oom_counters` says now."""
+    return sum(map(int, re.findall(r"^oom_kill (\d+)", read(Path(file)), re.M)))
 
 
 class Heartbeat:
@@ -103,8 +112,8 @@ class Heartbeat:
         self.stacks = None
         self.samples: Callable[[], list[int]] | None = None
         who = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "pid": os.getpid()}
+        who["oom"] = oom_counters()
         self.record: dict[str, Any] = who | dict.fromkeys(("run_dir", "log", "resumed", "before"))
-        self.oom_kills = oom_kills()
 
     def share(self, folder: Path | None) -> None:
         """Let other processes of this machine see where this rank is, its stacks, and its failure. None: there is no

@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.errors import EXIT_FAILED, KIND_CODES, RAISED_BY_ALL, path_value
 from lockstep.failures.explain import explain_exit
-from lockstep.failures.record import heartbeat, last_lines, oom_kills, read_place
+from lockstep.failures.record import last_lines, oom_kills, read, read_place
 from lockstep.failures.verdict import parse_stack
 from lockstep.files import write_whole
 
@@ -34,13 +34,6 @@ Report = dict[str, Any]
 """What failure.json holds, see `docs/failures.md` for each key."""
 Ends = Mapping[int, dict[str, Any]]
 """exit_code, time and is_echo (the launcher has ended it) of each rank whose process has ended."""
-
-
-def read(path: Path) -> str:
-    """The text of a file; "" if it is gone."""
-    with suppress(OSError):
-        return path.read_text(errors="replace")
-    return ""
 
 
 def process_state(pid: int) -> str:
@@ -71,7 +64,9 @@ def failures_in(folder: Path | None, ends: Ends | None = None) -> list[dict[str,
             crash, _, frames = stacks.rpartition(CRASH)[2].partition("\n")
             code = CRASHES.get(crash) if one["exit_code"] is None else one["exit_code"]
             one["stack"] = [CRASH + crash, *map(str, parse_stack(frames, of_crash=True))] if crash in CRASHES else []
-            explained = explain_exit(code, place.name, out_of_memory=oom_kills() > heartbeat.oom_kills)
+            explained = explain_exit(
+                code, place.name, any(oom_kills(file) > count for file, count in one["oom"].items())
+            )
             one["signal"], one["meaning"], one["advice"] = explained
             kind = "left" if code is not None and code >= 0 else "killed"
             found.append(one | {"kind": kind, "log_lines": last_lines(one["log"])})

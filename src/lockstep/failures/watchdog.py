@@ -24,8 +24,8 @@ from typing import Any
 from lockstep.compat import flight_records
 from lockstep.errors import EXIT_HANG
 from lockstep.failures import verdict as verdicts
-from lockstep.failures.record import STACK_SIGNAL, Place, heartbeat, last_lines, read_place
-from lockstep.failures.report import ENDED, claim, leave, process_state, read
+from lockstep.failures.record import STACK_SIGNAL, Place, heartbeat, last_lines, read, read_place
+from lockstep.failures.report import ENDED, claim, leave, process_state
 from lockstep.failures.verdict import Facts, Verdict
 from lockstep.files import write_whole
 from lockstep.source_code import is_users
