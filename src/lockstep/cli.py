@@ -36,13 +36,14 @@ def run(main: Callable[[], Any]) -> NoReturn:
     """Call a hydra.main function and end the process, with one of `lockstep.errors.EXIT_CODES`."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     gc.disable()  # imports and configs create half a million objects that all stay; preflight turns it on
-    info, code = environment.read_rank_info(), errors.EXIT_FINISHED
-    # Programs that live as long as their ranks; a shell may end under nohup.
-    if info.started_by in ("torchrun", "srun", "mpirun") or os.environ.pop(host.ENDS_WITH_PARENT, ""):
-        host.end_with_parent()  # imports and the config take seconds, in which it may be killed
+    code = errors.EXIT_FINISHED
     words = words_of(word for word in sys.argv[1:] if not word.startswith(("--local-rank=", "--local_rank=")))
     try:
         with exit_codes():
+            info = environment.read_rank_info()
+            # Programs that live as long as their ranks; a shell may end under nohup.
+            if info.started_by in ("torchrun", "srun", "mpirun") or os.environ.pop(host.ENDS_WITH_PARENT, ""):
+                host.end_with_parent()  # imports and the config take seconds, in which it may be killed
             if {"--help", "-h"} & {*words} and info.is_rank_zero:
                 print(help_text(), end="")
             elif info.is_rank_zero or not asks_for_text(words):

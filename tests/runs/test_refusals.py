@@ -23,7 +23,7 @@ def assert_refused(run: Command, *said: str) -> None:
     ("typed", "said"),
     [
         (["+experiment=x"], "experiment=x is no option, and experiment has the options cifar10_speed, "),
-        (["hydra/sweeper=optun"], "hydra/sweeper has the options basic, optuna; type hydra/sweeper="),
+        (["hydra/sweeper=optun"], "hydra/sweeper has the options basic, lists, optuna; type hydra/sweeper="),
         (["hydra.run.dir=/proc/x"], "/proc/x cannot be written (No such file or directory); type hydra.run.dir="),
         (["hydra.run.dir=/etc/passwd"], "/etc/passwd cannot be written (File exists); type hydra.run.dir="),
         (["-m", "hydra.sweep.dir=/proc/x", "seed=1,2"], "the run folder /proc/x cannot be written"),
