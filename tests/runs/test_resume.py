@@ -183,7 +183,7 @@ def test_a_best_evaluation_counts_only_where_the_same_is_measured_again(tmp_path
         assert saved["progress"]["best_step"] == read_run(folder)["objective"]["step"] == 12
         assert "the monitor or trainer.ema changed: no evaluation before step 6 is the best one" in read_log(folder)
     saved = newest_snapshot(metric)
-    assert saved["progress"]["best"] == saved["schedule"]["schedule"]["best"] <= 1
+    assert saved["progress"]["best"] == -saved["schedule"]["best"] <= 1
     assert saved["groups"][0]["lr"] == pytest.approx(1e-4)
 
 

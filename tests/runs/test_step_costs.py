@@ -46,7 +46,7 @@ def our_steps(config: Any) -> tuple[float, float]:
     with join_world("gloo", 60) as world:
         run = build.build_run(config, world, parts_of(config))
         run.callbacks = [counting := Counting(first=run.epoch_samples // BATCH + 10)]
-        fit(run, [], None, snapshots, Loggers([]), RunInfo(run, {}))
+        fit(run, [], None, snapshots, Loggers([]), RunInfo(run, {"sweep": None}))
     return counting.counter.found
 
 
