@@ -162,7 +162,10 @@ NEVER = [
     ({"AlwaysNoise"}, {way for way in WAYS if WAYS[way].ranks > 1} | {"resume"}),
     # A later part of a step that leaves weights out is a hang, whose cause is told.
     ({"Experts", "LateExperts"}, {"accumulation", "all"}),
-    ({"Experts", "LateExperts"}, {*FSDP}),  # gloo itself may end ranks that add up gradients of other weights
+    (
+        {"Experts", "LateExperts"},
+        {*FSDP, "tensor_parallel, two by two"},
+    ),  # gloo itself may end ranks that add up gradients of other weights
     ({"scaled_batches"}, {"small evaluations"}),  # its collate_fn draws for a batch, in evaluations, too
     ({"accumulation", "all"}, set(VIRTUAL)),
     ({"accumulation", "all"}, {"tensor_parallel, two by two"}),  # a batch norm gets single samples there
