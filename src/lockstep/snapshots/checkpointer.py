@@ -304,6 +304,7 @@ def bring_back(run: Run, find: Callable[[], Path | None], restore: Callable[...,
         return None
     with disk_access(run.world):
         saved = load_state(path)
+    with disk_access(run.world):  # `restore` has collectives, which wait for `backend.timeout`
         restore(run, saved, path)
     return saved, path
 
