@@ -28,9 +28,8 @@ def is_users(file: str) -> bool:
 
 
 def hash_of_source(root: Path = ROOT) -> str:
-    """One hash over the names and contents of the Python and YAML files in src/ and conf/."""
-    paths = sorted(path for part in ("src", "conf") for path in (root / part).rglob("*.*"))
-    paths = [path for path in paths if path.suffix in (".py", ".yaml")]
+    """One hash over the names and contents of the Python files in src/ and the YAML files in conf/."""
+    paths = sorted(path for pattern in ("src/**/*.py", "conf/**/*.yaml") for path in root.glob(pattern))
     local = root / "conf" / "local"  # of this machine; the config shows what it sets
     return short_hash(*(hashed(path, path.relative_to(root)) for path in paths if not path.is_relative_to(local)))
 
