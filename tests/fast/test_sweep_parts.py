@@ -10,7 +10,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from lockstep.source_code import is_project
 from lockstep.sweeps.jobs import divide_machine
 from lockstep.sweeps.launch import folder_name, is_at_edge, same_values
-from lockstep.sweeps.search import distributions, words_of
+from lockstep.sweeps.search import distributions, overrides_of
 from support.commands import ROOT
 
 
@@ -70,7 +70,7 @@ SPACE = {
 
 
 @pytest.mark.parametrize("typed", SPACE)
-def test_what_the_words_of_a_search_mean(typed: str) -> None:
+def test_what_the_overrides_of_a_search_mean(typed: str) -> None:
     overrides = OverridesParser.create().parse_overrides(["model=mlp", "lr=3", typed])
     fixed, space = distributions(overrides)
     assert fixed == (["model=mlp", "lr=3"] if typed.startswith("+") else ["model=mlp"])
@@ -80,7 +80,7 @@ def test_what_the_words_of_a_search_mean(typed: str) -> None:
 def test_a_key_typed_twice_has_its_last_value_and_numbers_have_six_digits() -> None:
     overrides = OverridesParser.create().parse_overrides(["lr=interval(0,1)", "lr=3"])
     assert distributions(overrides) == (["lr=3"], {})
-    assert words_of({"lr": 1 / 3, "size": 16, "model": "a"}) == ["lr=0.333333", "size=16", "model=a"]
+    assert overrides_of({"lr": 1 / 3, "size": 16, "model": "a"}) == ["lr=0.333333", "size=16", "model=a"]
 
 
 def test_the_best_value_of_a_list_may_be_at_its_edge() -> None:

@@ -41,7 +41,7 @@ class Search(Sweep):
         if not self.space:
             raise ConfigError("nothing varies in this search; type 'optimizer.lr=tag(log,interval(0.001,0.1))'")
         least = {key: one.low if hasattr(one, "low") else one.choices[0] for key, one in self.space.items()}
-        config = self.check([*self.fixed, *words_of(least)]).config
+        config = self.check([*self.fixed, *overrides_of(least)]).config
         self.results.clear()  # of that job
         task = instantiate_as(Task, config.task, "task")
         self.objective = objective_of(config, task)
@@ -60,10 +60,9 @@ class Search(Sweep):
         self.reported = dict[Path, int]()  # their last epochs
 
     def search(self) -> None:
-        running = [
-            one for one in self.begun() if one.state == TrialState.RUNNING
-        ]  # when a command was killed or stopped
-        self.run(self.jobs(running), max(0, self.n_trials - len(self.begun()) + len(running)))
+        begun = self.begun()
+        running = [one for one in begun if one.state == TrialState.RUNNING]  # when a command was killed or stopped
+        self.run(self.jobs(running), max(0, self.n_trials - len(begun) + len(running)))
 
     def begun(self) -> list[FrozenTrial]:
         """The trials, but for one that was killed while its values were drawn."""
@@ -80,7 +79,7 @@ class Search(Sweep):
     def job_of(self, trial: Trial, reported: int) -> Iterator[Job]:
         """Its job; nothing if none serves it: it is refused, or has the values of one that runs or has ended."""
         try:
-            job = self.check([*self.fixed, *words_of({key: trial.params[key] for key in self.space})])
+            job = self.check([*self.fixed, *overrides_of({key: trial.params[key] for key in self.space})])
         except ConfigError as refusal:
             print_line(f"sweep: {refusal}", sys.stdout)
             job = None
@@ -130,6 +129,6 @@ def distributions(overrides: Sequence[Override]) -> tuple[list[str], dict[str, A
     return list(fixed.values()), space
 
 
-def words_of(values: Mapping[str, Any]) -> list[str]:
+def overrides_of(values: Mapping[str, Any]) -> list[str]:
     """The values of a trial as they are typed, with six digits: they are names of folders."""
     return [f"{key}={value:.6g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()]
