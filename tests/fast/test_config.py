@@ -10,7 +10,7 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from torch import nn
 
-from lockstep.config.check import OPTIONS, check, check_nodes, flatten, instantiate, instantiate_as, nodes_in
+from lockstep.config.check import OPTIONS, check, check_nodes, explain, flatten, instantiate, instantiate_as, nodes_in
 from lockstep.config.schema import CONF, RunConfig
 from lockstep.errors import ConfigError
 from lockstep.models.base import has_lazy_layers
@@ -193,6 +193,9 @@ WRONG_NODES = {
     "+dataset.nois=3": "lockstep.data.vision.Digits takes no nois; type ~dataset.nois",
     "task.loss={_target_:torch.nn.HuberLoss,dleta:3}": "takes no dleta, but ",
     "callbacks=[{_target_:test_config.Net,width:3}]": "needs shape and classes; type +callbacks[0].shape",
+    "model._target_=math.pi": "it is neither a class nor a function); type model._target_=",
+    "loader.test_transforms=[{_target_:torchvision.transforms.v2.Resize}]": "v2.Resize needs size; type ",
+    "model=mlp ~model.width": "mlp needs width; type +model.width=<value>",
 }
 
 
@@ -238,8 +241,9 @@ def test_partial_need_not_be_typed() -> None:
 def test_what_a_constructor_raises_is_what_is_raised() -> None:
     node = {"_target_": "test_config.Net", "shape": [1], "classes": 2}
     for given, later in (({"width": 100}, {}), ({}, {"width": 100})):
-        with pytest.raises(ValueError, match=r"^too wide$"):
+        with pytest.raises(ValueError, match=r"^too wide$") as raised:
             instantiate(node | given, **later)
+        assert explain(raised.value, []) is None  # it keeps its traceback
     with pytest.raises(ConfigError, match=r"gives an object of Net, and lockstep.tasks.base.Task is wanted; type task"):
         instantiate_as(Task, node | {"width": 1}, "task")
     assert instantiate(None) is None

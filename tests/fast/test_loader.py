@@ -32,17 +32,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-class Drawing(Dataset[Any]):
+class Drawing(Subset[Any]):
     """Each sample draws from all three generators."""
 
-    def __init__(self, memory: Tensors) -> None:
-        self.memory = memory
-
-    def __len__(self) -> int:
-        return len(self.memory)
-
     def __getitem__(self, index: int) -> Any:
-        image, target = self.memory[index]
+        image, target = self.dataset[index]
         return image.float() / 255 + torch.rand(()) + np.random.rand() + random.random(), int(target)
 
 
@@ -91,7 +85,7 @@ ORDERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("changes", ["", "mixes", "augment mixes"])
 def test_same_bits_on_any_ranks_in_any_parts_and_after_a_stop(kind: str, changes: str) -> None:
     part = Subset(images(), list(range(0, SAMPLES, 2)))
-    data: Any = {"memory": images(), "part of memory": part}.get(kind, Drawing(images()))
+    data: Any = {"memory": images(), "part of memory": part}.get(kind, Drawing(images(), range(SAMPLES)))
     options = ORDERS[kind] | dict.fromkeys(changes.split(), True)
     one = train(data, **options)
     for size, micro in ((1, 3), (3, 2)):
@@ -199,18 +193,28 @@ def test_a_block_that_is_seeded_draws_the_same_whatever_ran_before_and_leaves_no
     assert drawn() == expected
 
 
-def test_inputs_are_brought_to_the_type_of_the_model() -> None:
-    pixels = torch.randint(0, 256, (5, 3, 4, 4), dtype=torch.uint8)
+@pytest.mark.parametrize("shape", [(5, 3, 4, 4), (5, 3), (5, 3, 7)])
+def test_inputs_are_scaled_normalised_by_channel_and_brought_to_the_type_of_the_model(shape: tuple[int, ...]) -> None:
+    pixels = torch.randint(0, 256, shape, dtype=torch.uint8)
     mean, std = [0.1, 0.2, 0.3], [0.5, 0.6, 0.7]
-    exact = v2.functional.normalize(pixels.double() / 255, mean, std)
-    for dtype, limit in ((torch.float64, 1e-6), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
-        found = InputConverter(dtype, torch.channels_last, mean, std)(pixels)
-        assert (found.dtype, found.is_contiguous(memory_format=torch.channels_last)) == (dtype, True)
-        assert ((found.double() - exact).abs() <= limit * exact.abs().clamp(min=1)).all()
-    plain = InputConverter(torch.float64)
-    assert plain(pixels).equal(pixels.double() / 255)
-    assert plain(pixels.float()).equal(pixels.double())  # floats are not scaled
-    assert plain(tokens := torch.arange(6).view(2, 3)) is tokens
-    both = InputConverter(torch.float64, mean=[0.5], std=[0.5])({"image": pixels, "place": torch.ones(5, 2)})
-    torch.testing.assert_close(both["image"], pixels.double() / 255 * 2 - 1)
-    assert both["place"].equal(torch.ones(5, 2).double())
+    means, stds = (torch.tensor(values, dtype=torch.double).view(-1, *[1] * (len(shape) - 2)) for values in (mean, std))
+    scaled = pixels.double() / 255
+    for samples in (pixels, scaled, scaled.float()):  # floats are not scaled
+        for dtype, limit in ((torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
+            layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+            found = InputConverter(dtype, layout, mean, std)(samples)
+            assert (found.dtype, found.is_contiguous(memory_format=layout)) == (dtype, True)
+            exact = (scaled - means) / stds
+            limit = max(limit, 1e-6) if samples.dtype == torch.float32 else limit
+            assert ((found.double() - exact).abs() <= limit * exact.abs().clamp(min=1)).all()
+        limit = 1e-6 if samples.dtype == torch.float32 else 1e-14
+        torch.testing.assert_close(InputConverter(torch.float64)(samples), scaled, rtol=0, atol=limit)
+        torch.testing.assert_close(InputConverter(torch.float64, std=std)(samples), scaled / stds, rtol=0, atol=limit)
+
+
+def test_tokens_stay_and_of_several_inputs_each_is_converted() -> None:
+    assert InputConverter(torch.float64)(tokens := torch.arange(6).view(2, 3)) is tokens
+    both = {"image": torch.arange(12).byte().view(1, 3, 2, 2), "place": torch.ones(1, 2)}
+    found = InputConverter(torch.float64, mean=[0.5], std=[0.5])(both)
+    torch.testing.assert_close(found["image"], both["image"].double() / 255 * 2 - 1)
+    assert found["place"].equal(both["place"].double())
