@@ -131,7 +131,7 @@ loader.validation=null | evaluation.patience=3 |  | evaluation.patience=null
 monitor=null | scheduler=plateau |  | scheduler=cosine
 trainer.precision=fp16 | watch.nan=skip |  | watch.nan=stop
  | parameters.groups=[{lr:0.1}] |  | parameters.groups=[{match:fc,lr:0.1}]
-trainer.compile=reduce-overhead | trainer.gradient_accumulation_steps=2 |  | trainer.compile=true
+trainer.gradient_accumulation_steps=2 | trainer.compile=reduce-overhead |  | trainer.compile=true
  | model._target_=own_net.Net | own_net.Net needs width; type +model.width=<value>
 model._target_=own_net.Net +model.width=3 +model.x=1 | +model.y=2 | takes no x or y, but depth; type ~model.x ~model.y
  | optimizer._target_=torch.optim.Adm | ; type optimizer._target_=torch.optim.Adam
