@@ -58,7 +58,7 @@ class Answer:
             return None
         if self.code == 1 and re.search(r"^promise .*^.+ no  +\S", self.output, re.DOTALL | re.MULTILINE):
             return None  # mode=check ran, and its table says which promise does not hold
-        if self.code == 1 and re.search(r"^sweep: .*failed", self.output, re.MULTILINE):
+        if self.code == 1 and re.search(r"^sweep: .*(failed|refused)", self.output, re.MULTILINE):
             told = [line for line in self.sentences if re.search(r"\btype \S", line)]
             return None if self.sentences and told == self.sentences else "a job without a sentence"
         if self.code != 2 and not (self.code == 1 and "not finite" in self.output):

@@ -114,6 +114,7 @@ class ImageSource(DataSource):
             temporary = path.with_name("unfinished.npy")  # the next process writes over what a killed one left
             np.lib.format.open_memmap(temporary, "w+", np.uint8, (len(names), 3, size, size))
             parts = range(0, len(paths), 64)
+            read_file(paths[0], size)  # imports what decodes, before the forks
             with ProcessPoolExecutor(cpu_count(), get_context("fork"), end_with_parent, (signal.SIGKILL,)) as pool:
                 done = pool.map(partial(_decode, temporary, size), parts, (paths[at : at + 64] for at in parts))
                 list(tqdm(done, f"decoding {self.root} once", len(parts), disable=None))

@@ -86,10 +86,11 @@ class InputConverter(nn.Module):
         values = inputs.to(self.scale.dtype, memory_format=layout)
         if normalises:
             beside = [-1, *[1] * (inputs.dim() - 2)]
-            scale = self.scale / 255 if is_image else self.scale
-            values = torch.addcmul(self.shift.view(beside), values, scale.view(beside))
+            scale = (self.scale / 255 if is_image else self.scale).view(beside)
+            # In place, where `values` is a copy: a new tensor of a batch costs more than the arithmetic.
+            values = (values.mul_(scale) if is_image else values * scale).add_(self.shift.view(beside))
         elif is_image:
-            values = values / 255
+            values = values.div_(255)
         return values.to(self.dtype)
 
     def target(self, target: Tensor) -> Tensor:

@@ -41,6 +41,10 @@ MEANINGS: dict[str, tuple[str, str]] = {
         "check the targets of the samples above, and dataset.classes",
     ),
     SHARDS: ("this strategy cannot cut the model, or the optimizer cannot step on parts", "type strategy=ddp"),
+    "on meta tensors": (
+        "strategy=pipeline finds shapes without values, and the model decides by a value",
+        "type strategy=fsdp, or write the decision by torch.where",
+    ),
     "Expected to have finished reduction": ("weights got no gradient", "type strategy.find_unused_parameters=true"),
     "modified by an inplace operation": (
         "the model changes a value in place that its backward pass still needs",
