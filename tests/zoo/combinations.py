@@ -245,7 +245,7 @@ def drawn(count: int, seed: Any, **fixed: str) -> list[Combination]:
 
 def covering(size: int) -> list[Combination]:
     """Few combinations in which any `size` values of different axes meet: the next one has a group of values that is
-    missing, and of those drawn with it the most; of several, it costs least."""
+    missing, and of those drawn with it the most; of several, it has the fewest ranks."""
     missing = {
         group
         for axes in itertools.combinations(AXES, size)
@@ -256,15 +256,10 @@ def covering(size: int) -> list[Combination]:
     while missing:
         start = min(missing)
         made = [(one, _groups(one, size) & missing) for one in drawn(20, start, **dict(start))]
-        best, new = max(made, key=lambda one: (len(one[1]), -_cost(one[0])))
+        best, new = max(made, key=lambda one: (len(one[1]), -WAYS[one[0].way].ranks))
         missing -= new
         found.append(best)
     return found
-
-
-def _cost(combination: Combination) -> int:
-    """Processes that its commands start."""
-    return WAYS[combination.way].ranks * {"resume": 3, "evaluate": 2, "export": 2}.get(combination.after, 1)
 
 
 def _groups(combination: Combination, size: int) -> set[tuple[tuple[str, str], ...]]:
