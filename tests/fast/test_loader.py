@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 from lockstep.data import loader as loader_module
 from lockstep.data.augment import BatchWide, ShiftFlip
 from lockstep.data.loader import Batch, InputConverter, Loader
-from lockstep.data.partition import Order, Part, fold_in, generator, parts, seed_all, seeded
+from lockstep.data.partition import Order, Part, fold_in, generator, parts
 from lockstep.data.reader import SampleReader
 from lockstep.data.source import Tensors
 from support.loaders import BATCH, CPU, SEED, Position, loader
@@ -169,34 +169,6 @@ def test_every_sample_is_evaluated_once_for_any_size_and_world(of: Any) -> None:
             assert all(part.inputs.shape[1:] == (1,) for part in loaded)  # an empty part has its shape
             assert sorted(torch.cat([part.targets for part in loaded]).tolist()) == list(range(count))
             assert all(part.numbers.equal(part.targets) for part in loaded)
-
-
-@pytest.mark.parametrize("samples", [0, 1, 5, 61])
-@pytest.mark.parametrize("micro", [1, 4])
-@pytest.mark.parametrize("size", [1, 3, 8])
-def test_parts_are_those_of_tensor_split(samples: int, micro: int, size: int) -> None:
-    found = [parts(samples, micro, rank, size) for rank in range(size)]
-    pieces = [one.tensor_split(size) for one in torch.arange(samples).tensor_split(max(1, min(micro, samples)))]
-    for rank, of_rank in enumerate(found):
-        assert [part.number for part in of_rank] == [number * size + rank for number in range(len(pieces))]
-        assert [list(range(part.start, part.stop)) for part in of_rank] == [piece[rank].tolist() for piece in pieces]
-
-
-def test_a_block_that_is_seeded_draws_the_same_whatever_ran_before_and_leaves_no_trace() -> None:
-    def drawn() -> list[float]:
-        return [float(torch.rand(())), float(np.random.rand()), random.random()]
-
-    def of_block() -> list[float]:
-        with seeded(5):
-            return drawn()
-
-    assert len({fold_in(*numbers) for numbers in [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 1)]}) == 6
-    first = of_block()
-    seed_all(1)
-    expected = drawn()
-    seed_all(1)
-    assert of_block() == first
-    assert drawn() == expected
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 4, 4), (5, 3), (5, 3, 7)])
