@@ -40,7 +40,9 @@ class Words(Points):
     targets = ("left", "right") * 11 + ("left",)
 
 
-class Stream(IterableDataset[Any]): ...
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(Points())
 
 
 numbered = partial(Tensors, torch.zeros(9, 2, 5), torch.arange(9) % 4)
