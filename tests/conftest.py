@@ -22,23 +22,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The longest files, those of drills and those of `make test`, by their seconds. They run first, so that no core is
 # idle while another one runs the last of them.
-LONG = (
-    "test_zoo",
-    "test_slurm_jobs",
-    "test_hangs",
-    "test_faults",
-    "test_kills",
-    "test_bench",
-    "test_promise",
-    "test_hosts",
-)
-LONG += ("test_starters", "test_interrupted_runs", "test_sweeps", "test_strategies", "test_check_commands")
+LONG = "test_zoo test_slurm_jobs test_hangs test_faults test_kills test_bench test_promise test_hosts test_starters "
+LONG += "test_interrupted_runs test_sweeps test_strategies test_check_commands test_every_data_set"
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests in which something is broken on purpose, and put the longest files first."""
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    files = LONG.split()
+    items.sort(key=lambda item: files.index(item.path.stem) if item.path.stem in files else len(files))
     for item in items:
         if item.path.stem in FILES.split():
             item.add_marker("fault")

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from zoo.combinations import AXES, ONCE, Zoo, drawn, pairwise
+from zoo.combinations import AXES, ONCE, Zoo, covering, drawn
 
 
 def main() -> None:
     count, seed = (int(word) for word in (*sys.argv[1:], "0", "0")[:2])
     torch.set_num_threads(1)
-    chosen, wrong = [*ONCE, *pairwise(), *drawn(count, seed)], []
+    chosen, wrong = [*ONCE, *covering(2), *drawn(count, seed)], []
     results = {axis: {value: Counter[str]() for value in values} for axis, values in AXES.items()}
     with tempfile.TemporaryDirectory() as folder:
         for outcome in Zoo(Path(folder)).outcomes(chosen, at_once=2):

@@ -22,50 +22,41 @@ from support.reference import train_reference
 from support.worlds import in_world, train_all
 
 SAMPLES, TESTS, BATCH, CLASSES, TOKENS, LENGTH = 24, 4, 8, 5, 40, 12
-
-
-class Kind(NamedTuple):
-    """What a net computes with. shape: of a sample. vocabulary: of class numbers."""
-
-    task: str
-    classes: int
-
-
-IMAGES, TEXTS = Kind("classification", CLASSES), Kind("classification", CLASSES)
-NEXT_TOKENS = Kind("language_modelling", TOKENS)
+SHAPE = (3, 64, 64)
 
 
 class Net(NamedTuple):
-    """node: of the config. quiet: what switches its dropout off. tolerance: of some that compute in float32 inside."""
+    """node: of the config. quiet: what switches its dropout off. of: what it computes with, images, texts, or the next
+    tokens of texts. tolerance: of some that compute in float32 inside."""
 
     node: dict[str, Any]
     quiet: dict[str, Any]
-    kind: Kind = IMAGES
+    of: str = "images"
     tolerance: float = 1e-9
 
 
-def of_torchvision(name: str, quiet: str = "", **options: Any) -> Net:
+def of_torchvision(name: str, **drop: float) -> Net:
     node = {"_target_": "torchvision.models.get_model", "name": name, "weights": None, "num_classes": CLASSES}
-    return Net(node | options, dict.fromkeys(quiet.split(), 0.0))
+    return Net(node | drop, dict.fromkeys(drop, 0.0))
 
 
-def of_timm(name: str, *, drop: dict[str, Any] | None = None, **options: Any) -> Net:
+def of_timm(name: str, drop: dict[str, float] | None = None, **options: Any) -> Net:
     """drop: what it draws, in place of stochastic depth and dropout before the head."""
     drop = {"drop_rate": 0.2, "drop_path_rate": 0.3} if drop is None else drop
     node = {"_target_": "timm.create_model", "model_name": name, "num_classes": CLASSES, **options}
     return Net(node | drop, dict.fromkeys(drop, 0.0))
 
 
-def of_transformers(name: str, config: str, kind: Kind, quiet: str, tolerance: float = 1e-9, **options: Any) -> Net:
+def of_transformers(name: str, config: str, of: str, quiet: str, tolerance: float = 1e-9, **options: Any) -> Net:
     """quiet: names of the options that are probabilities; the net draws with 0.2."""
-    sizes = {"num_labels": CLASSES} if kind is not NEXT_TOKENS else {}
+    sizes = {"num_labels": CLASSES} if of != "next tokens" else {}
     drop = dict.fromkeys(quiet.split(), 0.2)
     node = {"_target_": f"transformers.{config}", **sizes, **options, **drop}
     made = {"_target_": "my_transformers.Logits", "net": {"_target_": f"transformers.{name}", "config": node}}
-    return Net(made, {f"net.config.{key}": 0.0 for key in drop}, kind, tolerance)
+    return Net(made, {f"net.config.{key}": 0.0 for key in drop}, of, tolerance)
 
 
-TRANSFORMER = {"embed_dim": 24, "depth": 2, "num_heads": 2}
+TRANSFORMER = {"img_size": 64, "embed_dim": 24, "depth": 2, "num_heads": 2}
 ALL = {"drop_rate": 0.2, "drop_path_rate": 0.3, "proj_drop_rate": 0.2, "attn_drop_rate": 0.2}
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 WORDS = {"vocab_size": TOKENS, "max_position_embeddings": 32, "pad_token_id": 0}
@@ -73,80 +64,71 @@ HIDDEN = "hidden_dropout_prob attention_probs_dropout_prob"
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": TOKENS}
 OPT = {"hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "word_embed_proj_dim": 16}
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": TOKENS, "pad_token_id": 0}
-SWIN = {"window_size": 4, "embed_dim": 12, "depths": [2, 2], "num_heads": [2, 2]}
+T5 |= {"eos_token_id": 2, "decoder_start_token_id": 0}
+SWIN = {"image_size": 64, "window_size": 4, "embed_dim": 12, "depths": [2, 2], "num_heads": [2, 2]}
+NEXT, OF_OPT = "next tokens", "dropout attention_dropout layerdrop"
+LLAMA = SMALL | WORDS | {"num_key_value_heads": 1}
 NETS = {
     "torchvision": [
-        of_torchvision("squeezenet1_1", "dropout", dropout=0.5),
-        of_torchvision("mnasnet0_5", "dropout", dropout=0.2),
-        of_torchvision("mobilenet_v3_small", "dropout", dropout=0.2),
+        of_torchvision("squeezenet1_1", dropout=0.5),
+        of_torchvision("mnasnet0_5", dropout=0.2),
+        of_torchvision("mobilenet_v3_small", dropout=0.2),
         of_torchvision("regnet_y_400mf"),
-        of_torchvision("densenet121", "drop_rate", drop_rate=0.2),
+        of_torchvision("densenet121", drop_rate=0.2),
     ],
     "timm": [
         of_timm("test_resnet"),
         of_timm("test_efficientnet"),
         of_timm("test_byobnet"),
         of_timm("test_maxvit", img_size=64),
-        of_timm("test_vit", img_size=64, drop=ALL | {"patch_drop_rate": 0.25}),
-        of_timm("deit_tiny_distilled_patch16_224", img_size=64, drop=ALL, **TRANSFORMER),
-        of_timm("cait_xxs24_224", img_size=64, drop=ALL, **TRANSFORMER),
-        of_timm("gmlp_ti16_224", img_size=64, drop={"drop_path_rate": 0.3}),
+        of_timm("test_vit", ALL | {"patch_drop_rate": 0.25}, img_size=64),
+        of_timm("deit_tiny_distilled_patch16_224", ALL, **TRANSFORMER),
+        of_timm("cait_xxs24_224", ALL, **TRANSFORMER),
+        of_timm("gmlp_ti16_224", {"drop_path_rate": 0.3}, img_size=64),
         of_timm("levit_128s", img_size=64),
     ],
     "transformers": [
-        of_transformers("BertForSequenceClassification", "BertConfig", TEXTS, HIDDEN, **SMALL, **WORDS),
-        of_transformers("GPT2LMHeadModel", "GPT2Config", NEXT_TOKENS, "resid_pdrop embd_pdrop attn_pdrop", **GPT2),
-        of_transformers(
-            "LlamaForCausalLM", "LlamaConfig", NEXT_TOKENS, "attention_dropout", 1e-5,
-            num_key_value_heads=1, **SMALL, **WORDS,
-        ),
-        of_transformers(
-            "OPTForCausalLM", "OPTConfig", NEXT_TOKENS, "dropout attention_dropout layerdrop", **OPT, **WORDS
-        ),
-        of_transformers(
-            "T5ForSequenceClassification", "T5Config", TEXTS, "dropout_rate classifier_dropout",
-            eos_token_id=2, decoder_start_token_id=0, **T5,
-        ),
-        of_transformers(
-            "SwinForImageClassification", "SwinConfig", IMAGES, f"{HIDDEN} drop_path_rate", image_size=64, **SWIN
-        ),
+        of_transformers("BertForSequenceClassification", "BertConfig", "texts", HIDDEN, **SMALL, **WORDS),
+        of_transformers("GPT2LMHeadModel", "GPT2Config", NEXT, "resid_pdrop embd_pdrop attn_pdrop", **GPT2),
+        of_transformers("LlamaForCausalLM", "LlamaConfig", NEXT, "attention_dropout", 1e-5, **LLAMA),
+        of_transformers("OPTForCausalLM", "OPTConfig", NEXT, OF_OPT, **OPT, **WORDS),
+        of_transformers("T5ForSequenceClassification", "T5Config", "texts", "dropout_rate classifier_dropout", **T5),
+        of_transformers("SwinForImageClassification", "SwinConfig", "images", f"{HIDDEN} drop_path_rate", **SWIN),
     ],
-}  # fmt: skip
+}
 
 
 class Samples(torch.utils.data.Dataset[Any]):
-    """Images (3, 64, 64) in float64, or a dict of tokens and their mask, with a class or the next tokens."""
+    """Images in float64, or a dict of tokens and their mask, with a class or the next tokens."""
 
-    def __init__(self, samples: int, of: str, task: str) -> None:
+    def __init__(self, samples: int, of: str) -> None:
         generator = torch.Generator().manual_seed(samples)
-        self.images = (
-            torch.rand(samples, 3, 64, 64, generator=generator, dtype=torch.float64) if of == "images" else None
-        )
+        self.of, self.images = of, torch.rand(samples, *SHAPE, generator=generator, dtype=torch.float64)
         self.tokens = torch.randint(3, TOKENS, (samples, LENGTH + 1), generator=generator)
-        if task == "classification":
+        if of == "texts":
             self.tokens[:, LENGTH - 1] = 2  # the end of a text
-        self.task = task
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> Any:
         tokens = self.tokens[index, :LENGTH]
-        target = index % CLASSES if self.task == "classification" else self.tokens[index, 1:]
-        if self.images is not None:
+        target = self.tokens[index, 1:] if self.of == NEXT else index % CLASSES
+        if self.of == "images":
             return self.images[index], target
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, target
 
 
-def config(net: Net, folder: Path, **more: Any) -> Any:
+def config(net: Net, folder: Path, more: dict[str, Any]) -> Any:
     """Of a run that trains the net for three steps. more: keys of the model."""
-    words = [f"run_dir={folder}", f"task={net.kind.task}", "model=linear", "logger=[]"]
-    words += ["trainer.precision=fp64", f"trainer.batch_size={BATCH}", "trainer.epochs=1", "optimizer.lr=0.01"]
-    words += ["scheduler=constant", "strategy.find_unused_parameters=true"]
-    data = {"_target_": f"{__name__}.Samples", "of": "images" if net.kind is IMAGES else "texts", "task": net.kind.task}
+    task, classes = ("language_modelling", TOKENS) if net.of == NEXT else ("classification", CLASSES)
+    words = [f"run_dir={folder}", f"task={task}", "model=linear", "logger=[]", "trainer.precision=fp64"]
+    words += [f"trainer.batch_size={BATCH}", "trainer.epochs=1", "optimizer.lr=0.01", "scheduler=constant"]
+    data = {"_target_": f"{__name__}.Samples", "of": net.of}
     pair = {"_target_": "lockstep.data.Pair", "train": data | {"samples": SAMPLES}, "test": data | {"samples": TESTS}}
-    pair |= {"shape": [3, 64, 64], "classes": net.kind.classes}
-    return composed(*words).changed({"dataset": pair, "model": with_keys(net.node, more)})
+    pair |= {"shape": [*SHAPE], "classes": classes}
+    changes = {"dataset": pair, "model": with_keys(net.node, more)}
+    return composed(*words, "strategy.find_unused_parameters=true").changed(changes)
 
 
 def with_keys(node: dict[str, Any], more: dict[str, Any]) -> Any:
@@ -161,16 +143,16 @@ def plain(net: Net) -> dict[str, Tensor]:
     """The same by plain torch in one process."""
     torch.manual_seed(0)
     model = instantiate(with_keys(net.node, net.quiet)).double().train()
-    data = Samples(SAMPLES, "images" if net.kind is IMAGES else "texts", net.kind.task)
-    inputs, targets = torch.utils.data.default_collate([data[number] for number in range(SAMPLES)])
+    inputs, targets = torch.utils.data.default_collate([*map(Samples(SAMPLES, net.of).__getitem__, range(SAMPLES))])
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
+    def sgd(weights: Any) -> SGD:
+        return SGD(weights, lr=0.01, momentum=0.9)
+
     samples = inputs if isinstance(inputs, Tensor) else inputs["input_ids"]  # without a mask none is masked
-    train_reference(
-        model, (samples, targets), loss, lambda weights: SGD(weights, lr=0.01, momentum=0.9), epochs=1, batch_size=BATCH
-    )
+    train_reference(model, (samples, targets), loss, sgd, epochs=1, batch_size=BATCH)
     return dict(model.state_dict())
 
 
@@ -193,19 +175,16 @@ def test_three_steps_are_those_of_plain_torch_on_any_number_of_ranks(
     pytest.importorskip(library)
     monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
     torch.set_num_threads(1)
-
-    def runs(of: str) -> list[Any]:
-        changes = [net.quiet if of == "quiet" else {} for net in NETS[library]]
-        return [config(net, tmp_path / f"{n}-{of}", **changes[n]) for n, net in enumerate(NETS[library])]
-
-    in_world(1, train_all, runs("one"), limit=600)
-    in_world(2, train_all, [*runs("two"), *runs("quiet")], limit=600)
+    one, two, quiet = (
+        [config(net, tmp_path / f"{n}-{of}", net.quiet if of == "quiet" else {}) for n, net in enumerate(NETS[library])]
+        for of in ("one", "two", "quiet")
+    )
+    in_world(1, train_all, one, limit=600)
+    in_world(2, train_all, [*two, *quiet], limit=600)
     wrong = []
-    for number, net in enumerate(NETS[library]):
-        one, two, quiet = (
-            torch.load(tmp_path / f"{number}-{of}" / "model.pt", weights_only=True) for of in ("one", "two", "quiet")
-        )
-        for what, pair in {"1 and 2 ranks": (one, two), "plain torch and 2 ranks": (plain(net), quiet)}.items():
+    for net, *configs in zip(NETS[library], one, two, quiet, strict=True):
+        found = [torch.load(Path(run.run_dir) / "model.pt", weights_only=True) for run in configs]
+        for what, pair in {"1 and 2 ranks": found[:2], "plain torch and 2 ranks": (plain(net), found[2])}.items():
             distance, where = apart(*pair)
             if not distance <= net.tolerance:
                 wrong.append(f"{net.node}: {what} are {distance:.1e} apart in {where}")

@@ -1,16 +1,19 @@
 """The data of a run, from its config: what the data tells, what is compared, and what is refused."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lockstep.data import DataSource, Splits, Tensors
 from lockstep.data.build import build_data, completed, prepare_first
 from lockstep.data.partition import seed_all
+from lockstep.data.vision import Digits, RandomPairs
 from lockstep.errors import ConfigError
 from lockstep.snapshots import fingerprint as fingerprint_module
 from lockstep.snapshots.fingerprint import data_fingerprint
@@ -42,16 +45,9 @@ class Stream(IterableDataset[Any]):
         return iter(Points())
 
 
-def numbered() -> Tensors:
-    return Tensors(torch.zeros(9, 2, 5), torch.arange(9) % 4)
-
-
-def labelled() -> Tensors:
-    return Tensors(torch.zeros(9, 4), torch.ones(9, 6))
-
-
-def pairs() -> TensorDataset:
-    return TensorDataset(torch.zeros(23, 4), torch.arange(23) % 2)
+numbered = partial(Tensors, torch.zeros(9, 2, 5), torch.arange(9) % 4)
+labelled = partial(Tensors, torch.zeros(9, 4), torch.ones(9, 6))
+pairs = partial(TensorDataset, torch.zeros(23, 4), torch.arange(23) % 2)
 
 
 def own(train: str, *words: str, test: str | None = None) -> Any:
@@ -134,6 +130,21 @@ def test_a_source_of_ones_own_is_prepared_and_what_it_draws_depends_on_the_seed_
     said = "the data of test_build_data.Waves cannot be read .*test_build_data.py:.*; type data_dir="
     with pytest.raises(ConfigError, match=said):
         prepare_first(composed(*words, f"+dataset.folder={tmp_path / 'none'}"))
+
+
+def test_digits_are_those_of_sklearn_in_a_fixed_order() -> None:
+    splits, (pixels, labels) = Digits().splits(), load_digits(return_X_y=True)
+    order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
+    images = torch.cat([splits.train.inputs, splits.test.inputs])
+    assert torch.equal(images.flatten(1), torch.from_numpy(pixels * 15).byte()[order])
+    assert torch.equal(torch.cat([splits.train.targets, splits.test.targets]), torch.from_numpy(labels)[order])
+    assert (len(splits.train), len(splits.test), images.dtype) == (1437, 360, torch.uint8)
+
+
+def test_random_pairs_differ_between_splits_and_seeds_alone() -> None:
+    one, again, other = (RandomPairs(samples=5, features=3, seed=seed).splits() for seed in (1, 1, 2))
+    assert torch.equal(one.train.inputs, again.train.inputs)
+    assert len({split.inputs.sum().item() for split in (one.train, one.test, other.train, other.test)}) == 4
 
 
 # The hash by which ranks and resumed runs see that their data is other data.

@@ -104,16 +104,10 @@ def with_values(monkeypatch: pytest.MonkeyPatch, *typed: str) -> Any:
 def test_the_values_of_the_run_count_where_a_file_says_another_one_today(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_data = {"mean": [0.25], "noise": 1e-3}
     of_net = {"trainer": {"ema": 0.9, "precision": "fp64", "compile": True}, "model": {"width": 8, "old": 1}}
     words = ["model=mlp", "parameters.init=old.pt", "task._target_=test_config.Net"]
-    config = {
-        "dataset": of_data,
-        "loader": {"validation": 0.3},
-        **of_net,
-        "task": {"own": 1},
-        "parameters": {"init": "old.pt"},
-    }
+    config = {"dataset": {"mean": [0.25], "noise": 1e-3}, "loader": {"validation": 0.3}, **of_net}
+    config |= {"task": {"own": 1}, "parameters": {"init": "old.pt"}}
     run = run_of(tmp_path, words, config | {"seed": 5, "evaluation": {"batch_size": 3}})
     base = ["mode=evaluate", f"resume={run}"]
     cfg = with_values(monkeypatch, *base)

@@ -97,15 +97,9 @@ def test_muon_with_sgd_turns_filters_and_leaves_the_rest_to_sgd() -> None:
 
     # With Muon's learning rate near 0 its filters stay, so what SGD does can be compared.
     ours, plain = layers(), layers()
-    groups: list[dict[str, Any]] = [
-        {"params": [*ours[0].parameters(), ours[2].bias]},
-        {"params": [ours[2].weight], "use_muon": False, "lr": 0.3, "weight_decay": 0.2},
-    ]
-    found = trained(ours, muon(groups, 1e-15))
-    rest = [
-        {"params": [plain[0].bias, plain[2].bias]},
-        {"params": [plain[2].weight], "lr": 0.3, "weight_decay": 0.2},
-    ]
+    head: dict[str, Any] = {"params": [ours[2].weight], "use_muon": False, "lr": 0.3, "weight_decay": 0.2}
+    found = trained(ours, muon([{"params": [*ours[0].parameters(), ours[2].bias]}, head], 1e-15))
+    rest = [{"params": [plain[0].bias, plain[2].bias]}, {"params": [plain[2].weight], "lr": 0.3, "weight_decay": 0.2}]
     expected = trained(plain, torch.optim.SGD(rest, 0.02, 0.8, weight_decay=0.1, nesterov=True))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)

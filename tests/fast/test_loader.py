@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 from lockstep.data import loader as loader_module
 from lockstep.data.augment import BatchWide, ShiftFlip
 from lockstep.data.loader import Batch, InputConverter, Loader
-from lockstep.data.partition import Order, Part, fold_in, generator, parts, seed_all, seeded
+from lockstep.data.partition import Order, Part, fold_in, generator, parts
 from lockstep.data.reader import SampleReader
 from lockstep.data.source import Tensors
 from support.loaders import BATCH, CPU, SEED, Position, loader
@@ -171,46 +171,28 @@ def test_every_sample_is_evaluated_once_for_any_size_and_world(of: Any) -> None:
             assert all(part.numbers.equal(part.targets) for part in loaded)
 
 
-@pytest.mark.parametrize("samples", [0, 1, 5, 61])
-@pytest.mark.parametrize("micro", [1, 4])
-@pytest.mark.parametrize("size", [1, 3, 8])
-def test_parts_are_those_of_tensor_split(samples: int, micro: int, size: int) -> None:
-    found = [parts(samples, micro, rank, size) for rank in range(size)]
-    pieces = [one.tensor_split(size) for one in torch.arange(samples).tensor_split(max(1, min(micro, samples)))]
-    for rank, of_rank in enumerate(found):
-        assert [part.number for part in of_rank] == [number * size + rank for number in range(len(pieces))]
-        assert [list(range(part.start, part.stop)) for part in of_rank] == [piece[rank].tolist() for piece in pieces]
-
-
-def test_a_block_that_is_seeded_draws_the_same_whatever_ran_before_and_leaves_no_trace() -> None:
-    def drawn() -> list[float]:
-        return [float(torch.rand(())), float(np.random.rand()), random.random()]
-
-    def of_block() -> list[float]:
-        with seeded(5):
-            return drawn()
-
-    assert len({fold_in(*numbers) for numbers in [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 1)]}) == 6
-    first = of_block()
-    seed_all(1)
-    expected = drawn()
-    seed_all(1)
-    assert of_block() == first
-    assert drawn() == expected
-
-
-def test_inputs_are_brought_to_the_type_of_the_model() -> None:
-    pixels = torch.randint(0, 256, (5, 3, 4, 4), dtype=torch.uint8)
+@pytest.mark.parametrize("shape", [(5, 3, 4, 4), (5, 3), (5, 3, 7)])
+def test_inputs_are_scaled_normalised_by_channel_and_brought_to_the_type_of_the_model(shape: tuple[int, ...]) -> None:
+    pixels = torch.randint(0, 256, shape, dtype=torch.uint8)
     mean, std = [0.1, 0.2, 0.3], [0.5, 0.6, 0.7]
-    exact = v2.functional.normalize(pixels.double() / 255, mean, std)
-    for dtype, limit in ((torch.float64, 1e-6), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
-        found = InputConverter(dtype, torch.channels_last, mean, std)(pixels)
-        assert (found.dtype, found.is_contiguous(memory_format=torch.channels_last)) == (dtype, True)
-        assert ((found.double() - exact).abs() <= limit * exact.abs().clamp(min=1)).all()
-    plain = InputConverter(torch.float64)
-    assert plain(pixels).equal(pixels.double() / 255)
-    assert plain(pixels.float()).equal(pixels.double())  # floats are not scaled
-    assert plain(tokens := torch.arange(6).view(2, 3)) is tokens
-    both = InputConverter(torch.float64, mean=[0.5], std=[0.5])({"image": pixels, "place": torch.ones(5, 2)})
-    torch.testing.assert_close(both["image"], pixels.double() / 255 * 2 - 1)
-    assert both["place"].equal(torch.ones(5, 2).double())
+    means, stds = (torch.tensor(values, dtype=torch.double).view(-1, *[1] * (len(shape) - 2)) for values in (mean, std))
+    scaled = pixels.double() / 255
+    for samples in (pixels, scaled, scaled.float()):  # floats are not scaled
+        for dtype, limit in ((torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
+            layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+            found = InputConverter(dtype, layout, mean, std)(samples)
+            assert (found.dtype, found.is_contiguous(memory_format=layout)) == (dtype, True)
+            exact = (scaled - means) / stds
+            limit = max(limit, 1e-6) if samples.dtype == torch.float32 else limit
+            assert ((found.double() - exact).abs() <= limit * exact.abs().clamp(min=1)).all()
+        limit = 1e-6 if samples.dtype == torch.float32 else 1e-14
+        torch.testing.assert_close(InputConverter(torch.float64)(samples), scaled, rtol=0, atol=limit)
+        torch.testing.assert_close(InputConverter(torch.float64, std=std)(samples), scaled / stds, rtol=0, atol=limit)
+
+
+def test_tokens_stay_and_of_several_inputs_each_is_converted() -> None:
+    assert InputConverter(torch.float64)(tokens := torch.arange(6).view(2, 3)) is tokens
+    both = {"image": torch.arange(12).byte().view(1, 3, 2, 2), "place": torch.ones(1, 2)}
+    found = InputConverter(torch.float64, mean=[0.5], std=[0.5])(both)
+    torch.testing.assert_close(found["image"], both["image"].double() / 255 * 2 - 1)
+    assert found["place"].equal(both["place"].double())

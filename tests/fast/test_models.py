@@ -54,10 +54,7 @@ def test_models_of_torchvision_and_timm_are_built_for_the_channels_and_classes_o
 
 def test_what_a_model_does_not_take_is_refused_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for make, said in [
-        (
-            lambda: timm_model("resnet18", [3, 64, 64], 5, drop_rat=0.1),
-            "drop_rat.* or ~model.<option>",
-        ),
+        (lambda: timm_model("resnet18", [3, 64, 64], 5, drop_rat=0.1), "drop_rat.* or ~model.<option>"),
         (lambda: timm_model("resnet18", [3, 64, 64], 5, pretrained=True), "pretrained.* or ~model.<option>"),
         (lambda: timm_model("resnet81", [3, 64, 64], 5), r"Unknown model \(resnet81\).*type model.model_name="),
         (lambda: torchvision_model("resnet18", [3, 64, 64], 5, drop_rat=0.1), "drop_rat.* or ~model.<option>"),

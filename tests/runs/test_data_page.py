@@ -1,7 +1,5 @@
 """The commands of docs/data.md, typed in a home folder that has what the page speaks of."""
 
-import io
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from PIL import Image
 
 from support.commands import ROOT, Command
 from support.pages import COMMANDS, copy_examples, environment, section
+from support.shards import write_tars
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
 HEADINGS = [line.removeprefix("## ") for line in PAGE.splitlines() if line.startswith("## ")]
@@ -21,51 +20,38 @@ def picture(number: int) -> Image.Image:
 
 
 def make_pictures(home: Path) -> None:
-    for number in range(8):
-        for split in ("train", "test"):
-            path = home / "pictures" / split / ("dark", "light")[number % 2] / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            picture(number).save(path)
     (home / "new_photos").mkdir()
     picture(0).save(home / "new_photos" / "new.png")
+    for number in range(16):
+        folder = home / "pictures" / ("train", "test")[number // 8] / ("dark", "light")[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        picture(number).save(folder / f"{number}.png")
 
 
 def make_pets(home: Path) -> None:
     (home / "pets" / "photos").mkdir(parents=True)
-    lines = ["file,breed,age,split"]
-    for number in range(12):
-        name, split = f"photos/{number}.png", ("train", "test")[number // 8]
-        lines.append(f"{name},{('beagle', 'poodle')[number % 2]},{number},{split}")
-        picture(number).save(home / "pets" / name)
-    (home / "pets" / "labels.csv").write_text("\n".join(lines))
+    rows = [f"photos/{n}.png,{('beagle', 'poodle')[n % 2]},{n},{('train', 'test')[n // 8]}" for n in range(12)]
+    (home / "pets" / "labels.csv").write_text("\n".join(["file,breed,age,split", *rows]))
+    for number, row in enumerate(rows):
+        picture(number).save(home / "pets" / row.partition(",")[0])
 
 
 def make_table(home: Path) -> None:
-    rows = [f"{number},{number % 7},{'north' if number % 3 else 'south'},{'red' if number % 2 else 'white'}"
-            for number in range(100)]  # fmt: skip
+    rows = [f"{n},{n % 7},{'north' if n % 3 else 'south'},{'red' if n % 2 else 'white'}" for n in range(100)]
     (home / "wine.csv").write_text("\n".join(["acid,sugar,region,kind", *rows]))
 
 
 def make_texts(home: Path) -> None:
-    folder = home / "lockstep" / "texts"
-    folder.mkdir()
+    (home / "lockstep" / "texts").mkdir()
     for shard, name in enumerate(("train-0", "train-1", "train-2", "test-3")):
         lines = [f"Document {number} of shard {shard}. " * 5 for number in range(10)]
-        (folder / f"{name}.txt").write_text("\n".join(lines))
+        (home / "lockstep" / "texts" / f"{name}.txt").write_text("\n".join(lines))
 
 
 def make_tars(home: Path) -> None:
-    folder = home / "lockstep" / "tars"
-    folder.mkdir()
-    for shard, name in enumerate(("train-000", "train-001", "train-002", "test-003")):
-        with tarfile.open(folder / f"{name}.tar", "w") as tar:
-            for number in range(20 * shard, 20 * shard + 20):
-                stored = io.BytesIO()
-                picture(number).save(stored, "JPEG")
-                for extension, content in {"jpg": stored.getvalue(), "cls": str(number % 2).encode()}.items():
-                    member = tarfile.TarInfo(f"{number:06}.{extension}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
+    (home / "lockstep" / "tars").mkdir()
+    write_tars(home / "lockstep" / "tars", "train", [20, 20, 20])
+    write_tars(home / "lockstep" / "tars", "test", [20], first=60)
 
 
 def make_rows(home: Path) -> None:

@@ -9,6 +9,7 @@ from support.commands import TRAIN
 SHORT = ["model=mlp", "trainer.max_steps=1", "logger=[console]", "hydra.run.dir=run"]
 TWO = ["launch.nproc_per_node=2", "backend=gloo"]
 SWEEP = ["-m", "model=mlp", "trainer.max_steps=1", "logger=[console]", "hydra.sweep.dir=sweep"]
+OPTUNA = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2"]
 COMMANDS = [
     (["--help"], 0, "trainer:"),
     (["--help", "model=mlp"], 0, "trainer:"),
@@ -29,11 +30,7 @@ COMMANDS = [
     ([*SWEEP, "seed=1,2"], 0, "sweep: 2 finished"),
     ([*SWEEP, "optimizer=sgd,adamw"], 0, "sweep: 2 finished"),
     ([*SWEEP, "seed=1", "optimizer.lr=high,0.1"], 2, "optimizer.lr"),
-    (
-        [*SWEEP, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "optimizer.lr=interval(0.01,0.1)"],
-        0,
-        "sweep: 2 finished",
-    ),
+    ([*SWEEP, *OPTUNA, "optimizer.lr=interval(0.01,0.1)"], 0, "sweep: 2 finished"),
     (["seed=1,2"], 2, "seed=1,2 cannot be composed; type the command without seed=1,2"),
     (["optimizer.lrr=1"], 2, "optimizer.lrr is no key of this config; type optimizer.lr=1"),
     (["+optimizer.lr=1"], 2, "type the command without +optimizer.lr=1"),

@@ -40,12 +40,9 @@ def test_images_give_the_same_numbers_on_one_and_three_ranks_decoded_once_or_by_
 def test_images_of_a_csv_file_give_the_numbers_of_a_folder_and_later_ones_need_no_label(
     train: Any, pictures: Path, tmp_path: Path
 ) -> None:
-    lines = ["file,label,split"]
-    lines += [
-        f"{path.relative_to(pictures)},{path.parent.name},{path.parts[-3]}"
-        for path in sorted(pictures.glob("*/*/*.jpg"), key=lambda path: (path.parts[-3:-1], path))
-    ]
-    (pictures / "labels.csv").write_text("\n".join(lines))
+    paths = sorted(pictures.glob("*/*/*.jpg"), key=lambda path: (path.parts[-3:-1], path))
+    rows = [f"{path.relative_to(pictures)},{path.parent.name},{path.parts[-3]}" for path in paths]
+    (pictures / "labels.csv").write_text("\n".join(["file,label,split", *rows]))
     options = [f"dataset.root={pictures}", "dataset.size=16", "loader.num_workers=0", "trainer.epochs=1"]
     options += ["trainer.batch_size=9", "dataset.cache_dir=decoded"]
     folder = train("dataset=image_folder", *options, "hydra.run.dir=folder")
@@ -59,19 +56,12 @@ def test_images_of_a_csv_file_give_the_numbers_of_a_folder_and_later_ones_need_n
     others = train("mode=evaluate", "resume=folder", f"dataset.root={tmp_path / 'others'}", code=2)
     assert "class 0 is dark in the training and black in this data; type dataset=" in others.sentence
 
-    train(
-        "mode=predict",
-        "resume=folder",
-        "dataset=image_list",
-        "dataset.size=16",
-        f"dataset.root={pictures / 'test' / 'dark'}",
-    )
-    header, first, *_ = (tmp_path / "folder" / "predictions.csv").read_text().splitlines()
-    assert header == "index,file,prediction,probability_dark,probability_light,truth"
-    assert first.startswith("0,0.jpg,")
-    assert first.endswith(",")
     new = ["dataset=image_list", f"dataset.root={pictures / 'test'}", "dataset.size=16"]
-    train("mode=predict", "resume=listed", *new)
-    assert "\n0,dark/0.jpg," in (tmp_path / "listed" / "predictions.csv").read_text()
+    for run in ("folder", "listed"):
+        train("mode=predict", f"resume={run}", *new)
+        header, first, *_ = (tmp_path / run / "predictions.csv").read_text().splitlines()
+        assert header == "index,file,prediction,probability_dark,probability_light,truth"
+        assert first.startswith("0,dark/0.jpg,")
+        assert first.endswith(",")
     unlabelled = train("mode=evaluate", "resume=listed", *new, code=2)
     assert "the target -100" in unlabelled.sentence

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command
+from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command
 
 
 def assert_refused(run: Command, *said: str) -> None:
@@ -19,69 +19,43 @@ def assert_refused(run: Command, *said: str) -> None:
     assert not {"model.pt", "snapshots", ".hydra", "train.log"} & set(left)
 
 
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        (["+experiment=x"], "experiment=x is no option, and experiment has the options cifar10_speed, "),
-        (["hydra/sweeper=optun"], "hydra/sweeper has the options basic, lists, optuna; type hydra/sweeper="),
-        (["hydra.run.dir=/proc/x"], "/proc/x cannot be written (No such file or directory); type hydra.run.dir="),
-        (["hydra.run.dir=/etc/passwd"], "/etc/passwd cannot be written (File exists); type hydra.run.dir="),
-        (["-m", "hydra.sweep.dir=/proc/x", "seed=1,2"], "the run folder /proc/x cannot be written"),
-        (["-m", "optimizer.lr=interval(0.1,1)"], "type hydra/sweeper=optuna hydra.sweeper.n_trials=20"),
-        (
-            ["optimizer.lr=nan", "launch=torchrun"],
-            "optimizer.lr=nan should be a finite number; type optimizer.lr=<value>",
-        ),
-        (
-            ["launch=torchrun", "dataset=random"],
-            "this model needs images, not samples of shape [20]; type model=mlp or model=linear",
-        ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
+OWN = ["dataset=pair", "dataset.classes=2", "model=linear"]
+BAD = [
+    (["+experiment=x"], "experiment=x is no option, and experiment has the options cifar10_speed, "),
+    (["hydra/sweeper=optun"], "hydra/sweeper has the options basic, lists, optuna; type hydra/sweeper="),
+    (["hydra.run.dir=/proc/x"], "/proc/x cannot be written (No such file or directory); type hydra.run.dir="),
+    (["hydra.run.dir=/etc/passwd"], "/etc/passwd cannot be written (File exists); type hydra.run.dir="),
+    (["-m", "hydra.sweep.dir=/proc/x", "seed=1,2"], "the run folder /proc/x cannot be written"),
+    (["-m", "optimizer.lr=interval(0.1,1)"], "type hydra/sweeper=optuna hydra.sweeper.n_trials=20"),
+    (["optimizer.lr=nan", "launch=torchrun"], "optimizer.lr=nan should be a finite number; type optimizer.lr=<value>"),
+    (["launch=torchrun", "dataset=random"], "this model needs images, not samples of shape [20]; type model=mlp or "),
+    (["dataset=mnist", "data_dir=empty", "launch=fork"], "than empty>"),
+]
+# What a rank alone can know.
+FOUND_BY_RANKS = [
+    (["launch=torchrun", "model=resnet18", "model.name=foo"], "no model.name=foo with these options (Unknown model"),
+    (["launch=torchrun", "dataset.classes=5"], "and the classes are 0 to 4; type dataset.classes="),
+    (["dataset.classes=5"], "and the classes are 0 to 4; type dataset.classes="),
+    (["launch=fork", "Words"], "CrossEntropy takes logits and class numbers (N, classes, ...) and (N, ...), "),
+    (["Ragged"], "of the training data make no batch of inputs and targets (stack expects"),
+    (["launch=fork", "Gone"], "make no batch of inputs and targets (object of type 'NoneType' has no len()); give all"),
+]
+
+
+@pytest.mark.parametrize(("typed", "said"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
 def test_bad_input_ends_in_one_sentence(train, typed, said):
     assert_refused(train(*typed, code=2), said)
 
 
-@pytest.mark.parametrize(
-    ("data", "said", "launch"),
-    [
-        ("Words", "CrossEntropy takes logits and class numbers (N, classes, ...) and (N, ...), and these are ", "fork"),
-        ("Ragged", "of the training data make no batch of inputs and targets (stack expects", "env"),
-        ("Gone", "make no batch of inputs and targets (object of type 'NoneType' has no len()); give all", "fork"),
-    ],
-)
-def test_own_data_that_cannot_be_trained_on_is_one_sentence(train, tmp_path, data, said, launch):
-    (tmp_path / "conf" / "dataset").mkdir(parents=True)
-    nodes = "".join(f"{half}: {{_target_: support.own_data.{data}}}\n" for half in ("train", "test"))
-    (tmp_path / "conf" / "dataset" / "own.yaml").write_text(f"defaults: [pair]\n{nodes}classes: 2\n")
-    words = ["--config-dir=conf", "dataset=own", "model=linear", f"launch={launch}"]
-    run = train(*words, code=2, PYTHONPATH=ROOT / "tests")
-    assert said in run.sentence
-    assert "Traceback" not in run.output
-
-
-@pytest.mark.parametrize("launch", ["env", "torchrun"])
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        (
-            ["model=resnet18", "model.name=foo"],
-            "torchvision makes no model.name=foo with these options (Unknown model foo); type model.name=",
-        ),
-        (["dataset.classes=5"], "and the classes are 0 to 4; type dataset.classes="),
-    ],
-)
-def test_what_a_rank_alone_can_know_is_one_sentence_too(train, launch, typed, said):
-    run = train(f"launch={launch}", *typed, code=2)
+@pytest.mark.parametrize(("typed", "said"), FOUND_BY_RANKS)
+def test_what_a_rank_alone_can_know_is_one_sentence_too(train, typed, said):
+    *words, name = typed
+    if "=" not in name:  # one of support.own_data
+        name = [*OWN, *(f"dataset.{half}._target_=support.own_data.{name}" for half in ("train", "test"))]
+    run = train(*words, *([name] if isinstance(name, str) else name), code=2)
     assert said in run.sentence
     assert "Traceback" not in run.output
     assert not list(run.cwd.rglob("model.pt"))
-
-
-def test_a_missing_data_set_names_the_folder_that_was_searched(train):
-    run = train("dataset=mnist", "data_dir=empty", "launch=fork", code=2)
-    assert_refused(run, "than empty>", "or dataset=digits")
 
 
 def test_a_launcher_inside_a_launcher_is_refused(start):

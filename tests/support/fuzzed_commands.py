@@ -119,13 +119,8 @@ def any_words(draw: st.DrawFn) -> list[str]:
     if draw(st.integers(0, 3)) == 0:
         group = draw(st.sampled_from(sorted(OPTIONS)))
         options = draw(st.lists(st.sampled_from(OPTIONS[group]), min_size=1, max_size=3))
-        shapes = [
-            ",".join(options),
-            f"[{','.join(options)}]",
-            options[0].upper(),
-            f"{options[0]}.yaml",
-            f"/{options[0]}",
-        ]
+        shapes = [",".join(options), f"[{','.join(options)}]"]
+        shapes += [options[0].upper(), f"{options[0]}.yaml", f"/{options[0]}"]
         return [f"{draw(prefixes)}{group}={draw(st.sampled_from(shapes) | wild)}"]
     key = draw(st.sampled_from(ALL_KEYS))
     if draw(st.integers(0, 3)) == 0:

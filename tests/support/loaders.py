@@ -24,16 +24,6 @@ def loader(data: Any, rank: int = 0, size: int = 1, micro: int = 1, batch: int =
     """Of float64 inputs, by default images, normalised. options: of `Order` and of `Loader`."""
     order = {name: options.pop(name) for name in ("draws", "weights", "shards", "window") if name in options}
     converter = InputConverter(torch.float64, mean=options.pop("mean", [0.4] * 3), std=[0.2])
-    reader, plan = SampleReader(data, "data", SEED), partial(parts, micro_batches=micro, rank=rank, size=size)
-    share = (rank, size)
-    return Loader(
-        reader,
-        Order(len(data), SEED, **order),
-        converter,
-        CPU,
-        SEED,
-        batch,
-        lambda _, count: plan(count),
-        share,
-        **options,
-    )
+    reader, epochs = SampleReader(data, "data", SEED), Order(len(data), SEED, **order)
+    plan, share = partial(parts, micro_batches=micro, rank=rank, size=size), (rank, size)
+    return Loader(reader, epochs, converter, CPU, SEED, batch, lambda _, count: plan(count), share, **options)

@@ -3,8 +3,9 @@
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,68 +34,51 @@ class Points(Dataset[Any]):
         return self.points[index], int(self.points[index, 0] > 0)
 
 
-class Noisy(Points):
-    """Noise from all three generators that transforms draw from."""
+def points(name: str, change: Callable[[Tensor, int, int], Any]) -> Any:
+    """A class of points, found here by its name, whose samples are change(point, class, number)."""
+    read = lambda self, index: change(*Points.__getitem__(self, index), index)  # noqa: E731
+    return type(name, (Points,), {"__module__": __name__, "__getitem__": read})
+
+
+def noisy(point: Tensor) -> Tensor:
+    """With noise from all three generators that transforms draw from."""
+    return point + torch.rand(1, dtype=torch.float64) + float(np.random.rand()) + random.random()
+
+
+def readable(point: Tensor, number: int) -> Tensor:
+    if number == BROKEN:
+        raise OSError("image file is truncated")
+    return point
+
+
+Noisy = points("Noisy", lambda point, label, n: (noisy(point), label))
+Broken = points("Broken", lambda point, label, n: (readable(point, n), label))
+# The target is a number, as a data set for regression has it; a text; nothing.
+Values = points("Values", lambda point, label, n: (point, float(point.sum())))
+BrokenValues = points("BrokenValues", lambda point, label, n: (readable(point, n), float(point.sum())))
+NaNValues = points("NaNValues", lambda point, label, n: (point * (torch.nan if n == BROKEN else 1), float(point.sum())))
+Words = points("Words", lambda point, label, n: (point, "cat"))
+Targetless = points("Targetless", lambda point, label, n: (point, None))
+# Samples of other forms.
+Dicts = points("Dicts", lambda point, label, n: {"left": point[:2], "right": point[2:], "labels": label})
+Pairs = points("Pairs", lambda point, label, n: ((point[:2], point[2:]), label))
+Triples = points("Triples", lambda point, label, n: (point, label, n))
+Pictures = points("Pictures", lambda point, label, n: (Image.new("RGB", (8, 8)), label))
+Mirrored = points("Mirrored", lambda point, label, n: (np.asarray(point)[::-1], label))  # torch does not take it
+Ragged = points("Ragged", lambda point, label, n: (point.repeat(2)[: 3 + n % 3], label))
+Gone = points("Gone", lambda point, label, n: None if n == BROKEN else (point, label))
+
+
+class Uneven(Points):
+    """Three quarters of the noisy points are of class 0, and the first ones weigh most."""
+
+    def __init__(self, count: int = 97) -> None:
+        super().__init__(count)
+        self.targets = [int(number % 4 == 0) for number in range(count)]
+        self.weights = torch.linspace(3, 1, count)
 
     def __getitem__(self, index: int) -> Any:
-        point, label = super().__getitem__(index)
-        return point + torch.rand(1, dtype=torch.float64) + float(np.random.rand()) + random.random(), label
-
-
-class Values(Points):
-    """The target is a number, as a data set for regression has it."""
-
-    def __getitem__(self, index: int) -> Any:
-        point, _ = super().__getitem__(index)
-        return point, float(point.sum())
-
-
-class Broken(Points):
-    def __getitem__(self, index: int) -> Any:
-        if index == BROKEN:
-            raise OSError("image file is truncated")
-        return super().__getitem__(index)
-
-
-class BrokenValues(Values):
-    """One sample cannot be read."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index == BROKEN:
-            raise OSError("image file is truncated")
-        return super().__getitem__(index)
-
-
-class NaNValues(Values):
-    """One sample holds NaN."""
-
-    def __getitem__(self, index: int) -> Any:
-        point, value = super().__getitem__(index)
-        return point * torch.nan if index == BROKEN else point, value
-
-
-class Dicts(Points):
-    def __getitem__(self, index: int) -> Any:
-        point, label = super().__getitem__(index)
-        return {"left": point[:2], "right": point[2:], "labels": label}
-
-
-class Pair(NamedTuple):
-    point: Any
-    label: int
-
-
-class Pairs(Points):
-    """The inputs are a tuple."""
-
-    def __getitem__(self, index: int) -> Any:
-        point, label = super().__getitem__(index)
-        return (point[:2], point[2:]), label
-
-
-class Triples(Points):
-    def __getitem__(self, index: int) -> Any:
-        return *super().__getitem__(index), index
+        return noisy(self.points[index]), self.targets[index]
 
 
 def first_two(samples: list[Any]) -> tuple[Tensor, Tensor]:
@@ -122,65 +106,6 @@ def twice(samples: list[Any]) -> tuple[Tensor, Tensor]:
 def without_the_first(samples: list[Any]) -> tuple[Tensor, Tensor]:
     """A collate function that leaves a sample out, as some leave out those that cannot be read."""
     return first_two(samples[1:] or samples)
-
-
-def double(sample: Any) -> Any:
-    point, label = sample
-    return 2 * point, label
-
-
-class Words(Points):
-    """The target is a text."""
-
-    def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index)[0], "cat"
-
-
-class Targetless(Points):
-    """The target is None."""
-
-    def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index)[0], None
-
-
-class Pictures(Points):
-    """The inputs are images of Pillow."""
-
-    def __getitem__(self, index: int) -> Any:
-        return Image.new("RGB", (8, 8)), super().__getitem__(index)[1]
-
-
-class Mirrored(Points):
-    """Arrays that numpy has mirrored, which torch does not take."""
-
-    def __getitem__(self, index: int) -> Any:
-        point, label = super().__getitem__(index)
-        return np.asarray(point)[::-1], label
-
-
-class Ragged(Points):
-    """Points of three to five numbers."""
-
-    def __getitem__(self, index: int) -> Any:
-        point, label = super().__getitem__(index)
-        return point.repeat(2)[: 3 + index % 3], label
-
-
-class Gone(Points):
-    def __getitem__(self, index: int) -> Any:
-        return None if index == BROKEN else super().__getitem__(index)
-
-
-class Uneven(Noisy):
-    """Three quarters of the points are of class 0, and the first ones weigh most."""
-
-    def __init__(self, count: int = 97) -> None:
-        super().__init__(count)
-        self.targets = [int(number % 4 == 0) for number in range(count)]
-        self.weights = torch.linspace(3, 1, count)
-
-    def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index)[0], self.targets[index]
 
 
 def random_labels(train: bool) -> Tensors:

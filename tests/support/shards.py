@@ -23,13 +23,9 @@ def write_tars(folder: Path, name: str, sizes: Sequence[int], first: int = 0) ->
                 picture, array = io.BytesIO(), io.BytesIO()
                 Image.new("RGB", (PIXELS, PIXELS), (60 + 120 * (number % 2),) * 3).save(picture, "PNG")
                 np.save(array, np.full(4, float(number)))
-                fields = {
-                    "png": picture.getvalue(),
-                    "npy": array.getvalue(),
-                    "cls": str(number % 2).encode(),
-                    "txt": str(number).encode(),
-                    "json": json.dumps({"number": number, "label": number % 2}).encode(),
-                }
+                label, text = str(number % 2).encode(), json.dumps({"number": number, "label": number % 2}).encode()
+                fields = {"png": picture.getvalue(), "npy": array.getvalue(), "cls": label, "txt": b"%d" % number}
+                fields["json"] = text
                 for extension, stored in fields.items():
                     info = tarfile.TarInfo(f"some/folder/{number:06}.{extension}")
                     info.size = len(stored)

@@ -11,24 +11,9 @@ from typing import Any
 from support.commands import TIMEOUT
 from support.ports import free_port
 
-PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch.nn.parallel",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "hydra",
-    "train",
-    "lockstep.build",
-    "lockstep.training.loop",
-    "lockstep.training.metrics",
-    "lockstep.data.vision",
-    "lockstep.loggers.tensorboard",
-    "lockstep.loggers.console",
-    "tqdm",
-    "lockstep.loggers.rank_logs",
-    "torch.utils.tensorboard",
-]
+PRELOAD = """torch torch.distributed torch.nn.parallel torch.distributed.fsdp torch.distributed.pipelining hydra train
+lockstep.build lockstep.training.loop lockstep.training.metrics lockstep.data.vision lockstep.loggers.tensorboard tqdm
+lockstep.loggers.console lockstep.loggers.rank_logs torch.utils.tensorboard"""
 
 
 def in_world(size: int, function: Callable[..., Any], *args: Any, limit: float = TIMEOUT) -> list[Any]:
@@ -37,11 +22,10 @@ def in_world(size: int, function: Callable[..., Any], *args: Any, limit: float =
     They may take `limit` seconds together.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(PRELOAD.split())
     port, results = free_port(), context.SimpleQueue()
-    processes = [
-        context.Process(target=_rank, args=(rank, size, port, results, function, args)) for rank in range(size)
-    ]
+    shared = (size, port, results, function, args)
+    processes = [context.Process(target=_rank, args=(rank, *shared)) for rank in range(size)]
     for process in processes:
         process.start()
     answers: dict[int, Any] = {}
@@ -65,14 +49,8 @@ def in_world(size: int, function: Callable[..., Any], *args: Any, limit: float =
 
 
 def _rank(rank: int, size: int, port: int, results: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     results.put((rank, function(*args)))
     from lockstep.failures.record import heartbeat
     from lockstep.failures.report import leave

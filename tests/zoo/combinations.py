@@ -1,7 +1,7 @@
 """Nets x data x ranks x options x what comes after: each gives the numbers of plain torch, or one sentence.
 
-A combination is one value of each axis. `pairwise` chooses combinations so that any two values of two axes meet in one;
-`drawn` draws as many as are asked for. The right numbers are those of `oracle`, which is plain torch in one process.
+A combination is one value of each axis. In those of `covering(2)` any two values of two axes meet; `drawn` draws as
+many as are asked for. The right numbers are those of `oracle`, which is plain torch in one process.
 Where a net or its data draws, they are those of the run on one rank without the options that change nothing.
 """
 
@@ -12,7 +12,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -22,29 +22,22 @@ from torch import Tensor
 
 import lockstep
 from support.commands import ROOT, ema
-from support.small_commands import Answer, answer_of
-from zoo import data
-from zoo.data import KINDS, TRUTHS
+from support.small_commands import answer_of
+from zoo.data import KINDS, TRUTHS, words_of
+from zoo.data import REFUSED as REFUSED_KINDS
 from zoo.modules import BODIES
 from zoo.oracle import BATCH, EPOCHS, LR, Numbers, first_model, new_net, trained
 
+CONF = ["--config-dir", str(ROOT / "tests" / "zoo" / "conf")]
 FORK = ["launch=fork", "backend=gloo"]
-COMMON = [
-    "--config-dir", str(ROOT / "tests" / "zoo" / "conf"), "model=linear",
-    "model._target_=zoo.modules.net", f"trainer.batch_size={BATCH}",
-    f"trainer.epochs={EPOCHS}", f"optimizer.lr={LR}", "scheduler=constant",
-    "monitor=val/loss", "logger=[]", "snapshot.keep_last=100", "watch.timeout=60",
-    "watch.weights_every=1",
-]  # fmt: skip
+COMMON = ["model=linear", "model._target_=zoo.modules.net", f"trainer.batch_size={BATCH}", f"trainer.epochs={EPOCHS}"]
+COMMON += [f"optimizer.lr={LR}", "scheduler=constant", "monitor=val/loss", "logger=[]", "snapshot.keep_last=100"]
+COMMON += ["watch.timeout=60", "watch.weights_every=1", "trainer.precision=fp64"]
 
 
-@dataclass(frozen=True)
-class Way:
-    """Ranks, and how they share the work.
-
-    resumed_on: ranks of a run that goes on from a snapshot of this one.
-    micro_batches: that a pipeline cuts a batch into, one after the other.
-    """
+class Way(NamedTuple):
+    """Ranks, and how they share the work. resumed_on: ranks of a run that goes on from a snapshot of this one.
+    micro_batches: that a pipeline cuts a batch into, one after the other."""
 
     ranks: int
     resumed_on: int
@@ -109,12 +102,6 @@ CHANGES = {
     "ema": Change((ema(0.8),), Numbers(ema=0.8)),
     # Adam divides by the size of a gradient, also where that is rounding alone: a bias before a batch norm.
     "adamw": Change(("optimizer=adamw", f"optimizer.lr={LR}", "optimizer.weight_decay=0.1"), Numbers(adamw=True), 1e-6),
-    **{
-        name: Change(
-            ("optimizer=sgd", f"optimizer._target_=zoo.optimizers.{name}", f"optimizer.lr={LR}"), Numbers(own=name)
-        )
-        for name in OWN_OPTIMIZERS
-    },
     "frozen stem": Change(("parameters.freeze=[stem]",), Numbers(frozen="stem.")),
     "slow head": Change((f"parameters.groups=[{{match:head.*,lr:{LR / 10}}}]",), Numbers(slow="head.")),
     "cosine": Change(("scheduler=cosine", "scheduler.warmup_epochs=0"), Numbers(cosine=True)),
@@ -123,15 +110,13 @@ CHANGES = {
     "stopped": Change(("trainer.max_steps=4",), Numbers(steps=4)),
     "fp32": Change(("trainer.precision=fp32",), Numbers(), 1e-3),
     "all": Change(
-        (
-            "trainer.gradient_accumulation_steps=2",
-            "trainer.max_grad_norm=0.05",
-            ema(0.8),
-            "parameters.freeze=[stem]",
-        ),
+        ("trainer.gradient_accumulation_steps=2", "trainer.max_grad_norm=0.05", ema(0.8), "parameters.freeze=[stem]"),
         Numbers(accumulation=2, clip=0.05, ema=0.8, frozen="stem."),
     ),
 }
+for name in OWN_OPTIMIZERS:
+    own = ("optimizer=sgd", f"optimizer._target_=zoo.optimizers.{name}", f"optimizer.lr={LR}")
+    CHANGES[name] = Change(own, Numbers(own=name))
 # Options that change no number.
 EQUAL = {
     "none": (),
@@ -208,7 +193,7 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
 }
 AXES: dict[str, Sequence[str]] = {
     "body": tuple(BODIES),
-    "kind": tuple(kind for kind in KINDS if kind not in data.REFUSED),
+    "kind": tuple(kind for kind in KINDS if kind not in REFUSED_KINDS),
     "way": tuple(WAYS),
     "change": tuple(CHANGES),
     "equal": tuple(EQUAL),
@@ -234,75 +219,62 @@ class Combination(NamedTuple):
     def words_on(self, ranks: int) -> list[str]:
         """The command on another number of ranks."""
         truth, way = TRUTHS[self.kind](True), WAYS[self.way]
-        words = [*COMMON, f"+model.body={self.body}", *data.words_of(self.kind), f"task={truth.task}", *truth.words]
-        if self.way in TENSOR_PARALLEL:
-            words.append(plan(self.body))
-        words += ["trainer.precision=fp64", *way.words, *CHANGES[self.change].words, *EQUAL[self.equal]]
+        words = [*COMMON, f"+model.body={self.body}", *words_of(self.kind), f"task={truth.task}", *truth.words]
+        if self.way in TENSOR_PARALLEL:  # it cuts linear layers, so no stem of images
+            stem = "" if BODIES[self.body][0] == "map" else "{stem.layer:gathered},"
+            plan = f"strategy.parallelize_plan=[{stem}{{head.layer:gathered}},{PLANS.get(self.body, '')}]"
+            words.append(plan.replace(",]", "]"))
+        words += [*way.words, *CHANGES[self.change].words, *EQUAL[self.equal]]
         if ranks > 1:
             words += [*FORK, f"launch.nproc_per_node={ranks}"]
-        last = {word.partition("=")[0]: word for word in words if "=" in word}
-        return ["--config-dir", words[1], *last.values()]
+        return list({word.partition("=")[0]: word for word in words}.values())
 
 
-def plan(body: str) -> str:
-    """What tensor_parallel cuts: linear layers, so no stem of images."""
-    stem = "" if BODIES[body][0] == "map" else "{stem.layer:gathered},"
-    return f"strategy.parallelize_plan=[{stem}{{head.layer:gathered}},{PLANS.get(body, '')}]".replace(",]", "]")
+ONCE = [Combination("linear", kind, "two") for kind in REFUSED_KINDS]
 
 
-ONCE = [Combination("linear", kind, "two") for kind in data.REFUSED]
-
-
-def pairwise(seed: int = 0) -> list[Combination]:
-    """Few combinations in which any two values of two axes meet: the next one has the most pairs that are missing."""
-    draws = random.Random(seed)
-    missing = {
-        ((one, first), (other, second))
-        for (one, firsts), (other, seconds) in itertools.combinations(AXES.items(), 2)
-        for first, second in itertools.product(firsts, seconds)
-        if not _is_never(first, second)
-    }
-    found = []
-    while missing:
-        start = min(missing) if len(missing) < 50 else draws.choice(sorted(missing))
-        chosen = dict(start)
-        for axis in draws.sample(list(AXES), len(AXES)):
-            if axis not in chosen:
-                gains = {
-                    value: sum(_pair(axis, value, *other) in missing for other in chosen.items())
-                    for value in draws.sample(AXES[axis], len(AXES[axis]))
-                }
-                for value in list(gains):
-                    if any(_is_never(value, other) for other in chosen.values()):
-                        del gains[value]
-                chosen[axis] = max(gains, key=gains.__getitem__)
-        missing -= {_pair(*one, *other) for one, other in itertools.combinations(chosen.items(), 2)}
-        found.append(Combination(**chosen))
-    return found
-
-
-def _is_never(one: str, other: str) -> bool:
-    return any((one in some and other in others) or (other in some and one in others) for some, others in NEVER)
-
-
-def _pair(one: str, first: str, other: str, second: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    order = list(AXES)
-    pairs = ((one, first), (other, second))
-    return pairs if order.index(one) < order.index(other) else pairs[::-1]
-
-
-def drawn(count: int, seed: int) -> list[Combination]:
-    """So many combinations, drawn by `seed`."""
-    draws, found = random.Random(seed), list[Combination]()
+def drawn(count: int, seed: Any, **fixed: str) -> list[Combination]:
+    """So many combinations, drawn by `seed`. fixed: values of some axes."""
+    draws, found = random.Random(str(seed)), list[Combination]()
     while len(found) < count:
-        made = Combination(*(draws.choice(values) for values in AXES.values()))
-        if not any(_is_never(*pair) for pair in itertools.combinations(made, 2)):
+        made = Combination(*(fixed.get(axis) or draws.choice(values) for axis, values in AXES.items()))
+        if not _is_never(made):
             found.append(made)
     return found
 
 
-@dataclass(frozen=True)
-class Outcome:
+def covering(size: int) -> list[Combination]:
+    """Few combinations in which any `size` values of different axes meet: the next one has a group of values that is
+    missing, and of those drawn with it the most; of several, it has the fewest ranks."""
+    missing = {
+        group
+        for axes in itertools.combinations(AXES, size)
+        for group in itertools.product(*[[(axis, value) for value in AXES[axis]] for axis in axes])
+        if not _is_never([value for _, value in group])
+    }
+    found = []
+    while missing:
+        start = min(missing)
+        made = [(one, _groups(one, size) & missing) for one in drawn(20, start, **dict(start))]
+        best, new = max(made, key=lambda one: (len(one[1]), -WAYS[one[0].way].ranks))
+        missing -= new
+        found.append(best)
+    return found
+
+
+def _groups(combination: Combination, size: int) -> set[tuple[tuple[str, str], ...]]:
+    return set(itertools.combinations(zip(AXES, combination, strict=True), size))
+
+
+def _is_never(values: Sequence[str]) -> bool:
+    return any(
+        (one in some and other in others) or (other in some and one in others)
+        for one, other in itertools.combinations(values, 2)
+        for some, others in NEVER
+    )
+
+
+class Outcome(NamedTuple):
     """result: equal, ran (where no right number is known), refused, or wrong. why: the sentence, or what is wrong."""
 
     combination: Combination
@@ -310,222 +282,153 @@ class Outcome:
     why: str = ""
 
 
+class Refused(Exception):
+    """A command ended with a sentence that it must end with."""
+
+
+Result = tuple[dict[str, Any], float]  # what is in model.pt, and the test loss
+
+
 class Zoo:
     """Runs combinations in a folder. Runs on one rank that several of them are compared with are kept."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.lock, self.locks = folder, Lock(), dict[Combination, Lock]()
-        self.numbers = itertools.count()
+        self.folder, self.lock, self.numbers = folder, Lock(), itertools.count()
 
     def outcomes(self, chosen: Sequence[Combination], at_once: int) -> Iterator[Outcome]:
         with ThreadPoolExecutor(at_once) as threads:
             yield from threads.map(self.outcome, chosen)
 
     def outcome(self, combination: Combination) -> Outcome:
-        place = self._place()
+        place = self.folder / str(next(self.numbers))
+        place.mkdir(parents=True)
         try:
-            return self._judged(combination, place)
-        except Exception as error:  # of a comparison: a file is missing, a key, a shape
+            return Outcome(combination, self._judged(combination, place))
+        except Refused as refused:
+            return Outcome(combination, "refused", str(refused))
+        except Exception as error:  # also of a comparison: a file is missing, a key, a shape
             return Outcome(combination, "wrong", f"{type(error).__name__}: {error}")
         finally:
             shutil.rmtree(place, ignore_errors=True)
 
-    def _judged(self, combination: Combination, place: Path) -> Outcome:
-        answer = answer_of([*combination.words, "run_dir=run"], place)
-        if answer.code:
-            return refused_or_wrong(combination, answer)
+    def _judged(self, combination: Combination, place: Path) -> str:
+        run(combination, place, *combination.words, "run_dir=run")
         right = self.right(combination)
-        found = torch.load(place / "run" / "model.pt", weights_only=True)
+        found, loss = result_of(place / "run")
         if right is None:
-            floats = {n: v for n, v in found.items() if isinstance(v, Tensor) and v.is_floating_point()}
-            bad = [name for name, value in floats.items() if not value.isfinite().all()]
-            return Outcome(combination, "wrong" if bad else "ran", f"not finite: {bad}")
-        tolerance = CHANGES[combination.change].tolerance
-        wrong = difference(found, right[0], tolerance)
-        last = json.loads((place / "run" / "run.json").read_text())["objective"]["last"]
-        if not wrong and not math.isclose(last, right[1], rel_tol=tolerance, abs_tol=tolerance):
-            wrong = f"test loss {last}, not {right[1]}"
-        after = None if wrong else AFTERWARDS[combination.after](combination, place, found, right[1])
-        if isinstance(after, Outcome):
-            return after
-        return Outcome(combination, "wrong", wrong) if wrong else Outcome(combination, "equal")
+            floats = [value for value in found.values() if isinstance(value, Tensor) and value.is_floating_point()]
+            assert all(value.isfinite().all() for value in floats), "not finite"
+            return "ran"
+        compare((found, loss), right, combination.change)
+        AFTERWARDS[combination.after](combination, place, (found, right[1]))
+        return "equal"
 
-    def right(self, combination: Combination) -> tuple[dict[str, Tensor], float] | None:
-        """The state dict and the test loss that the combination must have. None: nobody knows them."""
+    def right(self, combination: Combination) -> Result | None:
+        """What the combination must give. None: nobody knows it."""
         body, kind, way, change, _, _ = combination
-        if _is_known(combination):
-            return trained(kind, _numbers(combination), first_model(body, kind))
+        is_drawn = TRUTHS[kind](True).draws or body in DRAWS or (body == "lazy_linear" and change == "fp32")
+        has_own_state = body in CHANGED and way in (*VIRTUAL, "tensor_parallel, two by two")
+        is_refused = body == "EmbeddedSparse" and change == "adamw"  # by torch; virtual ranks have dense gradients
+        if not is_drawn and not has_own_state and not is_refused:
+            numbers = CHANGES[change].numbers
+            numbers = replace(numbers, accumulation=numbers.accumulation * WAYS[way].micro_batches)
+            return trained(kind, numbers, first_model(body, kind))
         if body in CHANGED and way in VIRTUAL:  # each virtual rank begins with the state before the step
             return self._plain_run(Combination(body, kind, "virtual_ranks, one", change))
-        if way in ("pipeline", *TENSOR_PARALLEL) and body in (*DRAWS, *CHANGED):
+        if is_refused or (way in ("pipeline", *TENSOR_PARALLEL) and body in (*DRAWS, *CHANGED)):
             return None  # a stage draws by itself, and a rank for its part of the model
-        if body == "EmbeddedSparse" and change == "adamw":  # torch refuses it; virtual ranks have dense gradients
-            return None
         return self._plain_run(Combination(body, kind, change=change))
 
-    def _plain_run(self, combination: Combination) -> tuple[dict[str, Tensor], float] | None:
+    def _plain_run(self, combination: Combination) -> Result | None:
+        place = self.folder / "plain" / str(combination).replace(" ", "_")
         with self.lock:
-            lock = self.locks.setdefault(combination, Lock())
-        place = self.folder / "plain" / "-".join(part.replace(" ", "_") for part in combination)
-        with lock:
             if not place.exists():
                 place.mkdir(parents=True)
-                answer_of([*combination.words, "run_dir=run"], place)
-        if not (place / "run" / "model.pt").exists():
-            return None
-        last = json.loads((place / "run" / "run.json").read_text())["objective"]["last"]
-        return torch.load(place / "run" / "model.pt", weights_only=True), last
-
-    def _place(self) -> Path:
-        with self.lock:
-            place = self.folder / str(next(self.numbers))
-        place.mkdir(parents=True)
-        return place
-
-
-def _is_known(combination: Combination) -> bool:
-    """Whether plain torch computes its numbers."""
-    body, kind, way, change, _, _ = combination
-    is_drawn = TRUTHS[kind](True).draws or body in DRAWS or (body == "lazy_linear" and change == "fp32")
-    has_own_state = body in CHANGED and way in (*VIRTUAL, "tensor_parallel, two by two")
-    return not is_drawn and not has_own_state and not (body == "EmbeddedSparse" and change == "adamw")
-
-
-def _numbers(combination: Combination) -> Numbers:
-    numbers = CHANGES[combination.change].numbers
-    return replace(numbers, accumulation=numbers.accumulation * WAYS[combination.way].micro_batches)
-
-
-def difference(found: dict[str, Any], right: dict[str, Any], tolerance: float) -> str:
-    """What is wrong with a state dict; empty if nothing is."""
-    tensors = {name: value for name, value in right.items() if isinstance(value, Tensor)}
-    names = {name for name, value in found.items() if isinstance(value, Tensor)}
-    if names != tensors.keys():
-        return f"names: {sorted(names ^ tensors.keys())}"
-    for name, value in tensors.items():
-        other = found[name]
-        if other.shape != value.shape:
-            return f"{name}: {list(other.shape)}, not {list(value.shape)}"
-        if value.numel() == 0:
-            continue
-        if tolerance <= 1e-6 and other.dtype != value.dtype:
-            return f"{name}: {other.dtype}, not {value.dtype}"
-        if not value.is_floating_point() and not value.is_complex():
-            if not torch.equal(value, other):
-                return f"{name}: {other.flatten()[:4].tolist()}, not {value.flatten()[:4].tolist()}"
-            continue
-        wide = torch.complex128 if value.is_complex() else torch.float64
-        apart = (other.to(wide) - value.to(wide)).abs().max() / value.to(wide).abs().max().clamp(min=1)
-        if not apart <= tolerance:
-            return f"{name}: {float(apart):.1e} from the right value"
-    return ""
+                answer_of([*CONF, *combination.words, "run_dir=run"], place)
+        return result_of(place / "run") if (place / "run" / "model.pt").exists() else None
 
 
 SAYING = ("lockstep: ", "what it means: ", "what to do: ", "it ended: ")  # how the lines begin that say what to type
 
 
-def refused_or_wrong(combination: Combination, answer: Answer) -> Outcome:
-    """Of a command that did not end well."""
+def run(combination: Combination, place: Path, *words: str) -> None:
+    """A command, which ends well, or with a sentence of REFUSALS."""
+    answer = answer_of([*CONF, *words], place)
+    if not answer.code and not answer.problem():
+        return
     for phrase, (some, others) in REFUSALS.items():
         told = [line for line in answer.output.splitlines() if phrase in line and line.strip().startswith(SAYING)]
         if told and (not some or some & set(combination)) and (not others or others & set(combination)):
-            return Outcome(combination, "refused", told[0])
-    return Outcome(combination, "wrong", str(answer))
+            raise Refused(told[0])
+    raise AssertionError(str(answer))
 
 
-def _follow(combination: Combination, place: Path, *words: str) -> Answer:
-    """A later command takes what the run was trained with from its folder."""
-    return answer_of(["--config-dir", combination.words[1], *words], place)
+def result_of(folder: Path) -> Result:
+    last = json.loads((folder / "run.json").read_text())["objective"]["last"]
+    return torch.load(folder / "model.pt", weights_only=True), last
 
 
-def nothing(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
-    return None
+def compare(found: Result, right: Result, change: str) -> None:
+    """Of two runs. Raises an error with what differs."""
+    (weights, loss), (right_weights, right_loss), tolerance = found, right, CHANGES[change].tolerance
+    tensors = {name: value for name, value in right_weights.items() if isinstance(value, Tensor)}
+    assert {name for name in weights if isinstance(weights[name], Tensor)} == tensors.keys(), sorted(weights)
+    for name, value in tensors.items():
+        is_exact = not (value.is_floating_point() or value.is_complex())
+        limit = 0.0 if is_exact or not value.numel() else tolerance * max(1.0, float(value.abs().max()))
+        options = {"rtol": 0, "atol": limit, "check_dtype": tolerance <= 1e-6}
+        torch.testing.assert_close(weights[name], value, **options, msg=lambda said: f"{name}: {said}")  # noqa: B023
+    assert math.isclose(loss, right_loss, rel_tol=tolerance, abs_tol=tolerance), f"loss {loss}, not {right_loss}"
 
 
-def resume(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
+def resume(combination: Combination, place: Path, right: Result) -> None:
     """From the snapshot of a step in mid-epoch, on another number of ranks, to the same end."""
     step = 1 if combination.change == "whole batch" else 2
-    first = [*combination.words, "run_dir=first", "snapshot.every=1steps"]
-    answer = answer_of(first, place)
-    if answer.problem() or answer.code:
-        return Outcome(combination, "wrong", f"with a snapshot of each step: {answer}")
-    snapshot = place / "first" / "snapshots" / f"step_{step:08}"
-    answer = answer_of(
-        [*combination.words_on(WAYS[combination.way].resumed_on), "run_dir=second", f"resume={snapshot}"], place
-    )
-    if answer.code:
-        return refused_or_wrong(combination, answer)
-    again = torch.load(place / "second" / "model.pt", weights_only=True)
-    wrong = difference(again, found, CHANGES[combination.change].tolerance)
-    last = json.loads((place / "second" / "run.json").read_text())["objective"]["last"]
-    if not wrong and not math.isclose(last, loss, rel_tol=1e-3 if "fp32" in combination else 1e-9):
-        wrong = f"test loss {last}, not {loss}"
-    return Outcome(combination, "wrong", f"the resumed run: {wrong}") if wrong else None
+    run(combination, place, *combination.words, "run_dir=first", "snapshot.every=1steps")
+    again = combination.words_on(WAYS[combination.way].resumed_on)
+    run(combination, place, *again, "run_dir=second", f"resume={place}/first/snapshots/step_{step:08}")
+    compare(result_of(place / "second"), right, combination.change)
 
 
-def evaluate(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
+def evaluate(combination: Combination, place: Path, right: Result) -> None:
     ranks = [*FORK, "launch.nproc_per_node=2"] if len(combination.body) % 2 else []
     split = ["mode.split=val"] if TRUTHS[combination.kind](True).holds_out else []
-    answer = _follow(combination, place, "mode=evaluate", "resume=run", *split, *ranks)
-    if answer.code:
-        return refused_or_wrong(combination, answer)
-    if answer.problem():
-        return Outcome(combination, "wrong", f"mode=evaluate: {answer}")
-    value = json.loads((place / "run" / "evaluation.json").read_text())["metrics"]["loss"]
-    if not math.isclose(value, loss, rel_tol=1e-3 if "fp32" in combination else 1e-9):
-        return Outcome(combination, "wrong", f"mode=evaluate: loss {value}, not {loss}")
-    return None
+    run(combination, place, "mode=evaluate", "resume=run", *split, *ranks)
+    loss = json.loads((place / "run" / "evaluation.json").read_text())["metrics"]["loss"]
+    compare((right[0], loss), right, combination.change)
 
 
-def _outputs(combination: Combination, weights: dict[str, Any]) -> Tensor:
-    """What plain torch computes of the test data with the weights of the run."""
-    model = first_model(combination.body, combination.kind)
-    model.load_state_dict(weights)
-    model.eval()
+def _computes_the_same(combination: Combination, trained_net: Callable[[Tensor], Tensor], place: Path) -> None:
+    """As plain torch with the weights of the run. Of a net that takes samples as the data set gives them."""
+    body, kind, *_ = combination
+    data = KINDS[kind](False)
+    samples = [data[i] for i in range(4)]
+    if not all(isinstance(sample, tuple) and isinstance(sample[0], Tensor) for sample in samples):
+        return  # they are more than one tensor each
     with torch.no_grad():
-        outputs: Tensor = model(TRUTHS[combination.kind](False).images)
-    return outputs
-
-
-def _computes_the_same(
-    combination: Combination, trained_net: Callable[[Tensor], Tensor], found: dict[str, Any], what: str
-) -> Outcome | None:
-    """Of a net that takes samples as the data set gives them."""
-    samples = _raw_samples(combination.kind)
-    if samples is None:
-        return None
-    with torch.no_grad():
-        outputs = trained_net(samples)
-    if combination.body in DRAWS or TRUTHS[combination.kind](False).draws:
-        return None
-    apart = float((outputs.double() - _outputs(combination, found)[:4]).abs().max())
-    return None if apart < 1e-3 else Outcome(combination, "wrong", f"{what}: {apart:.1e} from the right value")
+        outputs = trained_net(torch.stack([sample[0] for sample in samples]))
+        if body not in DRAWS and not TRUTHS[kind](False).draws:
+            model = first_model(body, kind).eval()
+            model.load_state_dict(torch.load(place / "run" / "model.pt", weights_only=True))
+            assert (outputs.double() - model(TRUTHS[kind](False).images)[:4]).abs().max() < 1e-3
 
 
 LOADING = Lock()  # torch.export.load works in one thread at a time
 
 
-def _raw_samples(kind: str) -> Tensor | None:
-    """Some test samples as a data set gives them. None: they are more than one tensor each."""
-    data = KINDS[kind](False)
-    samples = [data[i] for i in range(4)]
-    if not all(isinstance(sample, tuple) and isinstance(sample[0], Tensor) for sample in samples):
-        return None
-    return torch.stack([sample[0] for sample in samples])
-
-
-def export(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
-    answer = _follow(combination, place, "mode=export", "resume=run")
-    if answer.code:
-        return refused_or_wrong(combination, answer)
+def export(combination: Combination, place: Path, right: Result) -> None:
+    run(combination, place, "mode=export", "resume=run")
     with LOADING:
         module = torch.export.load(place / "run" / "last.pt2").module()
-    return _computes_the_same(combination, module, found, "mode=export")
+    _computes_the_same(combination, module, place)
 
 
-def load(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
+def load(combination: Combination, place: Path, right: Result) -> None:
     trained_net = lockstep.load(place / "run", model=new_net(combination.body, combination.kind))
-    return _computes_the_same(combination, trained_net, found, "lockstep.load")
+    _computes_the_same(combination, trained_net, place)
 
 
-AFTERWARDS = {"nothing": nothing, "resume": resume, "evaluate": evaluate, "export": export, "load": load}
+def nothing(combination: Combination, place: Path, right: Result) -> None: ...
+
+
+AFTERWARDS = {made.__name__: made for made in (nothing, resume, evaluate, export, load)}

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
+from torchvision.ops import StochasticDepth
 
 from lockstep.data.source import tensors_in
 
@@ -22,73 +23,52 @@ SIDE = 6  # an image, or map, is SIDE x SIDE; a sequence has SIDE places
 
 Body = Callable[[], nn.Module]
 BODIES: dict[str, tuple[str, Body]] = {}
-"""{name: (what the body takes and gives: "vector", "map" or "sequence", and what makes it)}."""
-
+"""{name: (what the body takes and gives, of FORMS, and what makes it)}."""
 
 torch.manual_seed(7)  # as a file of somebody's may do when it is imported
 np.random.seed(7)
 random.seed(7)
 
+FORMS: dict[str, tuple[tuple[int, ...], Body, int]] = {  # shape of an image, first layer, values that the head gets
+    "vector": ((SIDE * SIDE,), partial(nn.Linear, SIDE * SIDE, WIDTH), WIDTH),
+    "sequence": ((SIDE, SIDE), partial(nn.Linear, SIDE, WIDTH), WIDTH * SIDE),
+    "map": ((1, SIDE, SIDE), partial(nn.Conv2d, 1, CHANNELS, 3, padding=1), CHANNELS * SIDE * SIDE),
+}
+
 
 def net(body: str, shape: list[int], classes: int, places: int = 1) -> nn.Module:
     """Samples (N, 1, 6, 6), in whatever holds them, -> (N, classes); with 36 places, for masks, (N, classes, 6, 6)."""
     form, make = BODIES[body]
-    return nn.Sequential(OrderedDict(stem=STEMS[form](), body=make(), head=Head(form, classes, places)))
+    return nn.Sequential(OrderedDict(stem=Stem(form), body=make(), head=Head(form, classes, places)))
 
 
 class Stem(nn.Module):
-    """Takes the first tensor of the inputs, whatever holds it, as images (N, 1, 6, 6) of the weights' type."""
+    """Takes the first tensor of the inputs, whatever holds it, in the weights' type."""
 
-    def __init__(self, layer: nn.Module, form: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, form: str) -> None:
         super().__init__()
-        self.layer, self.form = layer, form
+        self.shape, make, _ = FORMS[form]
+        self.layer = make()
 
     def forward(self, inputs: Any) -> Tensor:
         images = next(iter(tensors_in(inputs)))
-        images = images.reshape(images.shape[0], 1, SIDE, SIDE).to(self.layer.weight.dtype)
-        outputs: Tensor = torch.tanh(self.layer(self.form(images)))
-        return outputs
-
-
-def flat(images: Tensor) -> Tensor:
-    return images.flatten(1)
-
-
-def rows(images: Tensor) -> Tensor:
-    return images.flatten(1, 2)
-
-
-def as_they_are(images: Tensor) -> Tensor:
-    return images
-
-
-STEMS: dict[str, Callable[[], nn.Module]] = {
-    "vector": lambda: Stem(nn.Linear(SIDE * SIDE, WIDTH), flat),
-    "sequence": lambda: Stem(nn.Linear(SIDE, WIDTH), rows),
-    "map": lambda: Stem(nn.Conv2d(1, CHANNELS, 3, padding=1), as_they_are),
-}
+        return torch.tanh(self.layer(images.reshape(images.shape[0], *self.shape).to(self.layer.weight.dtype)))
 
 
 class Head(nn.Module):
     """Values of any form -> (N, classes), or (N, classes, 6, 6) with `places`=36."""
 
-    def __init__(self, form: str, classes: int, places: int = 1) -> None:
+    def __init__(self, form: str, classes: int, places: int) -> None:
         super().__init__()
-        width = {"vector": WIDTH, "sequence": WIDTH * SIDE, "map": CHANNELS * SIDE * SIDE}[form]
-        self.layer, self.classes, self.places = nn.Linear(width, classes * places), classes, places
+        self.shape = (classes,) if places == 1 else (classes, SIDE, SIDE)
+        self.layer = nn.Linear(FORMS[form][2], classes * places)
 
     def forward(self, values: Tensor) -> Tensor:
-        outputs: Tensor = self.layer(values.flatten(1))
-        return outputs if self.places == 1 else outputs.view(-1, self.classes, SIDE, SIDE)
-
-
-def keep_all(form: str, **made: Body) -> None:
-    for name, make in made.items():
-        BODIES[name] = form, make
+        return self.layer(values.flatten(1)).unflatten(1, self.shape)
 
 
 class Made(nn.Module):
-    """What `made` describes."""
+    """A module with this forward pass. kept: what makes its attributes; tensors are buffers. init: called with it."""
 
     def __init__(self, forward: Any, init: Any, kept: dict[str, Any]) -> None:
         super().__init__()
@@ -101,22 +81,40 @@ class Made(nn.Module):
             init(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.computed(self, x)
-        return outputs
+        return self.computed(self, x)
 
 
 def made(forward: Callable[[Any, Tensor], Any], init: Callable[[Any], Any] | None = None, **kept: Any) -> Body:
-    """A module with this forward pass. init: called with it. kept: what makes its attributes; tensors are buffers."""
     return lambda: Made(forward, init, kept)
+
+
+def keep_all(form: str, **bodies: Body) -> None:
+    BODIES.update({name: (form, make) for name, make in bodies.items()})
 
 
 def linear(inputs: int = WIDTH, outputs: int = WIDTH) -> nn.Module:
     return nn.Linear(inputs, outputs)
 
 
-def first(layer: Body) -> Body:
+def convolution(side: int = 3, **options: Any) -> nn.Module:
+    return nn.Conv2d(CHANNELS, CHANNELS, side, padding=side // 2, **options)
+
+
+def in_turn(*makes: Body) -> Body:
+    return lambda: nn.Sequential(*(make() for make in makes))
+
+
+def wrapped(wrap: Callable[[Any], Any], make: Body = linear) -> Body:
+    return lambda: wrap(make())
+
+
+def parameter(make: Callable[..., Tensor], *shape: Any, **options: Any) -> Callable[[], nn.Parameter]:
+    return lambda: nn.Parameter(make(*shape, **options))
+
+
+def first(layer: Any, *sizes: int, **options: Any) -> Body:
     """A recurrent layer without its last state."""
-    return made(lambda self, x: self.layer(x)[0], layer=layer)
+    return made(lambda self, x: self.layer(x)[0], layer=partial(layer, *sizes, batch_first=True, **options))
 
 
 def attention(dropout: float) -> Body:
@@ -124,57 +122,68 @@ def attention(dropout: float) -> Body:
     return made(lambda self, x: x + self.layer(x, x, x, need_weights=False)[0], layer=layer)
 
 
+def embedded(**options: Any) -> Body:
+    """Looks rows up by the value of the first feature."""
+    table = partial(nn.Embedding, 6, WIDTH, **options)
+    looked_up = lambda self, x: self.layer(x) + self.table(((x[:, 0] + 1) * 2.99).long().clamp(0, 5))  # noqa: E731
+    return made(looked_up, table=table, layer=linear)
+
+
+norm_2d = partial(nn.BatchNorm2d, CHANNELS)
+encoder = partial(nn.TransformerEncoderLayer, WIDTH, 2, 16, batch_first=True)
+blocks = in_turn(linear, nn.Tanh, linear)
+dropped_blocks = in_turn(linear, nn.Tanh, partial(nn.Dropout, 0.3), linear)
+experts = wrapped(nn.ModuleList, lambda: [linear(), linear()])
+
 # Layers of torch.
 keep_all(
     "vector",
-    linear=partial(nn.Linear, WIDTH, WIDTH),
+    linear=linear,
     batch_norm_1d=partial(nn.BatchNorm1d, WIDTH),
     batch_norm_cumulative=partial(nn.BatchNorm1d, WIDTH, momentum=None),
     batch_norm_plain=partial(nn.BatchNorm1d, WIDTH, affine=False),
     layer_norm=partial(nn.LayerNorm, WIDTH),
     rms_norm=partial(nn.RMSNorm, WIDTH),
     bilinear=made(lambda self, x: 0.1 * self.layer(x, x), layer=partial(nn.Bilinear, WIDTH, WIDTH, WIDTH)),
-    prelu=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.PReLU(WIDTH), nn.Linear(WIDTH, WIDTH)),
-    one_prelu=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.PReLU(), nn.Linear(WIDTH, WIDTH)),
-    in_place=lambda: nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.ELU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)
-    ),
-    lazy_linear=lambda: nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh()),
-    lazy_batch_norm=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyBatchNorm1d()),
-    spectral_norm=lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-    old_spectral_norm=lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-    weight_norm=lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
-    orthogonal=lambda: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)),
-    twice_the_same=lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH)] * 2),
-    dropout=lambda: nn.Sequential(nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH), nn.AlphaDropout(0.2)),
-    scripted=lambda: torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())),
-    frozen=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
+    prelu=in_turn(linear, partial(nn.PReLU, WIDTH), linear),
+    one_prelu=in_turn(linear, nn.PReLU, linear),
+    in_place=in_turn(linear, partial(nn.ELU, inplace=True), linear, partial(nn.ReLU, inplace=True)),
+    lazy_linear=in_turn(partial(nn.LazyLinear, WIDTH), nn.Tanh),
+    lazy_batch_norm=in_turn(linear, nn.LazyBatchNorm1d),
+    spectral_norm=wrapped(parametrizations.spectral_norm),
+    old_spectral_norm=wrapped(nn.utils.spectral_norm),
+    weight_norm=wrapped(parametrizations.weight_norm),
+    orthogonal=wrapped(parametrizations.orthogonal),
+    twice_the_same=wrapped(lambda layer: nn.Sequential(layer, layer)),
+    dropout=in_turn(partial(nn.Dropout, 0.3), linear, partial(nn.AlphaDropout, 0.2)),
+    scripted=wrapped(torch.jit.script, in_turn(linear, nn.Tanh)),
+    frozen=in_turn(wrapped(lambda layer: layer.requires_grad_(False)), nn.Tanh, linear),
 )
 keep_all(
     "map",
-    convolution=partial(nn.Conv2d, CHANNELS, CHANNELS, 3, padding=1),
-    depthwise=partial(nn.Conv2d, CHANNELS, CHANNELS, 3, padding=1, groups=CHANNELS),
+    convolution=convolution,
+    depthwise=partial(convolution, groups=CHANNELS),
     transposed=partial(nn.ConvTranspose2d, CHANNELS, CHANNELS, 3, padding=1),
-    shortcut=lambda: nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1, stride=2), nn.Upsample(scale_factor=2)),
-    batch_norm_2d=partial(nn.BatchNorm2d, CHANNELS),
-    two_batch_norms=lambda: nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.BatchNorm2d(CHANNELS)),
+    shortcut=in_turn(partial(convolution, 1, stride=2), partial(nn.Upsample, scale_factor=2)),
+    batch_norm_2d=norm_2d,
+    two_batch_norms=in_turn(norm_2d, nn.ReLU, norm_2d),
     group_norm=partial(nn.GroupNorm, 2, CHANNELS),
     instance_norm=partial(nn.InstanceNorm2d, CHANNELS, affine=True),
     running_instance_norm=partial(nn.InstanceNorm2d, CHANNELS, affine=True, track_running_stats=True),
-    local_response_norm=lambda: nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), nn.LocalResponseNorm(2)),
-    pooled=lambda: nn.Sequential(nn.MaxPool2d(2), nn.Upsample(scale_factor=2, mode="bilinear")),
-    dropped_channels=lambda: nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), nn.Dropout2d(0.3)),
-    standardised=lambda: parametrizations.weight_norm(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)),
+    local_response_norm=in_turn(partial(convolution, 1), partial(nn.LocalResponseNorm, 2)),
+    pooled=in_turn(partial(nn.MaxPool2d, 2), partial(nn.Upsample, scale_factor=2, mode="bilinear")),
+    dropped_channels=in_turn(partial(convolution, 1), partial(nn.Dropout2d, 0.3)),
+    standardised=wrapped(parametrizations.weight_norm, convolution),
 )
 keep_all(
     "sequence",
-    lstm=first(partial(nn.LSTM, WIDTH, WIDTH, batch_first=True)),
-    deep_gru=first(partial(nn.GRU, WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, batch_first=True)),
-    dropped_lstm=first(partial(nn.LSTM, WIDTH, WIDTH, num_layers=2, dropout=0.3, batch_first=True)),
+    lstm=first(nn.LSTM, WIDTH, WIDTH),
+    deep_gru=first(nn.GRU, WIDTH, WIDTH // 2, num_layers=2, bidirectional=True),
+    dropped_lstm=first(nn.LSTM, WIDTH, WIDTH, num_layers=2, dropout=0.3),
     attention=attention(0.0),
     dropped_attention=attention(0.3),
-    encoder=lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True),
-    dropped_encoder=lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.2, batch_first=True, norm_first=True),
+    encoder=partial(encoder, dropout=0.0),
+    dropped_encoder=partial(encoder, dropout=0.2, norm_first=True),
 )
 
 # Forward passes of several lines.
@@ -193,21 +202,11 @@ def odd_buffers(self: Any, x: Tensor) -> Tensor:
     return torch.where(self.mask, x, x * self.phase.real.to(x.dtype)) + self.strided / 100
 
 
-def register_odd(self: Any) -> None:
-    self.register_buffer("unsaved", torch.ones(WIDTH), persistent=False)
-    self.register_buffer("none", None)
-
-
-def counting(self: Any, x: Tensor) -> Tensor:
-    """A number of calls, which is the same on all ranks, warms up a scale."""
-    self.calls += self.training
-    return self.layer(x) * (1 - 0.5 ** self.calls.to(x.dtype))
-
-
-def always_counting(self: Any, x: Tensor) -> Tensor:
-    """... also of those of an evaluation, as an observer does, which the training must not see."""
-    self.calls += 1
-    return self.layer(x) * (1 - 0.5 ** self.calls.to(x.dtype)) if self.training else self.layer(x)
+def counting(self: Any, x: Tensor, always: bool = False) -> Tensor:
+    """A number of calls, which is the same on all ranks, warms up a scale. always: those of an evaluation count, too,
+    as an observer has it, which the training must not see."""
+    self.calls += self.training or always
+    return self.layer(x) * (1 - 0.5 ** self.calls.to(x.dtype)) if self.training or not always else self.layer(x)
 
 
 def taught(self: Any, x: Tensor) -> Tensor:
@@ -292,13 +291,6 @@ class ExtraState(nn.Module):
         self.seen = dict(state)
 
 
-def embedded(**options: Any) -> Body:
-    """Looks rows up by the value of the first feature."""
-    table = partial(nn.Embedding, 6, WIDTH, **options)
-    looked_up = lambda self, x: self.layer(x) + self.table(((x[:, 0] + 1) * 2.99).long().clamp(0, 5))  # noqa: E731
-    return made(looked_up, table=table, layer=linear)
-
-
 class Cube(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
@@ -312,7 +304,6 @@ class Cube(torch.autograd.Function):
 
 
 def hooked(self: Any) -> None:
-    """A hook of a module, and one of a weight."""
     self.layer.register_forward_hook(lambda module, inputs, outputs: outputs / 2)
     self.layer.weight.register_hook(lambda gradient: gradient * 0.5)
 
@@ -323,31 +314,6 @@ def masked_attention(self: Any, x: Tensor) -> Tensor:
     queries, keys, content = parts.unbind(2)
     attended = F.scaled_dot_product_attention(queries, keys, content, attn_mask=self.mask)
     return attended.transpose(1, 2).reshape(x.shape[0], SIDE, WIDTH)
-
-
-def register_mask(self: Any) -> None:
-    self.register_buffer("mask", torch.ones(SIDE, SIDE, dtype=torch.bool).tril(), persistent=False)
-
-
-def residual_layers() -> nn.Module:
-    """As in a ResNet, with a stochastic depth."""
-    from torchvision.ops import StochasticDepth
-
-    norm = nn.BatchNorm2d(CHANNELS)
-    return nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False), norm, StochasticDepth(0.3, "row"))
-
-
-def experts() -> nn.Module:
-    return nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-
-def blocks(dropout: float = 0.0) -> nn.Module:
-    middle = [nn.Dropout(dropout)] if dropout else []
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), *middle, nn.Linear(WIDTH, WIDTH))
-
-
-def parameter(make: Callable[..., Tensor], *shape: Any, **options: Any) -> Callable[[], nn.Parameter]:
-    return lambda: nn.Parameter(make(*shape, **options))
 
 
 keep_all(
@@ -378,7 +344,7 @@ keep_all(
     ),
     OddBuffers=made(
         odd_buffers,
-        register_odd,
+        lambda self: (self.register_buffer("unsaved", torch.ones(WIDTH), False), self.register_buffer("none", None)),
         layer=linear,
         mask=lambda: torch.arange(WIDTH) % 2 == 0,
         order=lambda: torch.arange(WIDTH).flip(0).to(torch.int16),
@@ -390,7 +356,7 @@ keep_all(
         nothing=lambda: torch.empty(0),
     ),
     CountingBuffer=made(counting, layer=linear, calls=lambda: torch.tensor(0)),
-    AlwaysCounting=made(always_counting, layer=linear, calls=lambda: torch.tensor(0)),
+    AlwaysCounting=made(partial(counting, always=True), layer=linear, calls=lambda: torch.tensor(0)),
     Teacher=made(
         taught,
         lambda self: setattr(self, "teacher", copy.deepcopy(self.layer).requires_grad_(False)),
@@ -401,7 +367,7 @@ keep_all(
     Unused=made(lambda self, x: self.layer(x), layer=linear, unused=linear),
     Experts=made(by_experts, experts=experts, passes=lambda: 3),
     LateExperts=made(by_experts, experts=experts, passes=lambda: torch.tensor(0)),
-    Checkpointed=made(lambda self, x: checkpoint(self.layers, x, use_reentrant=False), layers=partial(blocks, 0.3)),
+    Checkpointed=made(lambda self, x: checkpoint(self.layers, x, use_reentrant=False), layers=dropped_blocks),
     Reentrant=made(lambda self, x: checkpoint(self.layers, x, use_reentrant=True), layers=blocks),
     Noise=made(noisy, layer=linear),
     NoisyWeights=made(noisy_weights, layer=linear),
@@ -420,7 +386,7 @@ keep_all(
     "sequence",
     Masked=made(
         masked_attention,
-        register_mask,
+        lambda self: self.register_buffer("mask", torch.ones(SIDE, SIDE, dtype=torch.bool).tril(), persistent=False),
         positions=lambda: nn.Parameter(torch.randn(SIDE, WIDTH) / 4),
         layer=partial(linear, WIDTH, 3 * WIDTH),
     ),
@@ -432,5 +398,8 @@ keep_all(
         narrow=partial(nn.Conv2d, CHANNELS, 2, 1),
         widen=partial(nn.Conv2d, 2, CHANNELS, 1),
     ),
-    Residual=made(lambda self, x: F.relu(x + self.layers(x)), layers=residual_layers),
+    Residual=made(
+        lambda self, x: F.relu(x + self.layers(x)),
+        layers=in_turn(partial(convolution, bias=False), norm_2d, partial(StochasticDepth, 0.3, "row")),
+    ),
 )

@@ -1,16 +1,12 @@
 """The optimizers of the zoo: wrappers, and state of odd kinds."""
 
-import random
 from collections import deque
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -102,25 +98,3 @@ class Recent(SGD):
                     last.append(parameter.grad.clone())
                     parameter.grad = torch.stack(list(last)).mean(0)
         super().step()
-
-
-class Shaken(LRScheduler):
-    """Rates of a table, each times a random number if draws. What a step does not change, a new scheduler has again."""
-
-    def __init__(self, optimizer: Optimizer, draws: bool = True) -> None:
-        self.draws, self.numbers, self.table, self.rule = (
-            draws,
-            random.Random(0),
-            np.linspace(1, 2, 50),
-            lambda rate: rate,
-        )
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[Any]:
-        factor = self.numbers.uniform(0.5, 1) if self.draws else 1.0
-        return [self.rule(rate * factor * float(self.table[self.last_epoch])) for rate in self.base_lrs]
-
-
-def stepped(optimizer: Optimizer) -> SimpleNamespace:
-    """A schedule that keeps nothing."""
-    return SimpleNamespace(step=lambda: None)

@@ -1,6 +1,7 @@
 """What a combination must give, by plain torch: one process, float64, and none of this project's code but its order."""
 
 import copy
+import itertools
 import math
 from dataclasses import dataclass
 from threading import RLock
@@ -41,78 +42,58 @@ def trained(kind: str, numbers: Numbers, model: nn.Module) -> tuple[dict[str, Te
 
     model: with the first weights.
     """
-    truth, test = data.TRUTHS[kind](True), data.TRUTHS[kind](False)
+    truth = data.TRUTHS[kind](True)
+    fast, slow = list[nn.Parameter](), list[nn.Parameter]()
     for name, parameter in model.named_parameters():
-        if numbers.frozen and name.startswith(numbers.frozen):
-            parameter.requires_grad_(False)
-    groups: list[dict[str, object]] = [
-        {"params": [p for n, p in model.named_parameters() if not _is_slow(n, numbers)]},
-        {"params": [p for n, p in model.named_parameters() if _is_slow(n, numbers)], "lr": LR / 10},
-    ]
-    optimizer: torch.optim.Optimizer
+        parameter.requires_grad_(parameter.requires_grad and not (numbers.frozen and name.startswith(numbers.frozen)))
+        (slow if numbers.slow and name.startswith(numbers.slow) else fast).append(parameter)
+    groups = [{"params": fast, "lr": LR}, *([{"params": slow, "lr": LR / 10}] if slow else [])]
     if numbers.own:
-        optimizer = getattr(optimizers, numbers.own)([group for group in groups if group["params"]], lr=LR)
-        if hasattr(optimizer, "train"):
-            optimizer.train()
+        optimizer = getattr(optimizers, numbers.own)(groups, lr=LR)
     elif numbers.adamw:
-        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=LR, weight_decay=0.1)
+        optimizer = torch.optim.AdamW(groups, weight_decay=0.1)
     else:
-        optimizer = torch.optim.SGD(
-            [group for group in groups if group["params"]], lr=LR, momentum=0 if numbers.one_cycle else 0.9
-        )
+        optimizer = torch.optim.SGD(groups, momentum=0 if numbers.one_cycle else 0.9)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    count, step, average = len(truth.images), 0, dict[str, Tensor]()
+    count, average = len(truth.images), dict[str, Tensor]()
     total = EPOCHS * -(-count // numbers.batch)
     one_cycle = OneCycleLR(optimizer, peaks, total_steps=total + 1, cycle_momentum=False) if numbers.one_cycle else None
     model.train()
-    for epoch in range(EPOCHS):
-        for batch in torch.randperm(count, generator=generator(0, epoch)).split(numbers.batch):
-            if step == numbers.steps:
-                break
+    orders = [torch.randperm(count, generator=generator(0, epoch)).split(numbers.batch) for epoch in range(EPOCHS)]
+    for step, batch in enumerate(itertools.islice(itertools.chain(*orders), numbers.steps)):
+        if numbers.cosine:
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                if one_cycle is None:
-                    group["lr"] = peak * (0.5 * (1 + math.cos(math.pi * step / total)) if numbers.cosine else 1)
-            optimizer.zero_grad()
-            for part in batch.tensor_split(min(numbers.accumulation, len(batch))):
-                share = counted(truth.targets[part], truth.task) / counted(truth.targets[batch], truth.task)
-                (share * loss(model(truth.images[part]), truth.targets[part], truth.task)).backward()
-            if numbers.clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), numbers.clip)
-            optimizer.step()
-            if one_cycle is not None:
-                one_cycle.step()
-            step += 1
-            now = {
-                name: value.detach().clone() for name, value in model.state_dict().items() if _is_averaged(name, model)
-            }
-            decay = numbers.ema or 0.0
-            average = {n: decay * average[n] + (1 - decay) * value for n, value in now.items()} if average else now
-    if hasattr(optimizer, "eval"):
-        optimizer.eval()
+                group["lr"] = peak * 0.5 * (1 + math.cos(math.pi * step / total))
+        optimizer.zero_grad()
+        for part in batch.tensor_split(min(numbers.accumulation, len(batch))):
+            share = counted(truth.targets[part], truth.task) / counted(truth.targets[batch], truth.task)
+            (share * loss(model(truth.images[part]), truth.targets[part], truth.task)).backward()
+        if numbers.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), numbers.clip)
+        optimizer.step()
+        if one_cycle is not None:
+            one_cycle.step()
+        now, decay = averaged(model), numbers.ema or 0.0
+        average = {name: decay * average[name] + (1 - decay) * value for name, value in now.items()} if average else now
     state = copy.deepcopy(dict(model.state_dict()))  # an evaluation may change it
     if numbers.ema:
         state |= average
         model.load_state_dict(state)
-    return state, evaluated(model, test)
-
-
-def evaluated(model: nn.Module, truth: data.Truth) -> float:
     model.eval()
+    test = data.TRUTHS[kind](False)
     with torch.no_grad():
-        return float(loss(model(truth.images), truth.targets, truth.task))
+        return state, float(loss(model(test.images), test.targets, test.task))
 
 
-def _is_slow(name: str, numbers: Numbers) -> bool:
-    return bool(numbers.slow) and name.startswith(numbers.slow)
-
-
-def _is_averaged(name: str, model: nn.Module) -> bool:
-    """Parameters, and the running statistics of norms; no other buffer has a mean."""
-    value = model.state_dict()[name]
-    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return False
+def averaged(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of parameters, and of the running statistics of norms; no other buffer has a mean."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return name in names or name.rpartition(".")[2] in STATISTICS
+    return {
+        name: value.detach().clone()
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        if name in names or name.rpartition(".")[2] in STATISTICS
+    }
 
 
 def counted(targets: Tensor, task: str) -> float:
