@@ -183,18 +183,14 @@ def ordered(table: Sequence[Row], name: str) -> list[Row]:
     """By a column or a key; rows without a value come last. The best objective comes first, those of one metric
     together; other values go up."""
     check_names(table, [name], "--sort")
-    is_objective = name == "objective"
-    has_words = any(is_there(row.get(name)) and not isinstance(row[name], int | float) for row in table)
-
-    def place(row: Row) -> tuple[Any, ...]:
-        value: Any = row.get(name)
-        metric = row["metric"] if is_objective else ""
-        if not is_there(value):
-            return metric, True, 0
-        sign = -1 if is_objective and row["direction"] == "max" else 1
-        return metric, False, as_word(value) if has_words else sign * value
-
-    return sorted(table, key=place)
+    rows = [row for row in table if is_there(row.get(name))]
+    if name == "objective":
+        rows.sort(key=lambda row: (row["metric"], -row[name] if row["direction"] == "max" else row[name]))
+    elif all(isinstance(row[name], int | float) for row in rows):
+        rows.sort(key=lambda row: row[name])
+    else:
+        rows.sort(key=lambda row: as_word(row[name]))
+    return [*rows, *(row for row in table if not is_there(row.get(name)))]
 
 
 def telling(table: Sequence[Row], columns: Sequence[str] = COLUMNS) -> list[str]:
