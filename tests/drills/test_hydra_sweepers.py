@@ -1,7 +1,6 @@
 """Sweeps with a sweeper of Hydra's own, hydra-optuna-sweeper: jobs, table and end as with ours."""
 
 import os
-from pathlib import Path
 
 import pytest
 import yaml
@@ -12,9 +11,6 @@ from support.sweep_tables import objectives
 pytestmark = pytest.mark.drill
 
 SWEEPER = os.environ.get("LOCKSTEP_OPTUNA_SWEEPER")  # its folder: it wants an Optuna before 3, which the others do not
-needs_sweeper = pytest.mark.skipif(
-    SWEEPER is None, reason="LOCKSTEP_OPTUNA_SWEEPER names no folder with hydra-optuna-sweeper"
-)
 PLUGIN = """
 _target_: hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper
 sampler: {_target_: optuna.samplers.TPESampler, seed: 1}
@@ -30,18 +26,13 @@ params: null
 """
 
 
-@pytest.fixture
-def words(tmp_path: Path) -> list[str]:
+@pytest.mark.skipif(SWEEPER is None, reason="LOCKSTEP_OPTUNA_SWEEPER names no folder with hydra-optuna-sweeper")
+def test_it_looks_for_the_best_accuracy(start, tmp_path):
     """Ours has the name optuna, so the plugin gets another one."""
     (tmp_path / "conf" / "hydra" / "sweeper").mkdir(parents=True)
     (tmp_path / "conf" / "hydra" / "sweeper" / "plugin.yaml").write_text(PLUGIN)
-    return [*PYTHON_TRAIN, "-m", "--config-dir=conf", "hydra/sweeper=plugin"]
-
-
-@needs_sweeper
-def test_it_looks_for_the_best_accuracy(start, words):
-    words += ["hydra.sweep.dir=s", "optimizer.lr=interval(0.0001,0.1)", "model=linear", "trainer.max_steps=20"]
-    run = start(*words, PYTHONPATH=SWEEPER).finish()
+    words = ["--config-dir=conf", "hydra/sweeper=plugin", "hydra.sweep.dir=s", "optimizer.lr=interval(0.0001,0.1)"]
+    run = start(*PYTHON_TRAIN, "-m", *words, "model=linear", "trainer.max_steps=20", PYTHONPATH=SWEEPER).finish()
     accuracies = list(objectives(run.cwd / "s").values())
     assert len(set(accuracies)) > 1
     best = yaml.safe_load((run.cwd / "s" / "optimization_results.yaml").read_text())["best_value"]

@@ -155,7 +155,7 @@ def test_columns_orders_and_filters(tmp_path, runs, cells, caplog):
     for words, order in (
         (["--sort", "objective"], ["c/0", "a", "b"]),
         (["--sort", "trainer.epochs"], ["b", "c/0", "a"]),
-        (["--sort", "state"], ["b", "a", "c/0"]),
+        (["--sort", "state"], ["b", "c/0", "a"]),
         (["--sort", "seed", "--filter", "state=finished"], ["c/0", "a"]),
         ([*filters, "--filter", "seed=1"], ["b"]),
         *([["--filter", shown], ["a"]] for shown in ("run=a", "objective=0.5000", "objective=0.5", "tags=base")),

@@ -36,13 +36,8 @@ run has no such value.
 
 
 def is_repeat(word: str) -> bool:
-    """Whether an override, such as seed=3, gives another run of the same configuration."""
+    """Whether an override, such as seed=3, gives another run of the same configuration, which the others name."""
     return word.lstrip("+").partition("=")[0] in REPEATS
-
-
-def setting_of(overrides: Iterable[str]) -> list[str]:
-    """The overrides that say of which configuration a run is: runs for which they are equal repeat each other."""
-    return [word for word in overrides if not is_repeat(word) and not changes_no_number(word)]
 
 
 def frame(folders: Sequence[str | Path] = ("outputs",)) -> "pd.DataFrame":
@@ -81,7 +76,7 @@ def row_of(run: Run) -> Row:
     row |= {"steps": run["steps"], "speed": run["samples_per_second"], "seconds": seconds_of(run)}
     row |= {"ranks": starts[-1]["world_size"], "starts": len(starts), "changed": shlex.join(words)}
     row |= {key: run[key] for key in ("tags", "notes", "command", "folder", "sweep")}
-    row |= {"setting": shlex.join([*run["flags"], *setting_of(words)])}
+    row |= {"setting": shlex.join([*run["flags"], *(word for word in words if not is_repeat(word))])}
     row |= {"commit": code.get("commit", "")[:10], "source": code["source"]}
     return row | {"validation_data": data.get("validation_data"), "validation_share": share}
 
