@@ -58,7 +58,7 @@ def test_the_end_of_a_sweep_and_the_command_typed_again(start):
     assert re.search(rf"^diverged: +{diverged}: .*the loss is", end, re.MULTILINE)
     again = "-m model=mlp trainer.epochs=1 optimizer.lr=0.1,1e10,0.02 hydra.sweep.dir=s"
     assert f"go on with: python {TRAIN} {again}\n" in end
-    assert not {"table: ", "train on: "} & {*re.findall("table: |train on: ", run.output)}  # of the single runs
+    assert not re.search("table: |train on: ", run.output)  # of the single runs
 
     first = runs_of(folder)
     more = start(*command, "optimizer.lr=0.05,0.1,0.02").finish()

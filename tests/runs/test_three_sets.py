@@ -66,26 +66,30 @@ def test_the_default_run_chooses_on_validation_and_reads_the_test_set_once(train
     assert all(int(row["truth"]) == targets[int(row["index"])] for row in predicted)
 
 
-@pytest.mark.parametrize(
-    ("words", "val", "test", "tested"),
-    [
-        (["evaluation.test=every"], [6, 12], [6, 12], 6),
-        (["evaluation.test=never"], [6, 12], [], None),
-        (["loader.validation=null", "monitor=auto", "trainer.batch_size=240"], [], [12], 12),
-        (["evaluation.every=2"], [12], [12], 12),
-        (["trainer.pause_after=1"], [6], [], None),
-    ],
-)
-def test_when_the_test_set_is_read(words, val, test, tested, train, tmp_path):
-    output, folder = train(*LOGGED, *FIRST_IS_BEST, "hydra.run.dir=run", *words).output, tmp_path / "run"
-    run, chooses = run_of(folder), "loader.validation=null" not in words
-    assert (steps_of(folder, "val/loss"), steps_of(folder, "test/loss")) == (val, test)
-    assert (run["test"] or {}).get("step") == tested
-    assert run["objective"]["name"] == ("val/loss" if chooses else "test/loss")
-    assert (run["objective"]["best"] is None) == (not chooses)
-    if tested is not None:
-        assert run["test"]["metrics"]["loss"] == pytest.approx(dict(scalars(folder)["test/loss"])[tested], rel=1e-6)
-        assert f"with the weights of step {tested}, {'chosen on val' if chooses else 'the last ones'}" in output
+READ = [  # words, the steps of the evaluations and of the tests, and the step whose weights are tested
+    (["evaluation.test=every"], [6, 12], [6, 12], 6),
+    (["evaluation.test=never"], [6, 12], [], None),
+    (["loader.validation=null", "monitor=auto", "trainer.batch_size=240"], [], [12], 12),
+    (["evaluation.every=2"], [12], [12], 12),
+    (["trainer.pause_after=1"], [6], [], None),
+]
+
+
+def test_when_the_test_set_is_read(tmp_path):
+    folders, words = [tmp_path / str(number) for number in range(len(READ))], [*LOGGED, *FIRST_IS_BEST]
+    runs = [composed(*words, *row[0], f"run_dir={at}", whole=False) for at, row in zip(folders, READ, strict=True)]
+    in_world(1, train_all, runs)
+    for folder, (words, val, test, tested) in zip(folders, READ, strict=True):
+        run, chooses = run_of(folder), "loader.validation=null" not in words
+        assert (steps_of(folder, "val/loss"), steps_of(folder, "test/loss")) == (val, test), words
+        assert (run["test"] or {}).get("step") == tested
+        assert run["objective"]["name"] == ("val/loss" if chooses else "test/loss")
+        assert (run["objective"]["best"] is None) == (not chooses)
+        if tested is not None:
+            number = dict(scalars(folder)["test/loss"])[tested]
+            assert run["test"]["metrics"]["loss"] == pytest.approx(number, rel=1e-6)
+            said = f"with the weights of step {tested}, {'chosen on val' if chooses else 'the last ones'}"
+            assert said in (folder / "train.log").read_text()
 
 
 @pytest.mark.parametrize(
