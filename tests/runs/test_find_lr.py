@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from lockstep.data.partition import seeded
 from lockstep.models.tutorial import mlp
-from lockstep.training.lr_range import smoothed, suggested
+from lockstep.training.lr_range import smoothed
 from support.commands import PYTHON_TRAIN, Command
 from support.digits import digits
 from support.event_files import scalars
@@ -93,12 +93,3 @@ def test_a_loss_that_never_falls_gets_a_sentence(train):
     sentence = train(*FIND, "mode.max_lr=1e-5", code=2).sentence
     assert "the loss does not fall by more than batches differ from optimizer.lr=1e-06 to 1e-05" in sentence
     assert sentence.endswith("or mode.max_lr=0.001")
-
-
-def test_the_suggestion_is_a_third_of_the_rate_of_the_lowest_loss_and_noise_is_no_fall():
-    rates = [1e-5 * 1e6 ** (step / 199) for step in range(200)]
-    noise = (0.01 * torch.randn(200, dtype=torch.float64)).tolist()
-    fall = [2 + ((step - 150) / 100) ** 2 for step in range(200)]
-    assert suggested(rates, fall) == rates[150] / 3
-    assert rates[140] / 3 < suggested(rates, [a + b for a, b in zip(fall, noise, strict=True)]) < rates[160] / 3
-    assert suggested(rates, noise) is suggested(rates, [1.0] * 200) is None

@@ -360,8 +360,8 @@ SPARSE = net("SparseTable", lambda self: setattr(self.table, "sparse", True), of
 NUMPY_NOISE = net("NumpyNoise", before=lambda self, x: x * torch.from_numpy(np.random.rand(len(x), 1)))
 EVALUATED = net("InEvaluation", after=lambda self, y: y if self.training else y * float(np.random.rand()))
 COIN = net("Coin", before=lambda self, x: x * (np.random.rand() + random.random()) if self.training else x)
-Animal = tuple[Any, ...]  # what it is, its words, and of a wrong one the row and a part of the reason
-FIRST_WRONG: list[Animal] = [  # those that the first edition named
+# An animal: what it is, its words, and of a wrong one the row and a part of the reason.
+WRONG = [
     (net("Centred", after=lambda self, y: y - 0.5 * y.mean(0)), [], "two", "layers,"),
     (net("Scaled", before=lambda self, x: x / x.abs().max()), [], "two", "layers,"),
     (net("OverBatch", after=lambda self, y: y.softmax(0)), [], "two", f"model (OverBatch): it {SHARE}"),
@@ -387,20 +387,6 @@ FIRST_WRONG: list[Animal] = [  # those that the first edition named
     (OWN_NUMBERS, [], "resumed", KEEPS),
     (LISTED, [], "learns", "no optimizer has"),
     (CUT_OFF, [], "learns", "spare.weight, spare.bias: no gradient"),
-]
-FIRST_RIGHT: list[Animal] = [  # those that it did not doubt
-    (LAYER_NORM, []),
-    (layers("GroupNormed", linear(4, 6), lambda: nn.GroupNorm(2, 6), nn.SiLU, linear(6, 2)), ["optimizer=adamw"]),
-    (net("Dropping", after=lambda self, y: F.dropout(y, 0.3, self.training)), ["optimizer=adamw", ema(0.9)]),
-    (BY_BATCH_NORM, [ema(0.9)]),  # its first bias has a gradient of rounding alone
-    (TIED, []),
-    (Teacher, []),
-    (RECURRENT, []),
-    (LAYER_DROPPED, []),
-    (net("Counts", after=replaced_counter, kept=FLAG), ["optimizer.fused=false"]),
-]
-WRONG: list[Animal] = [
-    *FIRST_WRONG,
     (net("NoiseOfAll", before=lambda self, x: x * torch.rand(4, dtype=x.dtype)), [], "two", "layer (Linear)"),
     (NUMPY_NOISE, [], "two", "layer (Linear)"),
     (BY_BATCH_NORM, ["sync_bn=off"], "two", "1 (BatchNorm1d)"),
@@ -437,8 +423,16 @@ WRONG: list[Animal] = [
     (Simple, ["loader.collate_fn={_target_:support.own_data.mixed}"], "two", "samples,"),
     (DROPPED, ["trainer.compile=true"], "compiled", "type trainer.compile=false"),
 ]
-RIGHT: list[Animal] = [
-    *FIRST_RIGHT,
+RIGHT = [
+    (LAYER_NORM, []),
+    (layers("GroupNormed", linear(4, 6), lambda: nn.GroupNorm(2, 6), nn.SiLU, linear(6, 2)), ["optimizer=adamw"]),
+    (net("Dropping", after=lambda self, y: F.dropout(y, 0.3, self.training)), ["optimizer=adamw", ema(0.9)]),
+    (BY_BATCH_NORM, [ema(0.9)]),  # its first bias has a gradient of rounding alone
+    (TIED, []),
+    (Teacher, []),
+    (RECURRENT, []),
+    (LAYER_DROPPED, []),
+    (net("Counts", after=replaced_counter, kept=FLAG), ["optimizer.fused=false"]),
     (Simple, [Noisy]),
     (BY_BATCH_NORM, ["optimizer=adamw"]),
     (DROPS_PATHS, []),
