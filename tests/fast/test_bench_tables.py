@@ -1,9 +1,12 @@
-"""The arithmetic of the benchmarks: ratios and verdicts."""
+"""The arithmetic of the benchmarks: ratios, turns, limits; and formulas of step times that end where textbooks do."""
 
+import math
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+
+import pytest
 
 from support.commands import ROOT, wait_for
 
@@ -11,29 +14,28 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import harness  # noqa: E402
 import race  # noqa: E402
+import scaling  # noqa: E402
+from scaling import Machine, Wire, Work  # noqa: E402
 
-
-def run_of(number, name, ranks, **quantities):
-    return {"round": number, "name": name, "ranks": ranks, "load": 0.5, "exit": 0, **quantities}
+SILENT = Wire(0.0, math.inf)
 
 
 def test_ratios_are_of_runs_of_the_same_round():
-    page = race.report(
-        [
-            run_of(0, "tutorial", 1, speed=100, rss=800, wall=20.0),
-            run_of(0, "Lockstep", 1, speed=200, rss=600, wall=10.0),
-            run_of(1, "tutorial", 1, speed=50, rss=800),
-            run_of(1, "Lockstep", 1, speed=75, rss=600),
-            run_of(2, "tutorial", 1, speed=10, rss=800),
-            run_of(0, "minimal", 1, first_step=2.0),
-            run_of(0, "start by python", 1, first_step=2.2),
-            run_of(0, "8 commands", 2, wall=40.0),
-            run_of(0, "sweep by launch=torchrun", 2, wall=20.0),
-            run_of(0, "--help", 1, wall=0.25),
-        ],
-        race.Settings("data"),
-        "torch 2",
-    )
+    runs = [
+        (0, "tutorial", 1, {"speed": 100, "rss": 800, "wall": 20.0}),
+        (0, "Lockstep", 1, {"speed": 200, "rss": 600, "wall": 10.0}),
+        (1, "tutorial", 1, {"speed": 50, "rss": 800}),
+        (1, "Lockstep", 1, {"speed": 75, "rss": 600}),
+        (2, "tutorial", 1, {"speed": 10, "rss": 800}),
+        (0, "minimal", 1, {"first_step": 2.0}),
+        (0, "start by python", 1, {"first_step": 2.2}),
+        (0, "8 commands", 2, {"wall": 40.0}),
+        (0, "sweep by launch=torchrun", 2, {"wall": 20.0}),
+        (0, "--help", 1, {"wall": 0.25}),
+    ]
+    common = {"load": 0.5, "exit": 0}
+    rows = [{"round": number, "name": name, "ranks": ranks} | common | found for number, name, ranks, found in runs]
+    page = race.report(rows, race.Settings("data"), "torch 2")
     for row in (
         "| Lockstep | 1 | tutorial | 1 | 137.50 (75.00-200.00) | 1.75 (1.50-2.00) | - | - | - | - | 10.00 | 0.50 |",
         "| start by python | 1 | minimal | 1 | 2.20 | 1.10 |",
@@ -47,26 +49,18 @@ def test_ratios_are_of_runs_of_the_same_round():
 
 def test_a_time_is_the_slowest_ranks_and_cpu_time_is_everybodys():
     lap = {"seconds": 2.0, "cpu": 1.0, "sent": 0, "samples": 100}
+    same = {"evaluation": [lap], "rss": 10.0, "accuracy": 0.5, "first_step": 12.0, "bare DDP": [lap, lap]}
     slow = lap | {"seconds": 4.0, "cpu": 3.0}
-    same = {"evaluation": [lap], "rss": 10.0, "accuracy": 0.5, "first_step": 12.0}
-    ranks = [
-        same | {"training": [lap, lap], "bare DDP": [lap, lap]},
-        same | {"training": [slow, lap], "bare DDP": [lap, lap]},
-    ]
-    found = race.figures(ranks, began=10.0)
-    assert found["speed"] == 200 / 6
-    assert found["evaluation"] == 50
-    assert found["cpu"] == 1000 * 6 / 200
-    assert found["first_step"] == 2.0
-    assert found["of bare DDP"] == (2 / 4 + 1) / 2
+    found = race.figures([same | {"training": [lap, lap]}, same | {"training": [slow, lap]}], began=10.0)
+    expected = {"speed": 200 / 6, "evaluation": 50, "cpu": 1000 * 6 / 200, "first_step": 2.0}
+    assert found | expected | {"of bare DDP": (2 / 4 + 1) / 2} == found
 
 
 def test_rounds_take_turns_in_being_first():
     order = []
     measure = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
-    found = harness.interleave(measure, 3)
+    assert harness.interleave(measure, 3) == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
     assert "".join(order) == "abcbcacab"
-    assert found == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
 
 
 def test_a_command_at_its_limit_ends_with_its_processes_of_other_sessions(tmp_path, monkeypatch):
@@ -77,9 +71,42 @@ def test_a_command_at_its_limit_ends_with_its_processes_of_other_sessions(tmp_pa
     assert (tmp_path / "console.log").read_text().strip().endswith(":of_the_user")
     left = Path("/proc") / (tmp_path / "left").read_text().strip() / "cmdline"
 
-    def has_ended() -> bool:
+    def has_ended():
         with suppress(OSError):
             return not left.read_bytes()  # a zombie has no words
         return True
 
     wait_for(has_ended, "end of the process", limit=5)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 4096])
+def test_collectives_send_the_bytes_of_the_textbook(ranks):
+    free, late = Wire(0.0, 1.0), Wire(1.0, math.inf)  # a byte a second, and a second a message
+    share = 2 * (ranks - 1) / ranks * 1e6
+    of_bytes = {"ring": share, "tree": share, "server": share * ranks}
+    of_messages = {"ring": 2 * (ranks - 1), "tree": 2 * math.log2(ranks), "server": 2}
+    for name in of_bytes:
+        assert getattr(scaling, name)(free, 1e6, ranks) == pytest.approx(of_bytes[name])
+        assert getattr(scaling, name)(late, 1e6, ranks) == of_messages[name]
+
+
+def test_nodes_add_up_their_own_gradients_first_and_a_backward_pass_hides_all_but_the_last_bucket():
+    eight = Machine(Wire(0.0, 100.0), Wire(0.0, 1.0), local=8, spread=0.0)
+    whole = 2 * 7 / 8 * 8e6 / 100 + 2 * 7 / 8 * 1e6
+    assert eight.combine(scaling.ring, 8e6, 64) == pytest.approx(whole)
+    assert eight.combine(scaling.gather, 8e6, 64) == pytest.approx(whole / 2)
+    assert scaling.overlapped(1.0, 2.0, (1.0,) * 4, lambda size: 0.25) == pytest.approx(3.25)
+    assert scaling.overlapped(1.0, 2.0, (1.0,) * 4, lambda size: 1.0) == pytest.approx(1 + 0.5 + 4)
+
+
+def test_a_pipeline_has_the_bubble_of_gpipe_and_the_slowest_of_many_is_the_expected_maximum():
+    work = Work(fixed=0.0, each=1e-3, buckets=(1e8,) * 4, groups=10, stages=8, micro_batches=8, cut=1e3)
+    silent = Machine(SILENT, SILENT, 1, 0.0)
+    for ranks in (2, 4, 8):
+        found = scaling.efficiency(scaling.pipeline, work, silent, 64, ranks, weak=True)
+        assert found == pytest.approx(8 / (8 + ranks - 1))
+    assert scaling.pipeline(work, silent, 64, 9) == math.inf
+    spread = 0.01  # so small that the log-normal is normal; the mean maximum of 2 and of 3 normals is known
+    two, three, many = ((scaling.slowest(ranks, spread) - 1) / spread for ranks in (2, 3, 4096))
+    assert (two, three) == pytest.approx((1 / math.sqrt(math.pi), 1.5 / math.sqrt(math.pi)), rel=0.02)
+    assert 3.4 < many < 3.8

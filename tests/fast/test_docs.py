@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
@@ -13,52 +12,45 @@ from support.configs import composed
 from support.pages import PAGES, PLACEHOLDER, code_spans, prose
 
 SECTION = re.compile(r"(trainer|evaluation|snapshot|logging|watch|backend|dataset|task)\.[a-z_.]+")
+README = (ROOT / "README.md").read_text()
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 
 
-def anchor(heading: str) -> str:
+def anchor(heading):
     """A heading's anchor, by GitHub's rules."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def test_the_readme_fits_on_100_lines() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
-
-
-def test_the_readme_names_every_option_of_every_config_group() -> None:
-    rows = re.findall(r"^\| .*", (ROOT / "README.md").read_text(), re.MULTILINE)
-    words = set(re.findall(r"\w+", " ".join(rows)))
+def test_the_readme_fits_on_100_lines_and_names_every_option_of_every_config_group():
+    assert len(README.splitlines()) <= 100
+    words = set(re.findall(r"\w+", " ".join(re.findall(r"^\| .*", README, re.MULTILINE))))
     options = {path.stem for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name not in ("hydra", "local")}
     assert options <= words | {"mine"}, options - words  # that of `make mine`
 
 
 @each_page
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_paths_tests_and_keys_that_are_named_exist(page):
     for target in re.findall(r"\]\(([^)]+)\)", prose(page)):
-        if target.startswith("https://"):
-            continue
         name, _, fragment = target.partition("#")
         path = page.parent / name if name else page
-        assert path.exists(), target
-        if fragment:
-            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
-            assert fragment in map(anchor, headings), target
-
-
-@each_page
-def test_paths_and_tests_that_are_named_exist(page: Path) -> None:
-    names = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+        if not target.startswith("https://"):
+            assert path.exists(), target
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE) if fragment else []
+            assert not fragment or fragment in map(anchor, headings), target
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     for word in " ".join(code_spans(page)).split():
         if re.match(r"(src|tests|conf|bench|docs|deploy)/\w", word) and not PLACEHOLDER.search(word):
             path = word.partition("::")[0]
             made_by_users = path.startswith("conf/local") or "mine." in path  # by `make mine`
             assert (ROOT / path).exists() or made_by_users, word
-        if re.fullmatch(r"test_\w+", word):
-            assert f"def {word}(" in names, word
+        assert not re.fullmatch(r"test_\w+", word) or f"def {word}(" in tests, word
+    known = [*flatten(asdict(composed())), "evaluation.metrics"]  # which is empty
+    for span in filter(SECTION.fullmatch, code_spans(page)):
+        assert any(f"{key}.".startswith(f"{span}.") for key in known), span
 
 
-def test_exit_codes_are_distinct_and_documented() -> None:
+def test_exit_codes_are_distinct_and_documented():
     codes = set(errors.EXIT_CODES)
     assert len(codes) == len(errors.EXIT_CODES)
     table = (ROOT / "docs/failures.md").read_text().partition("\n## Exit codes\n")[2].partition("\n\nAfter ")[0]
@@ -66,17 +58,8 @@ def test_exit_codes_are_distinct_and_documented() -> None:
     assert {int(code) for row in documented for code in row.split(", ")} == codes
 
 
-@each_page
-def test_every_key_that_is_named_exists(page: Path) -> None:
-    known = [*flatten(asdict(composed())), "evaluation.metrics"]  # which is empty
-    for span in code_spans(page):
-        if SECTION.fullmatch(span):
-            assert any(f"{key}.".startswith(f"{span}.") for key in known), span
-
-
-def test_the_walk_in_contributing_names_lines_that_exist() -> None:
+def test_the_walk_in_contributing_names_lines_that_exist():
     rows = re.findall(r"^\| \w \| `(.*?)` \| `(.*?)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    assert len(rows) == 11
-    assert len({path for path, _ in rows}) == 9  # six without those that average
+    assert (len(rows), len({path for path, _ in rows})) == (11, 9)  # six files without those that average
     for path, line in rows:
         assert line in (ROOT / path).read_text(), (path, line)

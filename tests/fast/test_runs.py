@@ -6,11 +6,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,16 +21,15 @@ from support.commands import ROOT
 from support.logged import run_info
 from support.made_runs import make_run
 
-RUNS = str(ROOT / "src" / "runs.py")
 START = {"world_size": 1, "launcher": "env", "hosts": [socket.gethostname()]}
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def runs(tmp_path, monkeypatch, capsys):
     """runs(*words) -> (lines, what went to stderr) of `python src/runs.py <words>` in `tmp_path`."""
     monkeypatch.chdir(tmp_path)
 
-    def made(*words: str, code: int = 0) -> tuple[list[str], str]:
+    def made(*words, code=0):
         found, printed = runs_py.main([*words]), capsys.readouterr()
         assert found == code, printed
         return printed.out.splitlines(), printed.err
@@ -42,10 +38,10 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 @pytest.fixture
-def cells(runs: Any) -> Any:
+def cells(runs):
     """cells(columns, *words) -> the rows of a table of these columns."""
 
-    def made(columns: str, *words: str) -> list[list[str]]:
+    def made(columns, *words):
         lines, _ = runs("table", ".", "--columns", columns, *words)
         return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[1:]]
 
@@ -55,89 +51,66 @@ def cells(runs: Any) -> Any:
 # The record.
 
 
-def change(folder: Path, **values: Any) -> Path:
-    """Other values in the last start of a made run."""
-    run = json.loads((folder / "run.json").read_text())
-    run["starts"][-1].update(values)
-    (folder / "run.json").write_text(json.dumps(run))
-    return folder
+def test_what_is_no_record_is_named(tmp_path):
+    for content in (None, b"[]", b'{"format": 1, "starts": [{}]}', b'{"format": 2, "sta'):
+        if content is not None:
+            (tmp_path / "run.json").write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"{tmp_path}/run.json is no record of a run \(.*; type "):
+            read_run(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"[]", b'{"format": 1, "starts": [{}]}', b'{"format": 2, "sta', None])
-def test_what_is_no_record_is_named(tmp_path: Path, content: bytes | None) -> None:
-    if content is not None:
-        (tmp_path / "run.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"run.json is no record of a run \(.*; type ") as told:
-        read_run(tmp_path)
-    assert str(tmp_path) in str(told.value)
-
-
-def test_a_run_of_a_process_that_is_gone_was_killed_and_one_elsewhere_is_unknown_after_an_hour(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "a", state="running")
-    here, child = socket.gethostname(), subprocess.Popen(["true"])
-    dead = child.pid
+def test_a_run_of_a_process_that_is_gone_was_killed_and_one_elsewhere_is_unknown_after_an_hour(tmp_path):
+    folder, here, child = make_run(tmp_path / "a", state="running"), socket.gethostname(), subprocess.Popen(["true"])
     child.wait()
-    rows = [
-        (here, os.getpid(), 0, "running"),
-        (here, dead, 0, "killed"),
-        ("x", 1, 9, "running"),
-        ("x", 1, 4e3, "unknown"),
-    ]
-    for host, pid, seconds, state in rows:
-        change(folder, hosts=[host], pid=pid, ended=time.time() - seconds, started=time.time() - seconds - 5)
+    rows = [(here, os.getpid(), 0, "running"), (here, child.pid, 0, "killed")]
+    for host, pid, seconds, state in [*rows, ("x", 1, 9, "running"), ("x", 1, 4e3, "unknown")]:
+        run, now = read_run(folder), time.time() - seconds
+        run["starts"][-1] |= {"hosts": [host], "pid": pid, "ended": now, "started": now - 5}
+        (folder / "run.json").write_text(json.dumps(run))
         assert state_of(read_run(folder)) == state
         assert seconds_of(read_run(folder)) == pytest.approx(5, abs=1)
 
 
-def started(folder: Path, step: int = 0, **config: Any) -> RunRecord:
+def started(folder, step=0, **config):
     record = RunRecord(folder, ("val/loss", "min"))
     record.start(run_info(folder, step, start=START, config=config))
     return record
 
 
-def test_a_run_that_is_killed_before_its_first_snapshot_keeps_its_start(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_before_its_first_snapshot_keeps_its_start(tmp_path):
     for epochs in (1, 2):
         settle(tmp_path)
         record = started(tmp_path, epochs=epochs)
         record.progress.best, record.progress.best_step = 0.5, 20
         metrics = {"train": {"loss": 1.0}, "val": {"loss": 0.5}, "best": {"loss": 0.5}}
         record.epoch(EpochSummary(1, 2, 20, metrics, {"samples": 9.0}))
-    info = run_info(tmp_path)
-    record.end(replace(info, last={"loss": 0.5}, test={"step": 20, "metrics": {"loss": 0.0}}), "finished")
+    test = {"step": 20, "metrics": {"loss": 0.0}}
+    record.end(replace(run_info(tmp_path), last={"loss": 0.5}, test=test), "finished")
     run = read_run(tmp_path)
-    first, second = run["starts"]
-    assert [(one["state"], one["to_step"]) for one in (first, second)] == [("killed", 0), ("finished", 20)]
-    assert first["config"] == {"epochs": 1}  # what the next start has changed
-    (row,) = run["history"]
-    assert row == {"epoch": 1, "step": 20, "speed/samples_per_s": 9.0, "train/loss": 1.0, "val/loss": 0.5} | {
-        "best/loss": 0.5
-    }
+    assert [(one["state"], one["to_step"]) for one in run["starts"]] == [("killed", 0), ("finished", 20)]
+    assert run["starts"][0]["config"] == {"epochs": 1}  # what the next start has changed
+    values = {"speed/samples_per_s": 9.0, "train/loss": 1.0, "val/loss": 0.5, "best/loss": 0.5}
+    assert run["history"] == [{"epoch": 1, "step": 20, **values}]
     assert run["objective"] == {"name": "val/loss", "mode": "min", "best": 0.5, "step": 20, "last": 0.5}
-    started(tmp_path, 10)
+    record = started(tmp_path, 10)
     assert [one["to_step"] for one in read_run(tmp_path)["starts"]] == [0, 10, 10]
     assert read_run(tmp_path)["history"] == []
-
-
-def test_the_history_of_a_long_run_stays_short(tmp_path: Path) -> None:
-    record = started(tmp_path)
-    for epoch in range(1, 5001):
+    for epoch in range(1, 5001):  # the history of a long run stays short
         record.epoch(EpochSummary(epoch, 5000, epoch, {"val": {"loss": 1 / epoch}}, {"samples": 9.0}))
     record.end(run_info(tmp_path), "finished")
     epochs = [row["epoch"] for row in read_run(tmp_path)["history"]]
-    assert epochs == sorted(epochs)
-    assert epochs[-1] == 5000
-    assert 300 < len(epochs) <= 1000
+    assert (epochs, epochs[-1], 300 < len(epochs) <= 1000) == (sorted(epochs), 5000, True)
 
 
-def test_the_code_is_known_with_git_and_without(tmp_path: Path) -> None:
-    git = ["git", "-c", "user.name=A", "-c", "user.email=a@example.org"]
+def test_the_code_is_known_with_git_and_without(tmp_path):
     source = tmp_path / "src" / "train.py"
     source.parent.mkdir()
     source.write_text("seed: 0\n")
     without_git = code_facts.__wrapped__(tmp_path)
     assert "commit" not in without_git
     for words in (["init"], ["add", "."], ["commit", "-m", "first"]):
-        subprocess.run([*git, *words], cwd=tmp_path, check=True, capture_output=True)
+        git = ["git", "-c", "user.name=A", "-c", "user.email=a@example.org", *words]
+        subprocess.run(git, cwd=tmp_path, check=True, capture_output=True)
     facts = code_facts.__wrapped__(tmp_path)
     assert (len(facts["commit"]), facts["source"]) == (40, without_git["source"])
     source.write_text("seed: 1\n")
@@ -147,7 +120,7 @@ def test_the_code_is_known_with_git_and_without(tmp_path: Path) -> None:
 # The table.
 
 
-def test_a_thousand_runs_take_a_second_or_two_and_no_torch(tmp_path: Path, runs: Any) -> None:
+def test_a_thousand_runs_take_a_second_or_two_and_no_torch(tmp_path, runs):
     for number in range(1000):
         folder = tmp_path / "outputs" / f"2026-11-{number // 50:02}" / f"{number:04}"
         make_run(folder, number / 1000, optimizer__lr=0.1 if number % 2 else 0.2, trainer__epochs=number)
@@ -159,43 +132,39 @@ def test_a_thousand_runs_take_a_second_or_two_and_no_torch(tmp_path: Path, runs:
     row = "outputs/2026-11-19/0998  finished             0.9980         46     46   5709  optimizer.lr=0.2 "
     assert row in lines[1]
     assert "2026-11-00/0000" in lines[-1]
-    command = [sys.executable, "-X", "importtime", RUNS, "table", "outputs/2026-11-00"]
-    loaded = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stderr
-    assert not {"torch", "hydra", "omegaconf", "scipy.stats", "pandas"} & {
-        line.split("|")[-1].strip() for line in loaded.splitlines()
-    }
+    command = [sys.executable, "-X", "importtime", str(ROOT / "src" / "runs.py"), "table", "outputs/2026-11-00"]
+    loaded = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stderr.splitlines()
+    names = {line.split("|")[-1].strip() for line in loaded}
+    assert not {"torch", "hydra", "omegaconf", "scipy.stats", "pandas"} & names
 
 
-def test_columns_orders_and_filters(tmp_path: Path, runs: Any, cells: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_columns_orders_and_filters(tmp_path, runs, cells, caplog):
     make_run(tmp_path / "a", 0.5, seed=3, trainer__epochs=20, tags=["base", "x"])
     make_run(tmp_path / "b", None, "failed", seed=1, trainer__epochs=3)
     make_run(tmp_path / "c" / "0", 0.75, seed=2, note="a b", test={"step": 46, "metrics": {"accuracy": 0.0}})
     (tmp_path / "c" / "1").mkdir()
     (tmp_path / "c" / "1" / "run.json").write_text('{"format": 2, "sta')
-    columns = "run,objective,test,trainer.epochs,dataset.mean,commit"
-    assert cells(columns, "--each") == [
+    assert cells("run,objective,test,trainer.epochs,dataset.mean,commit", "--each") == [
         ["a", "0.5000", "-", "20", "[0.5]", "59029b0b3e"],
         ["b", "-", "-", "3", "[0.5]", "59029b0b3e"],
         ["c/0", "0.7500", "0 ± 0.0053", "5", "[0.5]", "59029b0b3e"],  # 0.0 is a number of a test
     ]
     assert "c/1/run.json is no record of a run (JSONDecodeError: " in caplog.text
     assert cells("changed", "--filter", "note=a b") == [["seed=2 'note=a b'"]]  # words of a shell
-
-    def order(*words: str) -> list[str]:
-        return [row for (row,) in cells("run", *words)]
-
-    assert order("--sort", "objective") == ["c/0", "a", "b"]
-    assert order("--sort", "trainer.epochs") == ["b", "c/0", "a"]
-    assert order("--sort", "seed", "--filter", "state=finished") == ["c/0", "a"]
-    assert order("--filter", "trainer.compile=false", "--filter", "seed=1") == ["b"]
-    date = datetime.fromtimestamp(1795354012)
-    for shown in ("run=a", "objective=0.5000", "objective=0.5", "tags=base"):
-        assert order("--filter", shown) == ["a"], shown
-    for shown in (f"date={date}", "commit=59029b0b3e", "speed=5709.4", "steps=46"):
-        assert len(order("--filter", shown)) == 3, shown
+    date, filters = datetime.fromtimestamp(1795354012), ["--filter", "trainer.compile=false"]
+    for words, order in (
+        (["--sort", "objective"], ["c/0", "a", "b"]),
+        (["--sort", "trainer.epochs"], ["b", "c/0", "a"]),
+        (["--sort", "state"], ["b", "c/0", "a"]),
+        (["--sort", "seed", "--filter", "state=finished"], ["c/0", "a"]),
+        ([*filters, "--filter", "seed=1"], ["b"]),
+        *([["--filter", shown], ["a"]] for shown in ("run=a", "objective=0.5000", "objective=0.5", "tags=base")),
+        *([["--filter", shown], ["c/0", "a", "b"]] for shown in (f"date={date}", "commit=59029b0b3e", "steps=46")),
+    ):
+        assert [row for (row,) in cells("run", *words)] == order, words
 
 
-def test_runs_of_different_metrics_are_not_sorted_into_one_another(tmp_path: Path, cells: Any) -> None:
+def test_runs_of_different_metrics_are_not_sorted_into_one_another(tmp_path, cells):
     for name, best, metric in (("a", 0.1, "accuracy"), ("b", 0.9, "accuracy"), ("c", 0.5, "loss")):
         make_run(tmp_path / name, best, metric=(f"val/{metric}", "max" if metric == "accuracy" else "min"), x=name)
     found = cells("run,metric,objective", "--sort", "objective")
@@ -203,75 +172,67 @@ def test_runs_of_different_metrics_are_not_sorted_into_one_another(tmp_path: Pat
     assert choosing(settings(rows_of([tmp_path]))) == ""
 
 
-def test_runs_that_differ_only_in_seed_or_fold_are_one_line(tmp_path: Path, cells: Any) -> None:
+def test_runs_that_differ_only_in_seed_or_fold_are_one_line(tmp_path, cells):
     """Those of one folder and one code. A second run of a seed, and a failed one, add nothing to the mean."""
     for seed, best in ((1, 0.5), (2, 0.6), (3, 0.7)):
         test = {"step": 46, "metrics": {"accuracy": best}, "samples": 100, "errors": {}}
         make_run(tmp_path / "s" / str(seed), best, optimizer__lr=0.2, seed=seed, test=test)
     make_run(tmp_path / "s" / "again", 0.1, optimizer__lr=0.2, seed=1, started=1795354013.0)
     make_run(tmp_path / "s" / "failed", None, "failed", optimizer__lr=0.2, seed=4)
-    make_run(tmp_path / "s" / "other", 0.9, optimizer__lr=0.3, seed=1)
+    make_run(tmp_path / "s" / "other", 0.9, optimizer__lr=0.3, seed=1, model__seed=1)
     for fold in range(5):
-        make_run(tmp_path / "f" / str(fold), 0.5 + fold / 10, loader__fold=fold, loader__folds=5)
-    found = sorted(cells("run,state,objective,seed,changed"))
-    assert found == [
+        make_run(tmp_path / "f" / str(fold), 0.5 + fold / 10, loader__fold=fold, loader__folds=5, tags=[f"{fold}"])
+    assert sorted(cells("run,state,objective,seed,changed")) == [
         ["f (5 runs)", "finished", "0.7000 ± 0.29", "0", "loader.folds=5"],  # 0.20 if they were independent
         ["s (4 runs)", "3 finished, 1 failed", "0.6000 ± 0.25 of 3", "1,2,3,4", "optimizer.lr=0.2"],
         ["s/again", "finished", "0.1000", "1", "optimizer.lr=0.2 seed=1"],
-        ["s/other", "finished", "0.9000", "1", "optimizer.lr=0.3 seed=1"],
+        ["s/other", "finished", "0.9000", "1", "optimizer.lr=0.3 seed=1 model.seed=1"],
     ]
     assert len(cells("run", "--each")) == 11
     sweep = settings([row for row in rows_of([tmp_path / "s"]) if row["seed"] < 4])
     assert [row["objective"] for row in sweep] == pytest.approx([0.9, 0.6, 0.1])
-    sentence = choosing(sweep[1:])
-    assert sentence.startswith(
-        "val/accuracy 0.6 is the best of 2, and so it is optimistic; test/accuracy 0.6 had no part "
-    )
-    assert sentence.endswith("in it (95 %: 0.502 to 0.6906, from 100 test samples)")
+    told = "val/accuracy 0.6 is the best of 2, and so it is optimistic; test/accuracy 0.6 had no part in it"
+    assert choosing(sweep[1:]) == f"{told} (95 %: 0.502 to 0.6906, from 100 test samples)"
     assert choosing(sweep).endswith("; the test set has not been read")
 
 
-def test_python_gets_a_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_gets_a_frame(tmp_path, monkeypatch):
     make_run(tmp_path / "outputs" / "a", optimizer__lr=0.2)
     monkeypatch.chdir(tmp_path)
-    table: Callable[..., Any] = lockstep.runs  # type: ignore[assignment]
-    assert table().loc[0, ["run", "model", "optimizer.lr", "objective"]].tolist() == ["outputs/a", "mlp", 0.2, 0.5]
-    assert table("outputs").equals(table())
+    found = lockstep.runs().loc[0, ["run", "model", "optimizer.lr", "objective"]]
+    assert found.tolist() == ["outputs/a", "mlp", 0.2, 0.5]
+    assert lockstep.runs("outputs").equals(lockstep.runs())
     (tmp_path / "empty").mkdir()
-    assert table("empty").empty
+    assert lockstep.runs("empty").empty
     with pytest.raises(ConfigError, match="nowhere is no folder; type "):
-        table("nowhere")
+        lockstep.runs("nowhere")
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["table", "nowhere"], "nowhere is no folder; type python src/runs.py table <a folder with runs>"),
-        (["table", "empty"], "no run below empty; type python src/runs.py table <another folder>"),
-        (["table", ".", "--sort", "optimizer.lrr"], "type --sort optimizer.lr"),
-        (["table", ".", "--filter", "lr=0.1"], "type --filter optimizer.lr=<value>"),
-        (["table", ".", "--filter", "optimizer=x"], "type --filter optimizer._target_=<value>"),
-        (["table", ".", "--columns", "obj"], "type --columns state"),
-        (["table", ".", "--filter", "seed=7"], "none of 1 runs has seed=7; type another --filter"),
-        (["diff", "a", "nowhere"], "; type python src/runs.py table to see the runs below outputs"),
-        (["samples", "a"], "No such file or directory: 'a/test_samples.csv'"),
-    ],
-    ids=" ".join,
-)
-def test_bad_input_is_one_sentence(tmp_path: Path, runs: Any, words: list[str], sentence: str) -> None:
+BAD = {
+    "table nowhere": "nowhere is no folder; type python src/runs.py table <a folder with runs>",
+    "table empty": "no run below empty; type python src/runs.py table <another folder>",
+    "table . --sort optimizer.lrr": "type --sort optimizer.lr",
+    "table . --filter lr=0.1": "type --filter optimizer.lr=<value>",
+    "table . --filter optimizer=x": "type --filter optimizer._target_=<value>",
+    "table . --columns obj": "type --columns state",
+    "table . --filter seed=7": "none of 1 runs has seed=7; type another --filter",
+    "diff a nowhere": "; type python src/runs.py table to see the runs below outputs",
+    "samples a": "No such file or directory: 'a/test_samples.csv'",
+}
+
+
+def test_bad_input_is_one_sentence(tmp_path, runs):
     make_run(tmp_path / "a", optimizer___target_="torch.optim.SGD")
     (tmp_path / "empty").mkdir()
-    lines, error = runs(*words, code=2)
-    assert lines == []
-    assert error.startswith("lockstep: ")
-    assert error.count("\n") == 1
-    assert error.strip().endswith(sentence)
+    for words, sentence in BAD.items():
+        lines, error = runs(*words.split(), code=2)
+        assert (lines, error.count("\n"), error[:10]) == ([], 1, "lockstep: "), words
+        assert error.strip().endswith(sentence)
 
 
-def test_a_diff_names_what_two_runs_differ_in(tmp_path: Path, runs: Any) -> None:
+def test_a_diff_names_what_two_runs_differ_in(tmp_path, runs):
     make_run(tmp_path / "a", seed=1, run_dir="a")
-    make_run(tmp_path / "b", seed=1, run_dir="b", optimizer__lr=0.2)
-    path = tmp_path / "b" / "run.json"
+    path = make_run(tmp_path / "b", seed=1, run_dir="b", optimizer__lr=0.2) / "run.json"
     path.write_text(path.read_text().replace("2.14.1", "2.15.0"))
     found = [line.split() for line in runs("diff", "a", "b")[0]]
     assert found == [["a", "b"], ["optimizer.lr", "0.1", "0.2"], ["environment:", "torch", "2.14.1", "2.15.0"]]

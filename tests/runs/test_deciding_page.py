@@ -1,16 +1,14 @@
 """docs/sweeps.md, from "Repeat each setting" on: all its commands, in its order, in a folder outside the repository."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
-from support.commands import ROOT, Command
+from support.commands import ROOT
 from support.pages import COMMANDS, copy_examples, environment
 
 PAGE = (ROOT / "docs" / "sweeps.md").read_text().split("\n## Which set decides\n")[1]
 
 
-def test_from_a_sweep_to_the_number_that_is_reported(tmp_path: Path, start: Callable[..., Command]) -> None:
+def test_from_a_sweep_to_the_number_that_is_reported(tmp_path, start):
     copy_examples(PAGE, tmp_path)
     words = ("bash", "-c", "set -e\n" + "".join(COMMANDS.findall(PAGE)))
     output = start(*words, cwd=tmp_path / "lockstep", **environment(tmp_path)).finish(limit=220).output

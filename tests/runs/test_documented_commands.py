@@ -3,7 +3,6 @@
 import re
 import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
@@ -19,46 +18,40 @@ FOREIGN_KEYS = {"weights_only", "is_host", "AuthInfo"}
 # What this machine lacks: another one's network interface, and a plugin of Hydra.
 NOT_HERE = ("model=mine", "backend.socket_ifname=", "hydra.")
 
-Overrides = tuple[str, ...]
 
-
-def in_commands(page: Path) -> set[Overrides]:
+def in_commands(page):
     """The overrides of every command. Those with --config-dir are run by test_parts.py."""
     found = set()
     for line in command_lines(page) + code_spans(page):
-        if "src/train.py" not in line or "--config-dir" in line:
-            continue
-        typed = re.split(r"[;&|]|^'", line.partition("src/train.py")[2])[0]  # "'" ends the command of bash -c
-        words = shlex.split(typed, comments=True)
-        sweep = "-m" in words
-        found.add(tuple(first_value(word) if sweep else word for word in words if OVERRIDE.fullmatch(word)))
+        if "src/train.py" in line and "--config-dir" not in line:
+            typed = re.split(r"[;&|]|^'", line.partition("src/train.py")[2])[0]  # "'" ends the command of bash -c
+            words = shlex.split(typed, comments=True)
+            found.add(tuple(first_value(word) if "-m" in words else word for word in words if OVERRIDE.fullmatch(word)))
     return found
 
 
-def first_value(word: str) -> str:
+def first_value(word):
     """lr=0.1,0.2 -> lr=0.1, and lr=tag(log,interval(0.1,1)) -> lr=0.1."""
     key, _, values = word.partition("=")
-    first = values.rpartition("(")[2].partition(",")[0]
-    return f"{key}={first}"
+    return f"{key}={values.rpartition('(')[2].partition(',')[0]}"
 
 
-def in_code_spans(page: Path) -> set[Overrides]:
+def in_code_spans(page):
     """The overrides of every code span that holds nothing else."""
     spans = [span.split() for span in code_spans(page)]
     return {tuple(words) for words in spans if all(OVERRIDE.fullmatch(word) for word in words)}
 
 
-def usable(overrides: Overrides) -> list[str]:
+def usable(overrides):
     """Without placeholders, environment variables and keys of other programs."""
     words = [word for word in overrides if not PLACEHOLDER.search(word) and not word.startswith(NOT_HERE)]
     keys = [word.partition("=")[0] for word in words]
     return [word for word, key in zip(words, keys, strict=True) if key not in FOREIGN_KEYS and not key.isupper()]
 
 
-def with_needed_options(overrides: list[str]) -> list[str]:
+def with_needed_options(overrides):
     """For `strategy.count=4` alone, the option that has this key comes first: strategy=virtual_ranks."""
-    chosen = {word.partition("=")[0] for word in overrides}
-    needed = {}
+    chosen, needed = {word.partition("=")[0] for word in overrides}, {}
     for word in overrides:
         group, _, name = word.partition("=")[0].partition(".")
         options = [option for option in OPTIONS.get(group, []) if name in written_in(group, option)]
@@ -71,13 +64,13 @@ def with_needed_options(overrides: list[str]) -> list[str]:
     return ["dataset=text", *words] if "model=gpt" in words and not names_data else words
 
 
-def written_in(group: str, option: str) -> dict[str, object]:
+def written_in(group, option):
     found = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
     return found.get(group, found)  # an option for the whole config has its own group in it
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_every_override_composes_and_is_accepted(page: Path) -> None:
+def test_every_override_composes_and_is_accepted(page):
     for overrides in sorted(in_commands(page) | in_code_spans(page)):
         words = with_needed_options(usable(overrides))
         try:

@@ -1,6 +1,6 @@
 """The experiments of docs/experiments.md and docs/examples against plain torch in float64.
 
-On one and two ranks, and after a stop. What is drawn is taken from the project's own generators, whose draws other
+On one rank, and on two after a stop. What is drawn is taken from the project's own generators, whose draws other
 tests compare; all else is plain torch.
 """
 
@@ -10,21 +10,18 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from lockstep.data.loader import LoadedPart
 from lockstep.data.partition import generator, seeded
 from lockstep.models.tutorial import mlp
 from lockstep.training.rng import Draws
-from support.commands import PYTHON_TRAIN, ROOT, Command
+from support.commands import PYTHON_TRAIN, ROOT
 from support.digits import FEW, digits
 from support.event_files import read, scalars
 from support.pages import copy_examples, example_files
@@ -40,11 +37,11 @@ MLP = ["model=mlp", *[f"model.{key}={value}" for key, value in SMALL.items()]]
 WITHOUT_OFFSET = ["dataset.mean=null", "dataset.std=null"]
 
 
-def small_mlp() -> nn.Module:
+def small_mlp():
     return mlp([1, 8, 8], 10, **SMALL)
 
 
-def images(normalised: bool = True) -> tuple[Tensor, Tensor]:
+def images(normalised=True):
     """The 360 test digits, on which these runs train and are tested."""
     data = digits(False)
     values = data.inputs.double() / 255
@@ -52,7 +49,7 @@ def images(normalised: bool = True) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def drawing(place: tuple[int, int], rows: int) -> Iterator[None]:
+def drawing(place, rows):
     """Inside the block noise is that of a step of one process. place: (epoch, step)."""
     draws = Draws(0, torch.device("cpu"), True)
     draws.begin_epoch(place[1])
@@ -60,7 +57,7 @@ def drawing(place: tuple[int, int], rows: int) -> Iterator[None]:
         yield
 
 
-def batches(inputs: Tensor, targets: Tensor) -> Iterator[tuple[tuple[int, int], Tensor, Tensor]]:
+def batches(inputs, targets):
     step = 0
     for epoch in range(EPOCHS):
         for batch in torch.randperm(len(inputs), generator=generator(0, epoch)).split(BATCH):
@@ -68,16 +65,15 @@ def batches(inputs: Tensor, targets: Tensor) -> Iterator[tuple[tuple[int, int], 
             step += 1
 
 
-def built(make: Callable[[], nn.Module]) -> nn.Module:
+def built(make):
     with seeded(0):
         return make().double()
 
 
-def trained(model: nn.Module, loss: Callable[..., Tensor], normalised: bool = True) -> tuple[nn.Module, float]:
+def trained(model, loss, normalised=True):
     """Plain training, and the loss of the test. loss: (place, inputs, targets, whether in training) -> (N,)."""
-    inputs, targets = images(normalised)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], LR)
-    for place, x, y in batches(inputs, targets):
+    for place, x, y in batches(*images(normalised)):
         optimizer.zero_grad()
         with drawing(place, len(x)):
             loss(place, x, y, True).mean().backward()
@@ -88,20 +84,19 @@ def trained(model: nn.Module, loss: Callable[..., Tensor], normalised: bool = Tr
     return model, loss_of_test(loss, normalised)
 
 
-def loss_of_test(loss: Callable[..., Tensor], normalised: bool = True) -> float:
-    inputs, targets = images(normalised)
-    cut = zip(inputs.split(EVALUATED), targets.split(EVALUATED), strict=True)
+def loss_of_test(loss, normalised=True):
+    cut = zip(*(values.split(EVALUATED) for values in images(normalised)), strict=True)
     return float(torch.cat([loss((EPOCHS, 0), x, y, False).detach() for x, y in cut]).mean())
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(logits, targets):
     return -logits.log_softmax(1)[torch.arange(len(targets)), targets]
 
 
-def simclr(_: Path) -> tuple[nn.Module, float]:
+def simclr(_):
     model = built(small_mlp)
 
-    def loss(place: Any, x: Tensor, y: Tensor, training: bool) -> Tensor:
+    def loss(place, x, y, training):
         views = [x, x.roll(1, -1)]
         if training:
             views = [(view + 0.1 * torch.randn_like(view)) * torch.rand_like(view[:, :1, :1, :1]) for view in views]
@@ -114,11 +109,11 @@ def simclr(_: Path) -> tuple[nn.Module, float]:
     return trained(model, loss)
 
 
-def distillation(folder: Path) -> tuple[nn.Module, float]:
+def distillation(folder):
     model, teacher = built(small_mlp), built(small_mlp)
     teacher.load_state_dict(torch.load(folder / "mywork" / "teacher.pt", weights_only=True))
 
-    def loss(place: Any, x: Tensor, y: Tensor, training: bool) -> Tensor:
+    def loss(place, x, y, training):
         logits, wanted = model(x), (teacher(x) / 2).softmax(1).detach()
         soft = (wanted * (wanted.log() - (logits / 2).log_softmax(1))).sum(1)
         return 0.5 * cross_entropy(logits, y) + 0.5 * 4 * soft
@@ -126,16 +121,12 @@ def distillation(folder: Path) -> tuple[nn.Module, float]:
     return trained(model, loss)
 
 
-def mean_teacher(folder: Path) -> tuple[nn.Module, float]:
-    def make() -> nn.Module:
-        model = nn.Module()
-        model.student = small_mlp()
-        model.teacher = copy.deepcopy(model.student).requires_grad_(False)
-        return model
+def mean_teacher(_):
+    model = nn.Module()
+    model.student = built(small_mlp)
+    model.teacher = copy.deepcopy(model.student).requires_grad_(False)
 
-    model = built(make)
-
-    def loss(place: Any, x: Tensor, y: Tensor, training: bool) -> Tensor:
+    def loss(place, x, y, training):
         noisy = x + 0.1 * torch.randn_like(x) if training else x
         logits, weight = model.student(noisy), 10 * min(1, place[0] / 2)
         apart = (logits.softmax(1) - model.teacher(x).softmax(1)) ** 2
@@ -144,25 +135,25 @@ def mean_teacher(folder: Path) -> tuple[nn.Module, float]:
     return trained(model, loss)
 
 
-def sam(_: Path) -> tuple[nn.Module, float]:
+def sam(_):
     model = built(small_mlp)
-    inputs, targets = images()
-    for _place, x, y in batches(inputs, targets):
-        before = [weight.detach().clone() for weight in model.parameters()]
-        slopes = torch.autograd.grad(cross_entropy(model(x), y).mean(), list(model.parameters()))
+    weights = [*model.parameters()]
+    for _place, x, y in batches(*images()):
+        before = [weight.detach().clone() for weight in weights]
+        slopes = torch.autograd.grad(cross_entropy(model(x), y).mean(), weights)
         norm = math.sqrt(sum(float((slope**2).sum()) for slope in slopes)) + 1e-12
-        for weight, slope in zip(model.parameters(), slopes, strict=True):
+        for weight, slope in zip(weights, slopes, strict=True):
             weight.data += 0.05 * slope / norm
-        slopes = torch.autograd.grad(cross_entropy(model(x), y).mean(), list(model.parameters()))
-        for weight, slope, old in zip(model.parameters(), slopes, before, strict=True):
+        slopes = torch.autograd.grad(cross_entropy(model(x), y).mean(), weights)
+        for weight, slope, old in zip(weights, slopes, before, strict=True):
             weight.data = old - LR * slope
     return model, loss_of_test(lambda place, x, y, training: cross_entropy(model(x), y))
 
 
-def penalty(_: Path) -> tuple[nn.Module, float]:
+def penalty(_):
     model = built(small_mlp)
 
-    def loss(place: Any, x: Tensor, y: Tensor, training: bool) -> Tensor:
+    def loss(place, x, y, training):
         x = x.detach().requires_grad_()
         logits = model(x)
         (slope,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
@@ -171,17 +162,16 @@ def penalty(_: Path) -> tuple[nn.Module, float]:
     return trained(model, loss)
 
 
-def gan(folder: Path) -> tuple[nn.Module, float]:
+def gan(_):
     model = built(lambda: importlib.import_module("my_work.gan").GAN(16, 64, 64))
     of_critic = torch.optim.Adam(model.critic.parameters(), 0.001, (0.5, 0.999))
     of_generator = torch.optim.SGD(model.generator.parameters(), LR)
-    inputs, targets = images(False)
 
-    def critic_loss(x: Tensor, noise: Tensor) -> Tensor:
+    def critic_loss(x, noise):
         real, fake = model.critic(x), model.critic(model.generator(noise).detach())
         return (-F.logsigmoid(real) - F.logsigmoid(-fake))[:, 0]
 
-    for place, x, _y in batches(inputs, targets):
+    for place, x, _y in batches(*images(False)):
         with drawing(place, len(x)):
             noise = torch.zeros(len(x), 16).double().normal_()
         model.zero_grad()
@@ -193,10 +183,10 @@ def gan(folder: Path) -> tuple[nn.Module, float]:
     return model, loss_of_test(lambda place, x, y, training: critic_loss(x, torch.zeros(len(x), 16).double()), False)
 
 
-def vae(folder: Path) -> tuple[nn.Module, float]:
+def vae(_):
     model = built(lambda: importlib.import_module("my_tasks").VAE(64, 64, 8))
 
-    def loss(place: Any, x: Tensor, y: Tensor, training: bool) -> Tensor:
+    def loss(place, x, y, training):
         mean, log_variance = model.encoder(x).chunk(2, 1)
         drawn = mean + (log_variance / 2).exp() * torch.randn_like(mean) if training else mean
         p, x = model.decoder(drawn).sigmoid(), x.flatten(1)
@@ -207,13 +197,13 @@ def vae(folder: Path) -> tuple[nn.Module, float]:
     return trained(model, loss, False)
 
 
-def trades(_: Path) -> tuple[nn.Module, float]:
+def trades(_):
     model = built(small_mlp)
 
-    def apart(wanted: Tensor, logits: Tensor) -> Tensor:
+    def apart(wanted, logits):
         return (wanted.softmax(1) * (wanted.log_softmax(1) - logits.log_softmax(1))).sum(1)
 
-    def loss(place: Any, x: Tensor, y: Tensor, training: bool) -> Tensor:
+    def loss(place, x, y, training):
         logits, moved = model(x), x + 0.01 * (x - x.roll(1, -1))
         for _step in range(3):
             moved = moved.detach().requires_grad_()
@@ -231,9 +221,10 @@ MEAN_TEACHER += ["model._target_=my_mean_teacher.StudentAndTeacher", f"+model.st
 MEAN_TEACHER += ["step._target_=my_mean_teacher.AveragingStep", "+step.decay=0.99"]
 VAE = ["model._target_=my_tasks.VAE", "+model.pixels=64", "+model.width=64", "+model.latent=8"]
 TRADES = ["task._target_=my_tasks.Trades", "+task.radius=0.1", "+task.steps=3", "+task.weight=3.0"]
-EXPERIMENTS: dict[str, tuple[Callable[[Path], tuple[nn.Module, float]], list[str]]] = {
+TEACHER = [f"task.teacher.{key}={value}" for key, value in SMALL.items()]
+EXPERIMENTS = {  # what computes (the model, the loss of its test) by plain torch, and the words
     "simclr": (simclr, ["task=simclr", *MLP]),
-    "distillation": (distillation, ["task=distillation", "task.weights=teacher.pt", *MLP]),
+    "distillation": (distillation, ["task=distillation", "task.weights=teacher.pt", *MLP, *TEACHER]),
     "mean_teacher": (mean_teacher, MEAN_TEACHER),
     "sam": (sam, ["step=sam", *MLP]),
     "penalty": (penalty, ["task._target_=my_tasks.GradientPenalty", "+task.weight=0.1", *MLP]),
@@ -241,11 +232,10 @@ EXPERIMENTS: dict[str, tuple[Callable[[Path], tuple[nn.Module, float]], list[str
     "vae": (vae, ["task._target_=my_tasks.Annealed", "+task.steps=4", *VAE, *WITHOUT_OFFSET]),
     "trades": (trades, [*TRADES, *MLP]),
 }
-EXPERIMENTS["distillation"][1].extend([f"task.teacher.{key}={value}" for key, value in SMALL.items()])
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def home(tmp_path_factory):
     """With mywork/, which has the files of the page and the weights of a teacher."""
     folder = tmp_path_factory.mktemp("home")
     copy_examples(PAGE, folder)
@@ -257,55 +247,44 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_an_experiment_is_that_of_plain_torch_on_one_and_two_ranks_and_after_a_stop(
-    start: Callable[..., Command], home: Path, name: str
-) -> None:
+def test_an_experiment_is_that_of_plain_torch_on_one_rank_and_on_two_after_a_stop(start, home, name):
     reference, words = EXPERIMENTS[name]
     model, loss = reference(home)
     command = [*PYTHON_TRAIN, "--config-dir=conf", *JOB, *words, f"optimizer.lr={LR}", "launch=fork"]
-
-    def run(ranks: int, *more: str, folder: str) -> Path:
+    stopped = (1, "two", "trainer.max_steps=3")
+    for ranks, folder, *more in ((1, "one"), stopped, (2, "two", f"resume={name}/two")):
         typed = [*command, f"launch.nproc_per_node={ranks}", f"hydra.run.dir={name}/{folder}", *more]
         start(*typed, cwd=home / "mywork", PYTHONPATH=EXAMPLES).finish()
-        return home / "mywork" / name / folder
-
-    folders = [run(1, folder="one"), run(2, folder="two")]
-    run(2, "trainer.max_steps=3", folder="resumed")
-    folders.append(run(1, f"resume={name}/resumed", folder="resumed"))
-    for folder in folders:
-        distance = (saved_parameters(folder, model) - parameter_vector(model)).abs().max()
-        print(f"{name}, {folder.name}: {float(distance):.0e}")
-        assert distance < 1e-9, folder.name
+    for folder in (home / "mywork" / name / which for which in ("one", "two")):
+        assert (saved_parameters(folder, model) - parameter_vector(model)).abs().max() < 1e-9, folder.name
         found = json.loads((folder / "run.json").read_text())["test"]["metrics"]["loss"]
         assert found == pytest.approx(loss, rel=1e-9), folder.name
 
 
-def test_callbacks_show_the_norm_of_each_gradient_and_a_picture(start: Callable[..., Command], home: Path) -> None:
+def test_callbacks_show_the_norm_of_each_gradient_and_a_picture(start, home):
     nodes = "callbacks=[{_target_: my_work.looks.GradientNorms}]"
     words = ["--config-dir=conf", *JOB, *MLP, nodes, "logger=tensorboard", "trainer.batch_size=36", "trainer.epochs=1"]
     start(*PYTHON_TRAIN, *words, "hydra.run.dir=looks", cwd=home / "mywork").finish()
-    folder = home / "mywork" / "looks"
-    model, (inputs, targets) = built(small_mlp), images()
+    folder, model, (inputs, targets) = home / "mywork" / "looks", built(small_mlp), images()
     optimizer = torch.optim.SGD(model.parameters(), LR)
     for batch in torch.randperm(360, generator=generator(0, 0)).split(36):
         optimizer.zero_grad()
         cross_entropy(model(inputs[batch]), targets[batch]).mean().backward()
         optimizer.step()
     for name, weight in model.named_parameters():
-        ((step, norm),) = scalars(folder)[f"gradient/{name}"]
-        assert (step, norm) == (10, pytest.approx(float(weight.grad.norm()), rel=1e-5))
+        assert scalars(folder)[f"gradient/{name}"] == [(10, pytest.approx(float(weight.grad.norm()), rel=1e-5))]
     (picture,) = read(folder).Images("first_weights")
     assert (picture.step, picture.height, picture.width) == (10, 10, 64)
 
 
-def test_the_page_counts_its_lines() -> None:
+def test_the_page_counts_its_lines():
     written = dict(re.findall(r"^\| \[.*?\]\(#(\S+)\).* \| (\d+) \|$", PAGE, re.MULTILINE))
-    files = {Path(name).stem: text for name, text in example_files(PAGE) if name.endswith(".py")}
-    lines = [len([line for line in text.splitlines() if line.strip()]) for text in files.values()]
+    files = [text for name, text in example_files(PAGE) if name.endswith(".py")]
+    lines = [len([line for line in text.splitlines() if line.strip()]) for text in files]
     assert [int(number) for number in written.values()] == lines[: len(written)]
     assert max(lines) <= 45
 
 
-def test_a_graph_is_refused_without_a_gpu(start: Callable[..., Command], tmp_path: Path) -> None:
-    output = start(*PYTHON_TRAIN, "step=cuda_graph", cwd=tmp_path).finish(2).output
+def test_a_graph_is_refused_without_a_gpu(start):
+    output = start(*PYTHON_TRAIN, "step=cuda_graph").finish(2).output
     assert "step=cuda_graph records what one rank computes on a GPU; type step=default" in output

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 
 from lockstep.data.partition import seeded
 from lockstep.models.tutorial import mlp
-from lockstep.training.lr_range import smoothed, suggested
+from lockstep.training.lr_range import smoothed
 from support.commands import PYTHON_TRAIN, Command
 from support.digits import digits
 from support.event_files import scalars
@@ -18,35 +17,27 @@ from support.reference import train_reference
 
 pytestmark = pytest.mark.whole
 
-Start = Callable[..., Command]
-Train = Callable[..., Command]
 FIND = ["loader.validation=null", "mode=find_lr", "model=mlp", "trainer.precision=fp64", "logger=[]"]
 
 
-def suggestion(command: Command) -> list[str]:
-    """The words that it says to type."""
+def suggestion(command):
+    """{key: rate} of the words that it says to type."""
     (line,) = re.findall("^type (.*)$", command.output, re.MULTILINE)
-    return shlex.split(line)
-
-
-def rate_of(command: Command) -> float:
-    (word,) = suggestion(command)
-    return float(word.removeprefix("optimizer.lr="))
+    return {key: float(value) for key, _, value in (word.partition("=") for word in shlex.split(line))}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Command:
-    words = [*PYTHON_TRAIN, *FIND, "hydra.run.dir=found"]
-    return Command(words, tmp_path_factory.mktemp("one")).finish()
+def found(tmp_path_factory):
+    return Command([*PYTHON_TRAIN, *FIND, "hydra.run.dir=found"], tmp_path_factory.mktemp("one")).finish()
 
 
-def test_the_curve_is_that_of_plain_torch(found: Command) -> None:
+def test_the_curve_is_that_of_plain_torch(found):
     data = digits(train=True)
     images = ((data.inputs.double() / 255) - 0.287) / 0.353
     with seeded(0):
         model = mlp(shape=[1, 8, 8], classes=10, width=128, depth=2, dropout=0.0).double()
     curves = scalars(found.cwd / "found")
-    losses = [loss for _, loss in curves["find_lr/loss"]]
+    losses, rates = ([value for _, value in curves[f"find_lr/{name}"]] for name in ("loss", "lr"))
     reference = train_reference(
         model,
         (images, data.targets),
@@ -58,75 +49,47 @@ def test_the_curve_is_that_of_plain_torch(found: Command) -> None:
         lr_factor=lambda step: 1e-6 / 0.05 * 1e7 ** (step / 199),
     )
     assert losses == pytest.approx(reference.losses, rel=1e-6)
-    assert [rate for _, rate in curves["find_lr/lr"]] == pytest.approx(
-        [1e-6 * 1e7 ** (n / 199) for n in range(len(losses))]
-    )
+    assert rates == pytest.approx([1e-6 * 1e7 ** (n / 199) for n in range(len(losses))])
     assert len(losses) < 200  # it ends where the loss diverges
     assert sum(losses[-10:]) / 10 > 2 * sum(losses[:10]) / 10 >= sum(losses[-11:-1]) / 10
     curve = smoothed(reference.losses)
     lowest = curve.index(min(curve))
-    assert rate_of(found) == float(f"{1e-6 * 1e7 ** (lowest / 199) / 3:.2g}")
+    assert suggestion(found) == {"optimizer.lr": float(f"{1e-6 * 1e7 ** (lowest / 199) / 3:.2g}")}
 
 
-def test_ranks_find_the_same(found: Command, train: Train) -> None:
+def test_ranks_find_the_same_and_it_leaves_curves_and_no_run(found, train):
     two = train(*FIND, "launch=fork", "launch.nproc_per_node=2", "hydra.run.dir=found")
     assert suggestion(two) == suggestion(found)
-    ours, theirs = (scalars(command.cwd / "found")["find_lr/loss"] for command in (two, found))
-    assert [step for step, _ in ours] == [step for step, _ in theirs]
-    assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in theirs], rel=1e-6)
-
-
-def test_it_leaves_curves_and_no_run(found: Command, train: Train) -> None:
+    ours, theirs = (torch.tensor(scalars(each.cwd / "found")["find_lr/loss"]) for each in (two, found))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
     folder = found.cwd / "found"
     names = {path.relative_to(folder).parts[0] for path in folder.rglob("*")}
     assert {name for name in names if not name.startswith("events.")} == {".lock", "logs", "train.log"}
-    refused = train(f"resume={folder}", code=2)
-    assert "type a run folder" in refused.sentence
+    assert "type a run folder" in train(f"resume={folder}", code=2).sentence
 
 
-def test_all_rates_of_an_optimizer_are_scaled_by_the_same_factor(train: Train) -> None:
-    words = [
-        "optimizer=muon",
-        "optimizer.lr=0.02",
-        "optimizer.others.lr=0.002",
-        "parameters.groups=[{match:1,lr:0.04}]",
-    ]
-    found = train(*FIND, *words)
-    rate, adamw_rate = (float(word.rpartition("=")[2]) for word in suggestion(found))
-    assert adamw_rate == pytest.approx(0.1 * rate, rel=0.05)
+def test_all_rates_of_an_optimizer_are_scaled_by_the_same_factor(train):
+    rates = {"optimizer.lr": 0.02, "optimizer.others.lr": 0.002}
+    words = ["optimizer=muon", *(f"{key}={rate}" for key, rate in rates.items())]
+    found = train(*FIND, *words, "parameters.groups=[{match:1,lr:0.04}]")
     (factor,) = re.findall(r"^and multiply each lr of parameters\.groups by ([\d.e-]+)$", found.output, re.MULTILINE)
-    assert float(factor) == pytest.approx(rate / 0.02, rel=0.05)
-
-
-def test_a_loss_that_never_falls_gets_a_sentence(train: Train) -> None:
-    refused = train(*FIND, "mode.max_lr=1e-5", "hydra.run.dir=flat", code=2)
-    assert "the loss does not fall by more than batches differ from optimizer.lr=1e-06 to 1e-05" in refused.sentence
-    assert refused.sentence.endswith("or mode.max_lr=0.001")
+    assert suggestion(found) == pytest.approx({key: rate * float(factor) for key, rate in rates.items()}, rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["mode.max_lr=1e-7"], "mode.max_lr=1e-07 is below min_lr; type mode.max_lr=0.001"),
-        (["mode.steps=5"], "mode.steps=5 should be greater than or equal to 40; type mode.steps=<value>"),
-        (
-            ["resume=outputs/a"],
-            "mode=find_lr reads no run; leave resume=outputs/a out, or type parameters.init=<a run> for its weig",
-        ),
-        (["~optimizer.lr"], "mode=find_lr scales the rates from optimizer.lr; type optimizer.lr=0.1"),
+        ("mode.max_lr=1e-7", "mode.max_lr=1e-07 is below min_lr; type mode.max_lr=0.001"),
+        ("mode.steps=5", "mode.steps=5 should be greater than or equal to 40; type mode.steps=<value>"),
+        ("resume=outputs/a", "reads no run; leave resume=outputs/a out, or type parameters.init=<a run> for its weig"),
+        ("~optimizer.lr", "mode=find_lr scales the rates from optimizer.lr; type optimizer.lr=0.1"),
     ],
 )
-def test_what_cannot_be_searched_is_refused(train: Train, words: list[str], said: str) -> None:
-    assert said in train("mode=find_lr", *words, code=2).sentence
+def test_what_cannot_be_searched_is_one_sentence(train, words, said):
+    assert said in train("mode=find_lr", *words.split(), code=2).sentence
 
 
-def test_the_suggestion_is_a_third_of_the_rate_of_the_lowest_loss_and_noise_is_no_fall() -> None:
-    rates = [1e-5 * 1e6 ** (step / 199) for step in range(200)]
-    noise = (0.01 * torch.randn(200, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).tolist()
-    fall = [2 + ((step - 150) / 100) ** 2 for step in range(200)]
-    assert suggested(rates, fall) == rates[150] / 3
-    found = suggested(rates, [a + b for a, b in zip(fall, noise, strict=True)])
-    assert found is not None
-    assert rates[140] / 3 < found < rates[160] / 3
-    assert suggested(rates, noise) is None
-    assert suggested(rates, [1.0] * 200) is None
+def test_a_loss_that_never_falls_gets_a_sentence(train):
+    sentence = train(*FIND, "mode.max_lr=1e-5", code=2).sentence
+    assert "the loss does not fall by more than batches differ from optimizer.lr=1e-06 to 1e-05" in sentence
+    assert sentence.endswith("or mode.max_lr=0.001")

@@ -3,18 +3,14 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
-from support.commands import ROOT, Command
+from support.commands import ROOT
 
 FOLDERS = ["src", "conf", "deploy", "docs", "tests", "Makefile", "pyproject.toml"]
 FILES = ["src/mine.py", "conf/model/mine.yaml", "tests/test_mine.py"]
 
 
-def test_its_files_are_the_users_its_test_passes_and_it_is_trained_without_a_flag(
-    tmp_path: Path, start: Callable[..., Command]
-) -> None:
+def test_its_files_are_the_users_its_test_passes_and_it_is_trained_without_a_flag(tmp_path, start):
     """Ranks of launch=spawn are new processes. That any starter's ranks import the user's: test_own_folder.py."""
     listed = subprocess.run(["git", "ls-files", *FOLDERS], cwd=ROOT, check=True, capture_output=True, text=True)
     for name in set(listed.stdout.splitlines()) - set(FILES):

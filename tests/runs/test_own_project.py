@@ -2,20 +2,18 @@
 
 import csv
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 
-from support.commands import ROOT, Command
+from support.commands import ROOT
 from support.pages import COMMANDS, copy_examples, environment
 
 PAGE = (ROOT / "docs" / "start.md").read_text()
 
 
-def test_a_project_from_data_to_export(tmp_path: Path, start: Callable[..., Command]) -> None:
+def test_a_project_from_data_to_export(tmp_path, start):
     copy_examples(PAGE, tmp_path)
     words = ("bash", "-c", "set -e\n" + "".join(COMMANDS.findall(PAGE)))
     output = start(*words, cwd=tmp_path / "lockstep", **environment(tmp_path)).finish(limit=220).output

@@ -3,9 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,21 +14,20 @@ from support.pages import COMMANDS, copy_examples, environment, example_files, s
 
 PAGE = (ROOT / "docs" / "parts.md").read_text()
 EXAMPLES = ROOT / "docs" / "examples"
-Start = Callable[..., Command]
 
 
-def numbers(command: Command) -> list[float]:
+def numbers(command):
     """All losses and metrics of the epochs' lines."""
     return [float(number) for line in command.epochs for number in re.findall(r"\d+\.\d+", line)]
 
 
-def shapes(command: Command, *names: str) -> list[tuple[int, ...]]:
+def shapes(command, *names):
     saved = torch.load(command.folder / "model.pt", weights_only=True)
     return [tuple(saved[name].shape) for name in names]
 
 
 # {section of the page: what its finished commands, and the run without any part of the page, say}
-SECTIONS: dict[str, Callable[[Command, Command], Any]] = {
+SECTIONS = {
     "A model": lambda run, _: shapes(run, "0.weight", "5.weight") == [(16, 1, 3, 3), (10, 64)],
     "A data set": lambda run, _: (
         "900 training, 100 validation and 200 test samples" in run.output and shapes(run, "1.weight") == [(128, 64)]
@@ -54,14 +51,14 @@ SECTIONS: dict[str, Callable[[Command, Command], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Command:
+def reference(tmp_path_factory):
     """The run without any part of the page: one process, one epoch."""
     command = [sys.executable, str(ROOT / "src" / "train.py"), "trainer.epochs=1"]
     return Command(command, tmp_path_factory.mktemp("reference")).finish()
 
 
 @pytest.mark.parametrize("heading", SECTIONS)
-def test_a_part_is_one_file_and_its_yaml(tmp_path: Path, start: Start, reference: Command, heading: str) -> None:
+def test_a_part_is_one_file_and_its_yaml(tmp_path, start, reference, heading):
     assert re.findall(r"^## (An? .*)$", PAGE, re.MULTILINE) == [*SECTIONS, "A strategy"]
     assert [Path(name).suffix for name, _ in example_files(section(PAGE, heading))] == [".py", ".yaml"]
     copy_examples(PAGE, tmp_path)
@@ -79,15 +76,12 @@ def test_a_part_is_one_file_and_its_yaml(tmp_path: Path, start: Start, reference
     ],
     ids=lambda words: words[0].partition("=")[2],
 )
-def test_two_ranks_train_to_the_numbers_of_one(train: Start, reference: Command, words: tuple[str, ...]) -> None:
-    command = train(*words, "trainer.epochs=1", PYTHONPATH=EXAMPLES)
+def test_two_ranks_train_to_the_numbers_of_one_with_a_logger_of_ones_own(train, reference, words):
+    node = '{_target_: my_logger.JSONLinesLogger, run_dir: "${run_dir}"}'
+    more = ("logger=console", f"+logger.lines={node}", "trainer.epochs=1")
+    command = train(*words, *more, PYTHONPATH=EXAMPLES)
     assert "rank 0 of 2" in command.output
     assert numbers(command) == pytest.approx(numbers(reference), abs=2e-3)
-
-
-def test_a_logger(train: Start) -> None:
-    node = '{_target_: my_logger.JSONLinesLogger, run_dir: "${run_dir}"}'
-    command = train("logger=console", f"+logger.lines={node}", "trainer.epochs=1", PYTHONPATH=EXAMPLES)
     lines = [json.loads(line) for line in (command.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [10, 20, 21, 21]
     assert f"val loss {lines[2]['val/loss']:.4f}" in command.output

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.data.loader import LoadedPart
 from lockstep.errors import ConfigError
-from lockstep.loggers.csv_logger import read_rows
 from lockstep.models.gpt import gpt
 from lockstep.models.tutorial import convnet
 from lockstep.strategies.base import Strategy, local_part
@@ -24,6 +23,7 @@ from lockstep.strategies.sharded import Sharded, blocks_to_wrap, styles_of_plan
 from lockstep.tasks.base import Task
 from support.commands import ema, own_data
 from support.configs import composed, parts_of, with_values
+from support.logged import read_rows
 from support.models import WATCHED, TinyGPT
 from support.run_folders import newest_snapshot
 from support.small_text import small_gpt
@@ -244,7 +244,7 @@ def test_two_groups_of_two_ranks_have_one_processs_numbers(tmp_path: Path) -> No
 
 
 def grad_norms(folder: Path) -> list[float]:
-    return [value for _, tag, value in read_rows(folder / "metrics.csv") if tag == "train/grad_norm"]
+    return [value for _, tag, value in read_rows(folder) if tag == "train/grad_norm"]
 
 
 class Recomputed(nn.Sequential):

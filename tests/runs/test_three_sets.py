@@ -4,8 +4,6 @@ import csv
 import json
 import signal
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,49 +14,43 @@ from support.commands import TRAIN, ema
 from support.configs import composed, parts_of, record_of
 from support.digits import digits
 from support.event_files import scalars
+from support.logged import read_rows
 from support.worlds import in_world, same_bits, train_all
 
-SMALL = ["model=linear", "trainer.epochs=2", "trainer.batch_size=256", "logger=[tensorboard,console,csv]"]
+SMALL = ["model=linear", "trainer.epochs=2", "trainer.batch_size=256"]
+LOGGED = [*SMALL, "logger=[tensorboard,console,csv]"]
 # The first evaluation is the best one: the weights that are tested are not the last ones.
 FIRST_IS_BEST = ["task._target_=support.models.LargestLoss"]
 
 
-def run_of(folder: Path) -> Any:
+def run_of(folder):
     return json.loads((folder / "run.json").read_text())
 
 
+def steps_of(folder, tag):
+    return [step for step, _ in scalars(folder).get(tag, [])]
+
+
 def test_the_default_run_chooses_on_validation_and_reads_the_test_set_once(train, tmp_path):
-    output = train(*SMALL, *FIRST_IS_BEST, "hydra.run.dir=run").output
+    output, folder = train(*LOGGED, *FIRST_IS_BEST, "hydra.run.dir=run").output, tmp_path / "run"
     assert "1293 training, 144 validation and 360 test samples" in output
     assert "chosen on the test set" not in output
-    curves, run = scalars(tmp_path / "run"), run_of(tmp_path / "run")
-    assert [step for step, _ in curves["val/loss"]] == [6, 12] == [step for step, _ in curves["val/accuracy"]]
-    assert [step for step, _ in curves["test/loss"]] == [6]
-    with (tmp_path / "run" / "metrics.csv").open() as file:
-        rows = [(tag, int(step), float(value)) for step, tag, value in list(csv.reader(file))[1:]]
-    assert [(tag, step) for tag, step, _ in rows if tag.startswith("test/")] == [("test/loss", 6), ("test/accuracy", 6)]
-    tested = run["test"]["metrics"]
+    run, tested = run_of(folder), run_of(folder)["test"]["metrics"]
+    assert [steps_of(folder, tag) for tag in ("val/loss", "val/accuracy", "test/loss")] == [[6, 12], [6, 12], [6]]
+    rows = [row for row in read_rows(folder) if row[1].startswith("test/")]
+    assert rows == [(6, "test/loss", tested["loss"]), (6, "test/accuracy", tested["accuracy"])]
     assert run["test"]["step"] == run["objective"]["step"] == 6
-    assert run["objective"] | {"best": 0, "last": 0} == {
-        "name": "val/loss",
-        "mode": "max",
-        "best": 0,
-        "step": 6,
-        "last": 0,
-    }
-    assert [value for tag, _, value in rows if tag.startswith("test/")] == [tested["loss"], tested["accuracy"]]
+    assert (run["objective"]["name"], run["objective"]["mode"]) == ("val/loss", "max")
     (shown,) = [line for line in output.splitlines() if line.startswith("test: ")]
     low, high = wilson(tested["accuracy"], 360)
     assert shown.startswith(f"test:       loss {tested['loss']:.4f} (")
     told = f", accuracy {tested['accuracy']:.4f} ({low:.4f} to {high:.4f}), with the weights of step 6, chosen on val"
     assert shown.endswith(told)
-    samples = read_samples(tmp_path / "run")
+    samples, numbers = read_samples(folder), run["data"]["validation_numbers"].split()
     assert len(samples) == 360
     assert samples["loss"].mean() == pytest.approx(tested["loss"])
     assert samples["right"].mean() == pytest.approx(tested["accuracy"])
-    (numbers,) = {run["data"]["validation_numbers"]}
-    assert len(numbers.split()) == 144
-    assert run["data"]["validation_samples"] == 144
+    assert len(numbers) == run["data"]["validation_samples"] == 144
     # The numbers are those of the weights that were chosen, as mode=evaluate measures them.
     for split, snapshot, expected in (("test", "best", tested), ("val", "last", {"loss": run["objective"]["last"]})):
         words = [f"mode.split={split}", f"mode.snapshot={snapshot}", f"mode.file={split}.json"]
@@ -69,33 +61,35 @@ def test_the_default_run_chooses_on_validation_and_reads_the_test_set_once(train
     train("mode=predict", "resume=run", "mode.split=val", "mode.file=val.csv")
     with (tmp_path / "val.csv").open() as file:
         predicted = list(csv.DictReader(file))
-    assert [row["index"] for row in predicted] == numbers.split()
     targets = digits(train=True).targets
+    assert [row["index"] for row in predicted] == numbers
     assert all(int(row["truth"]) == targets[int(row["index"])] for row in predicted)
 
 
-@pytest.mark.parametrize(
-    ("words", "val", "test", "tested"),
-    [
-        (["evaluation.test=every"], [6, 12], [6, 12], 6),
-        (["evaluation.test=never"], [6, 12], [], None),
-        (["loader.validation=null", "monitor=auto", "trainer.batch_size=240"], [], [12], 12),
-        (["evaluation.every=2"], [12], [12], 12),
-        (["trainer.pause_after=1"], [6], [], None),
-    ],
-)
-def test_when_the_test_set_is_read(words, val, test, tested, train, tmp_path):
-    output = train(*SMALL, *FIRST_IS_BEST, "hydra.run.dir=run", *words).output
-    curves, run = scalars(tmp_path / "run"), run_of(tmp_path / "run")
-    assert [step for step, _ in curves.get("val/loss", [])] == val
-    assert [step for step, _ in curves.get("test/loss", [])] == test
-    assert (run["test"] or {}).get("step") == tested
-    chooses = "loader.validation=null" not in words
-    assert run["objective"]["name"] == ("val/loss" if chooses else "test/loss")
-    assert (run["objective"]["best"] is None) == (not chooses)
-    if tested is not None:
-        assert run["test"]["metrics"]["loss"] == pytest.approx(dict(curves["test/loss"])[tested], rel=1e-6)
-        assert f"with the weights of step {tested}, {'chosen on val' if chooses else 'the last ones'}" in output
+READ = [  # words, the steps of the evaluations and of the tests, and the step whose weights are tested
+    (["evaluation.test=every"], [6, 12], [6, 12], 6),
+    (["evaluation.test=never"], [6, 12], [], None),
+    (["loader.validation=null", "monitor=auto", "trainer.batch_size=240"], [], [12], 12),
+    (["evaluation.every=2"], [12], [12], 12),
+    (["trainer.pause_after=1"], [6], [], None),
+]
+
+
+def test_when_the_test_set_is_read(tmp_path):
+    folders, words = [tmp_path / str(number) for number in range(len(READ))], [*LOGGED, *FIRST_IS_BEST]
+    runs = [composed(*words, *row[0], f"run_dir={at}", whole=False) for at, row in zip(folders, READ, strict=True)]
+    in_world(1, train_all, runs)
+    for folder, (words, val, test, tested) in zip(folders, READ, strict=True):
+        run, chooses = run_of(folder), "loader.validation=null" not in words
+        assert (steps_of(folder, "val/loss"), steps_of(folder, "test/loss")) == (val, test), words
+        assert (run["test"] or {}).get("step") == tested
+        assert run["objective"]["name"] == ("val/loss" if chooses else "test/loss")
+        assert (run["objective"]["best"] is None) == (not chooses)
+        if tested is not None:
+            number = dict(scalars(folder)["test/loss"])[tested]
+            assert run["test"]["metrics"]["loss"] == pytest.approx(number, rel=1e-6)
+            said = f"with the weights of step {tested}, {'chosen on val' if chooses else 'the last ones'}"
+            assert said in (folder / "train.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -105,79 +99,69 @@ def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(numb
     own = ["dataset._target_=support.own_data.Stopping"]
     # Transforms, so that samples are read one by one, and batches in which the ranks ask for a stop.
     own += ["loader.test_transforms=[{_target_:torch.nn.Identity}]", "evaluation.batch_size=16", *more]
-    typed = [sys.executable, TRAIN, *SMALL, *FIRST_IS_BEST, "hydra.run.dir=run", *own]
+    typed, folder = [sys.executable, TRAIN, *LOGGED, *FIRST_IS_BEST, "hydra.run.dir=run", *own], tmp_path / "run"
     (tmp_path / "stop").write_text(str(int(number)))
     first = start(*typed).finish(EXIT_RESUMABLE if number == signal.SIGTERM else -number)
-    run, model = run_of(tmp_path / "run"), (tmp_path / "run" / "model.pt").read_bytes()
-    assert run["test"] is None
-    assert run["steps"] == 12
+    run, kept = run_of(folder), [folder / "model.pt", *folder.glob("snapshots/*/*")]
+    assert (run["test"], run["steps"]) == (None, 12)
     if number == signal.SIGTERM:
         assert "stopped early at step 12, before the test; go on there with" in first.output
         assert run["starts"][-1]["state"] == "stopped"
-    snapshots = {path: path.read_bytes() for path in (tmp_path / "run").glob("snapshots/*/*")}
+    contents = [path.read_bytes() for path in kept]
     for starts in (2, 3):  # the last time all is done, and the test set is not read again
-        output = start(*typed).finish().output
-        assert "with the weights of step 6, chosen on val" in output
-        run = run_of(tmp_path / "run")
-        assert run["test"]["step"] == 6
-        assert len(run["starts"]) == starts
-        assert [life["state"] for life in run["starts"]][-1] == "finished"
-        curve = scalars(tmp_path / "run")["test/loss"]
-        assert [step for step, _ in curve] == ([6, 12] if more else [6])
-        assert run["test"]["metrics"]["loss"] == pytest.approx(curve[0][1], rel=1e-6)
-    assert (tmp_path / "run" / "model.pt").read_bytes() == model
-    assert {path: path.read_bytes() for path in (tmp_path / "run").glob("snapshots/*/*")} == snapshots
+        assert "with the weights of step 6, chosen on val" in start(*typed).finish().output
+        run = run_of(folder)
+        assert (run["test"]["step"], len(run["starts"]), run["starts"][-1]["state"]) == (6, starts, "finished")
+        assert steps_of(folder, "test/loss") == ([6, 12] if more else [6])
+        assert run["test"]["metrics"]["loss"] == pytest.approx(scalars(folder)["test/loss"][0][1], rel=1e-6)
+    assert [path.read_bytes() for path in kept] == contents
+    assert {*kept[1:]} == {*folder.glob("snapshots/*/*")}
 
 
 def test_a_run_that_is_cut_in_mid_epoch_goes_on_with_the_same_split_and_ends_with_the_same_bits(train, tmp_path):
     words = ["model=mlp", "trainer.epochs=2", "scheduler=constant", "logger=[csv,console]"]
     train(*words, "hydra.run.dir=whole")
     train(*words, "hydra.run.dir=parts", "trainer.max_steps=30")
+    for word in ("loader.split_seed=1", "loader.validation=0.2", "loader.validation=null"):  # another split
+        assert f"holds a run with {word.split('=')[0]}=" in train(*words, "hydra.run.dir=parts", word, code=2).sentence
+        said = train(*words, "hydra.run.dir=other", "resume=parts", word, code=2).sentence
+        assert "does not fit this run: " in said
+        assert "validation data (" in said
     train(*words, "hydra.run.dir=parts")
     assert same_bits(tmp_path / "whole", tmp_path / "parts")
     whole, parts = run_of(tmp_path / "whole"), run_of(tmp_path / "parts")
-    assert whole["data"] == parts["data"]
-    assert whole["test"] == parts["test"]
-    assert whole["objective"] == parts["objective"]
+    for key in ("data", "test", "objective"):
+        assert whole[key] == parts[key], key
 
 
-def test_another_split_is_refused_when_a_run_goes_on(train, tmp_path):
-    train(*SMALL, "hydra.run.dir=run", "trainer.max_steps=8")
-    for word in ("loader.split_seed=1", "loader.validation=0.2", "loader.validation=null"):
-        assert f"holds a run with {word.split('=')[0]}=" in train(*SMALL, "hydra.run.dir=run", word, code=2).sentence
-        said = train(*SMALL, "hydra.run.dir=other", "resume=run", word, code=2).sentence
-        assert "does not fit this run: " in said
-        assert "validation data (" in said
-    for word, split in (("loader.validation=null", "0.1"), ("loader.validation=0.1", "null")):
-        train(*SMALL, f"hydra.run.dir=of_{split}", f"loader.validation={split}", "trainer.max_steps=8")
-        words = [*SMALL, f"hydra.run.dir=to_{split}", f"resume=of_{split}", word]
-        assert "does not fit this run" in train(*words, code=2).sentence
+def test_a_run_without_validation_does_not_go_on_with_it(train):
+    train(*SMALL, "hydra.run.dir=run", "loader.validation=null", "trainer.max_steps=8")
+    words = [*SMALL, "hydra.run.dir=other", "resume=run", "loader.validation=0.1"]
+    assert "does not fit this run" in train(*words, code=2).sentence
 
 
 def test_the_jobs_of_a_sweep_share_the_split_and_folds_validate_each_sample_once(start, tmp_path):
-    sweep = [sys.executable, TRAIN, "-m", "model=linear", "trainer.epochs=1", "trainer.batch_size=256", "logger=[]"]
-    same = start(*sweep, "seed=0,1", "hydra.sweep.dir=seeds", "trainer.epochs=2", *FIRST_IS_BEST).finish().output
+    sweep = [sys.executable, TRAIN, "-m", *SMALL, "logger=[]"]
+    assert "val/loss" in start(*sweep, "seed=0,1", "hydra.sweep.dir=seeds", *FIRST_IS_BEST).finish().output
     runs = [run_of(tmp_path / "seeds" / folder) for folder in ("seed=0", "seed=1")]
     assert len({run["data"]["validation_numbers"] for run in runs}) == 1
-    assert "val/loss" in same
     for run in runs:  # the number of a job is that of the weights that it has chosen
         assert run["objective"]["best"] != run["objective"]["last"]
-    start(*sweep, "loader.folds=5", "loader.fold=range(0,5)", "hydra.sweep.dir=folds").finish()
+    start(*sweep, "loader.folds=5", "loader.fold=range(0,5)", "hydra.sweep.dir=folds", "trainer.epochs=1").finish()
     runs = [run_of(path.parent) for path in sorted((tmp_path / "folds").glob("*/run.json"))]
     numbers = [int(number) for run in runs for number in run["data"]["validation_numbers"].split()]
-    assert sorted(numbers) == list(range(1437))
-    assert len(runs) == 5
+    assert (len(runs), sorted(numbers)) == (5, list(range(1437)))
     assert all(run["test"]["step"] == run["steps"] for run in runs)
 
 
 def test_a_final_training_takes_all_data_and_reads_the_test_set_once(train, tmp_path):
-    final = train(*SMALL, "trainer.final=train+val", "hydra.run.dir=final").output
-    train(*SMALL, "loader.validation=null", "hydra.run.dir=whole")
+    final = train(*LOGGED, "trainer.final=train+val", "hydra.run.dir=final").output
+    train(*LOGGED, "loader.validation=null", "hydra.run.dir=whole")
     assert "1437 training and 360 test samples" in final
     assert "nothing is chosen, and its number is the test's alone" in final
     assert "chosen on" not in final
     assert same_bits(tmp_path / "final", tmp_path / "whole")
-    assert [step for step, _ in scalars(tmp_path / "final")["test/loss"]] == [12]
+    assert steps_of(tmp_path / "final", "test/loss") == [12]
     assert not (tmp_path / "final" / "model_best.pt").exists()
     test = run_of(tmp_path / "final")["test"]
     assert test["step"] == 12
@@ -194,25 +178,21 @@ STRATEGIES = {
 }
 
 
-def trained_and_evaluated(cfg: Any, evaluation: Any) -> dict[str, float]:
+def trained_and_evaluated(cfg, evaluation):
     """The test metrics of a training's best weights, by mode=evaluate."""
     train_all([cfg])
     parts = parts_of(evaluation)
-    metrics: dict[str, float] = parts.mode.work(evaluation, record_of(evaluation), parts)
-    return metrics
+    return parts.mode.work(evaluation, record_of(evaluation), parts)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_each_strategy_tests_the_weights_that_were_chosen(name, tmp_path):
-    folder = tmp_path / "run"
-    words = [word for word in SMALL if not word.startswith("logger")] + ["trainer.precision=fp64", *STRATEGIES[name]]
+    folder, words = tmp_path / "run", [*SMALL, "trainer.precision=fp64", *STRATEGIES[name]]
     cfg = composed(*words, *FIRST_IS_BEST, "logger=[csv]", f"run_dir={folder}", whole=False)
     words += ["mode=evaluate", f"resume={folder}", "mode.snapshot=best", f"mode.file={tmp_path}/best.json", "logger=[]"]
-    words += [f"run_dir={tmp_path}/evaluation"]
-    best = in_world(2, trained_and_evaluated, cfg, composed(*words, whole=False))[0]
-    run = run_of(folder)
-    with (folder / "metrics.csv").open() as file:
-        rows = {(tag, int(step)): float(value) for step, tag, value in list(csv.reader(file))[1:]}
+    evaluation = composed(*words, f"run_dir={tmp_path}/evaluation", whole=False)
+    best = in_world(2, trained_and_evaluated, cfg, evaluation)[0]
+    run, rows = run_of(folder), {(tag, step): value for step, tag, value in read_rows(folder)}
     first = run["objective"]["step"]
     assert run["test"]["step"] == first < run["steps"]
     assert run["objective"]["best"] == rows["val/loss", first] != rows["val/loss", run["steps"]]
@@ -221,14 +201,13 @@ def test_each_strategy_tests_the_weights_that_were_chosen(name, tmp_path):
 
 
 def test_validation_counts_each_sample_once_on_any_number_of_ranks(tmp_path):
-    words = [*SMALL[:3], "trainer.precision=fp64", "logger=[]", "trainer.epochs=1"]
-    worlds = [(1, []), (3, []), (2, ["strategy=virtual_ranks", "strategy.count=4"])]
-    found = []
-    for number, (size, more) in enumerate(worlds):
-        folder = tmp_path / str(number)
-        in_world(size, train_all, [composed(*words, *more, f"run_dir={folder}", "monitor=val/loss", whole=False)])
+    words, found = [*SMALL, "trainer.precision=fp64", "logger=[]", "trainer.epochs=1", "monitor=val/loss"], []
+    for size, more in ((1, []), (3, []), (2, ["strategy=virtual_ranks", "strategy.count=4"])):
+        folder = tmp_path / str(size)
+        in_world(size, train_all, [composed(*words, *more, f"run_dir={folder}", whole=False)])
         found.append(run_of(folder))
-    for run in found[1:]:
-        assert run["objective"]["best"] == pytest.approx(found[0]["objective"]["best"], rel=1e-9)
-        assert run["test"]["metrics"] == pytest.approx(found[0]["test"]["metrics"], rel=1e-9)
-        assert run["data"]["validation_numbers"] == found[0]["data"]["validation_numbers"]
+    one, *others = found
+    for run in others:
+        assert run["objective"]["best"] == pytest.approx(one["objective"]["best"], rel=1e-9)
+        assert run["test"]["metrics"] == pytest.approx(one["test"]["metrics"], rel=1e-9)
+        assert run["data"]["validation_numbers"] == one["data"]["validation_numbers"]

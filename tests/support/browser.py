@@ -7,8 +7,6 @@ import shutil
 import subprocess
 import time
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 # Text of a page, also inside shadow roots, where TensorBoard's older tabs have theirs.
 DEEP_TEXT = """(function () {
@@ -31,100 +29,82 @@ DEEP_QUERY = """function deep(selector, root = document) {
 """
 
 
-def find_chromium() -> str | None:
+def find_chromium():
     """The path of a Chromium, None if there is none."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class Browser:
-    """One page of `width` x `height` pixels. profile: an empty folder, for Chromium's own files."""
+    """One page of 1700 x 1000 pixels. profile: an empty folder, for Chromium's own files."""
 
-    def __init__(self, path: str, profile: Path, width: int = 1700, height: int = 1000) -> None:
-        self.width = width
+    def __init__(self, path, profile):
         commands, self._to_browser = os.pipe()
         self._from_browser, answers = os.pipe()
         options = [
             *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
             *("--no-first-run", "--disable-extensions", "--disable-background-networking", "--remote-debugging-pipe"),
-            *(f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank"),
+            *(f"--user-data-dir={profile}", "--window-size=1700,1000", "about:blank"),
         ]
         # Chromium reads commands from file descriptor 3 and answers on 4.
-        shell = f'exec "$0" "$@" 3<&{commands} 4>&{answers}'
-        self.process = subprocess.Popen(
-            ["bash", "-c", shell, path, *options],
-            pass_fds=(commands, answers),
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        shell = ["bash", "-c", f'exec "$0" "$@" 3<&{commands} 4>&{answers}', path, *options]
+        pipes = {"pass_fds": (commands, answers), "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(shell, **pipes, start_new_session=True)
         os.close(commands)
         os.close(answers)
-        self._unread, self._number, self._session = b"", 0, ""
-        (page,) = [target for target in self._targets() if target["type"] == "page"]
+        self._unread, self._number, self._session = b"", 0, {}
+        (page,) = [one for one in self.call("Target.getTargets")["targetInfos"] if one["type"] == "page"]
         attached = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)
-        self._session = attached["sessionId"]
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._session = {"sessionId": attached["sessionId"]}
+        size = {"width": 1700, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
-    def _targets(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.call("Target.getTargets")["targetInfos"]
-        return found
-
-    def call(self, method: str, **params: Any) -> dict[str, Any]:
+    def call(self, method, **params):
         """The result of a command of the DevTools protocol. Events are passed over."""
         self._number += 1
-        message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
-        if self._session:
-            message["sessionId"] = self._session
+        message = {"id": self._number, "method": method, "params": params, **self._session}
         os.write(self._to_browser, json.dumps(message).encode() + b"\0")
         while True:
-            answer = self._read()
+            while b"\0" not in self._unread:
+                chunk = os.read(self._from_browser, 1 << 20)
+                assert chunk, f"Chromium has ended with {self.process.wait()}"
+                self._unread += chunk
+            text, _, self._unread = self._unread.partition(b"\0")
+            answer = json.loads(text)
             if answer.get("id") == self._number:
                 assert "error" not in answer, answer["error"]
-                result: dict[str, Any] = answer["result"]
-                return result
+                return answer["result"]
 
-    def _read(self) -> dict[str, Any]:
-        while b"\0" not in self._unread:
-            chunk = os.read(self._from_browser, 1 << 20)
-            assert chunk, f"Chromium has ended with {self.process.wait()}"
-            self._unread += chunk
-        message, _, self._unread = self._unread.partition(b"\0")
-        answer: dict[str, Any] = json.loads(message)
-        return answer
-
-    def open(self, url: str) -> None:
+    def open(self, url):
         """Load another page, or another tab of a page."""
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=url)
 
-    def evaluate(self, expression: str) -> Any:
+    def evaluate(self, expression):
         """The value of a JavaScript expression, which may use `deep(selector)`."""
         answer = self.call("Runtime.evaluate", expression=DEEP_QUERY + expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def text(self) -> str:
+    def text(self):
         """What the page shows."""
         return str(self.evaluate(DEEP_TEXT) or "")
 
-    def wait_for(self, *words: str, limit: float = 60) -> str:
+    def wait_for(self, *words, limit=60):
         """The text of the page, once it has all `words`. Fails the test after `limit` seconds."""
         deadline = time.monotonic() + limit
         while True:
             shown = self.text()
-            missing = [word for word in words if word not in shown]
-            if not missing:
+            if not (missing := [word for word in words if word not in shown]):
                 return shown
             assert time.monotonic() < deadline, f"the page does not show {missing}:\n{shown}"
             time.sleep(0.2)
 
-    def screenshot(self, path: Path, height: int) -> None:
+    def screenshot(self, path, height):
         """The upper `height` pixels of the page."""
-        clip = {"x": 0, "y": 0, "width": self.width, "height": height, "scale": 1}
-        image = self.call("Page.captureScreenshot", format="png", clip=clip)["data"]
-        path.write_bytes(base64.b64decode(image))
+        clip = {"x": 0, "y": 0, "width": 1700, "height": height, "scale": 1}
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png", clip=clip)["data"]))
 
-    def close(self) -> None:
+    def close(self):
         with suppress(OSError):
             os.close(self._to_browser)  # Chromium ends when nothing can send it commands
         try:

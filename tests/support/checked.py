@@ -3,39 +3,36 @@
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
 from lockstep.config.check import instantiate
-from lockstep.config.schema import RunConfig
 from lockstep.modes.check import PROMISES, Ended, ended
 from lockstep.modes.recorder import run, trace_in
 from lockstep.modes.train import Train
 from support.configs import composed, parts_of, record_of
 from support.own_data import Points
 from support.worlds import in_world
-from zoo.checked_nets import Animal
 
 CHECK = instantiate(composed("mode=check").mode)
 HOOKS = (modules._global_forward_pre_hooks, modules._global_forward_hooks, optimizers._global_optimizer_pre_hooks)
 
 
-def job(animal: Animal) -> RunConfig:
+def job(animal):
     """The job of an animal. A class among its words is that of the data; without a class of a net they are all."""
     model, more, *_ = animal
     if isinstance(model, str):
         return composed(*more).changed({"trainer.precision": "fp64"})
-    data: Any = next((word for word in more if isinstance(word, type)), Points)
+    data = next((word for word in more if isinstance(word, type)), Points)
     nodes = [f"dataset.{split}._target_={data.__module__}.{data.__name__}" for split in ("train", "test")]
     words = ["dataset=pair", *nodes, "dataset.classes=2", "dataset.shape=[4]", "trainer.batch_size=14", "model=linear"]
     words += [f"model._target_={model.__module__}.{model.__name__}", "evaluation.test=every", "trainer.precision=fp64"]
     return composed(*words, *(word for word in more if isinstance(word, str)))
 
 
-def trained(ways: list[RunConfig]) -> None:
+def trained(ways):
     """In a rank: each run, one after the other."""
     torch.set_num_threads(1)
     for way in ways:
@@ -45,7 +42,7 @@ def trained(ways: list[RunConfig]) -> None:
             hooks.clear()
 
 
-def failures(ways: list[tuple[int, RunConfig]]) -> list[str]:
+def failures(ways):
     """The sentence of the error that ends each run on so many ranks."""
     torch.set_num_threads(1)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -53,25 +50,21 @@ def failures(ways: list[tuple[int, RunConfig]]) -> list[str]:
     return [ended(way, record_of(way), ranks).failed for ranks, way in ways]
 
 
-def tables(animals: list[Animal], folder: Path) -> list[dict[str, tuple[str, str]]]:
+def tables(animals, folder):
     """{way: (whether its promise holds, why)} of each animal: of a wrong one its own way alone. The runs of all animals
     share a world for each way, but for those that end with an error."""
     jobs = [job(animal) for animal in animals]
-    shares: list[Any] = [instantiate(one.strategy).data_share_of(2) for one in jobs]
-    ways = [CHECK.ways(*one, folder / str(number)) for number, one in enumerate(zip(jobs, shares, strict=True))]
-    ends = [(number, animal[2]) for number, animal in enumerate(animals) if animal[4:]]
-    places = {
-        (number, name): way
-        for number, animal in enumerate(animals)
-        for name, way in ways[number].items()
-        if name in ("one", *(animal[2:3] or ways[number]))
-    }
+    places, ends = {}, []  # {(number of the animal, way): config}
+    for number, (one, animal) in enumerate(zip(jobs, animals, strict=True)):
+        ways = CHECK.ways(one, instantiate(one.strategy).data_share_of(2), folder / str(number))
+        names = ("one", *(animal[2:3] or ways))
+        places |= {(number, name): way for name, way in ways.items() if name in names}
+        ends += [(number, animal[2])] if animal[4:] else []
     for ranks, names in ((1, ("one",)), (1, ("again", "compiled")), (1, ("resumed", "cut")), (2, ("two",))):
         chosen = [way for key, way in places.items() if key[1] in names and key not in ends]
         in_world(ranks, trained, chosen, limit=900)
     said = in_world(1, failures, [(2 if key[1] == "two" else 1, places[key]) for key in ends], limit=900)[0]
-    failed = dict(zip(ends, said, strict=True))
-    runs: list[dict[str, Ended]] = [{} for _ in jobs]
+    failed, runs = dict(zip(ends, said, strict=True)), [{} for _ in jobs]
     for (number, name), way in places.items():
         runs[number][name] = Ended(trace_in(Path(way.run_dir)), failed=failed.get((number, name), ""))
     rows = [CHECK.rows(one, found) for one, found in zip(jobs, runs, strict=True)]
@@ -79,7 +72,7 @@ def tables(animals: list[Animal], folder: Path) -> list[dict[str, tuple[str, str
     return [{promises.get(promise, "learns"): found for promise, *found in table[:-1]} for table in rows]
 
 
-def misjudged(animals: list[Animal], folder: Path) -> list[tuple[Animal, Any]]:
+def misjudged(animals, folder):
     """The faults that are not named where they are, and the right nets that are doubted, each with its table."""
     found = []
     for animal, told in zip(animals, tables(animals, folder), strict=True):

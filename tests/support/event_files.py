@@ -2,14 +2,12 @@
 
 import io
 import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MEASURED = ("speed/", "time/", "world/")  # tags of times and memory, which differ between equal runs
 
 
-def read(folder: Path) -> Any:
+def read(folder):
     """TensorBoard's reader of a run folder, with all that is in it."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -18,14 +16,13 @@ def read(folder: Path) -> Any:
     return reader
 
 
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def scalars(folder):
     """{tag: [(step, value), ...]} of a run folder."""
     reader = read(folder)
     return {tag: [(event.step, event.value) for event in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A run in TensorBoard's HParams table. metrics: {tag: last value}."""
 
     hyperparameters: dict[str, Any]
@@ -36,7 +33,7 @@ class Row:
 class Backend:
     """TensorBoard's own server over a folder, asked as its pages ask it, without a port."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         from tensorboard.backend import application
         from tensorboard.backend.event_processing.data_ingester import LocalDataIngester
         from tensorboard.program import TensorBoard
@@ -50,34 +47,34 @@ class Backend:
         of_board = (board.flags, board.plugin_loaders, ingester.data_provider, board.assets_zip_provider)
         self.client = Client(application.TensorBoardWSGIApp(*of_board, ingester.deprecated_multiplexer))
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _ask(self, path, body=None):
         answer = self.client.get(path) if body is None else self.client.post(path, json=body)
         assert answer.status_code == 200, answer.text
         return json.loads(answer.text)
 
-    def runs(self) -> list[str]:
+    def runs(self):
         return sorted(self._ask("/data/runs"))
 
-    def columns(self) -> list[dict[str, Any]]:
+    def columns(self):
         """The hyperparameters of the HParams table: name, type, and whether the runs differ."""
-        return list(self._ask("/data/plugin/hparams/experiment", {"experimentName": ""})["hparamInfos"])
+        return self._ask("/data/plugin/hparams/experiment", {"experimentName": ""})["hparamInfos"]
 
-    def rows(self) -> dict[str, Row]:
-        """The HParams table by runs."""
+    def rows(self):
+        """{run: its Row in the HParams table}."""
         statuses = [f"STATUS_{name}" for name in ("UNKNOWN", "SUCCESS", "FAILURE", "RUNNING")]
         body = {"experimentName": "", "allowedStatuses": statuses, "colParams": [], "startIndex": 0, "sliceSize": 1000}
-        rows = {}
+        found = {}
         for group in self._ask("/data/plugin/hparams/session_groups", body)["sessionGroups"]:
             metrics = {metric["name"]["tag"]: metric["value"] for metric in group["metricValues"]}
-            rows[group["name"]] = Row(group["hparams"], metrics, group["sessions"][0]["status"])
-        return rows
+            found[group["name"]] = Row(group["hparams"], metrics, group["sessions"][0]["status"])
+        return found
 
-    def layout(self) -> list[dict[str, Any]]:
+    def layout(self):
         """The categories of the Custom Scalars tab."""
-        return list(self._ask("/data/plugin/custom_scalars/layout")["category"])
+        return self._ask("/data/plugin/custom_scalars/layout")["category"]
 
 
-def images(folder: Path) -> dict[str, tuple[int, Any]]:
+def images(folder):
     """{tag: (step, PIL image)}: the newest image of each tag of a run folder."""
     from PIL import Image
 

@@ -1,5 +1,6 @@
-"""What a run tells its loggers."""
+"""What a run tells its loggers, and what one of them has written."""
 
+import csv
 from types import SimpleNamespace
 
 from lockstep.loggers.base import EpochSummary, RunInfo
@@ -30,3 +31,9 @@ def run_info(folder, step=0, world_size=1, batch_size=64, **changes):
 def epoch(number):
     metrics = {"train": {"loss": 1 / number, "accuracy": 0.5}, "val": {"loss": 2 / number, "accuracy": 0.25}}
     return EpochSummary(number, 2, 2 * number, metrics, {"samples": 1234.5})
+
+
+def read_rows(folder):
+    """[(step, tag, value)] of the metrics.csv of a run folder."""
+    with (folder / "metrics.csv").open() as file:
+        return [(int(row["step"]), row["tag"], float(row["value"])) for row in csv.DictReader(file)]

@@ -68,11 +68,6 @@ def environment(home: Path) -> dict[str, object]:
     return {"HOME": home, "PATH": path, "LOCKSTEP_DATA": home / "data"}  # decoded images go there
 
 
-def script(page: str, heading: str) -> str:
-    """The page's first commands, which prepare, and those of one section."""
-    return "set -e\n" + "".join([COMMANDS.findall(page)[0], *COMMANDS.findall(section(page, heading))])
-
-
 def python_blocks(page: Path) -> list[str]:
     """The page's blocks of Python, in their order."""
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)

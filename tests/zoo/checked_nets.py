@@ -5,7 +5,6 @@
 
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -23,25 +22,25 @@ from support.own_data import Noisy, Points
 class Simple(nn.Module):
     """A linear layer. `before` and `after` are what others add to it."""
 
-    def __init__(self, width: int = 4) -> None:
+    def __init__(self, width=4):
         super().__init__()
         self.layer = nn.Linear(width, 2)
 
-    def before(self, x: Tensor) -> Tensor:
+    def before(self, x):
         return x
 
-    def after(self, y: Tensor) -> Tensor:
+    def after(self, y):
         return y
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.after(self.layer(self.before(x)))
 
 
-def net(name: str, init: Any = None, width: int = 4, of: Any = Simple, kept: Any = None, **methods: Any) -> Any:
+def net(name, init=None, width=4, of=Simple, kept=None, **methods):
     """A subclass of `Simple`, found here by its name. init: called with it. kept: {name: what makes an attribute}, of
     which tensors are buffers."""
 
-    def construct(self: Any, *args: Any) -> None:
+    def construct(self, *args):
         of.__init__(self, *([width] if of is Simple else args))
         for key, make in (kept or {}).items():
             value = make()
@@ -54,24 +53,24 @@ def net(name: str, init: Any = None, width: int = 4, of: Any = Simple, kept: Any
     return globals()[name]
 
 
-def layers(name: str, *make: Callable[[], nn.Module]) -> Any:
+def layers(name, *make):
     """A sequence of layers, found here by its name."""
 
-    def construct(self: nn.Sequential) -> None:
+    def construct(self):
         nn.Sequential.__init__(self, *(one() for one in make))
 
     globals()[name] = type(name, (nn.Sequential,), {"__init__": construct, "__module__": __name__})
     return globals()[name]
 
 
-def linear(inputs: int, outputs: int) -> Callable[[], nn.Module]:
+def linear(inputs, outputs):
     return lambda: nn.Linear(inputs, outputs)
 
 
-def running(name: str, follow: Callable[[Any, Tensor], Any]) -> Any:
+def running(name, follow):
     """A mean of what has passed in the training, in a buffer."""
 
-    def before(self: Any, x: Tensor) -> Tensor:
+    def before(self, x):
         out = x - self.mean
         if self.training:
             follow(self, x.mean(0))
@@ -80,7 +79,7 @@ def running(name: str, follow: Callable[[Any, Tensor], Any]) -> Any:
     return net(name, before=before, kept={"mean": lambda: torch.zeros(4)})
 
 
-def normalised(self: Any, y: Tensor) -> Tensor:
+def normalised(self, y):
     """The gradient of the outputs has the norm 1."""
     if y.requires_grad:
         y = y * 1.0
@@ -88,33 +87,31 @@ def normalised(self: Any, y: Tensor) -> Tensor:
     return y
 
 
-def queued(self: Any, x: Tensor) -> Tensor:
-    """Compares with the samples before."""
+def queued(self, x):
     out = x + 0.1 * self.queue.mean(0)
     if self.training:
         self.queue = torch.cat([self.queue, x.detach()])[-6:]
     return out
 
 
-def counted_codes(self: Any, x: Tensor) -> Tensor:
+def counted_codes(self, x):
     """Counts the samples near each of two codes, and does not read it."""
     self.sizes.lerp_(F.one_hot((x[:, 0] > 0).long(), 2).sum(0).to(self.sizes), 0.5)
     return x
 
 
-def moved_codes(self: Any, x: Tensor) -> Tensor:
+def moved_codes(self, x):
     """Codes in a frozen weight, which a forward pass moves."""
     self.codes.data.lerp_(x.detach().mean(0), 0.1)
     return x - self.codes
 
 
-def counting(self: Any, y: Tensor) -> Tensor:
-    """Divides by the steps, which it counts in place."""
+def counting(self, y):
     self.calls += self.training
     return y / (1 + self.calls)
 
 
-def remembering(self: Any, y: Tensor) -> Tensor:
+def remembering(self, y):
     """What the weights were in the last step, in an attribute that it replaces: the same on all ranks."""
     out = y * (1 + self.last[0])
     if self.training:
@@ -122,23 +119,23 @@ def remembering(self: Any, y: Tensor) -> Tensor:
     return out
 
 
-def cached(self: Any, x: Tensor) -> Tensor:
+def cached(self, x):
     """What the weights were in the first step."""
     self.first = self.layer.weight.detach().clone() if self.first is None else self.first
     return x + self.first.mean()
 
 
-def counted_by_a_hook(self: Any) -> None:
+def counted_by_a_hook(self):
     calls: list[int] = []
 
-    def hook(module: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
+    def hook(module, inputs, outputs):
         calls.extend([1] * module.training)
         return outputs / (1 + len(calls))
 
     self.layer.register_forward_hook(hook)
 
 
-def following(self: Any, x: Tensor) -> Tensor:
+def following(self, x):
     """Follows an evaluation alone, so that ranks and steps agree."""
     self.mean = self.mean if self.training else 0.5
     return x if self.mean is None else x - self.mean
@@ -149,56 +146,52 @@ class Folding(Simple):
 
     folded = False
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer.weight.requires_grad_(False)
         self.down, self.up = nn.Parameter(torch.randn(1, 4)), nn.Parameter(torch.zeros(2, 1))
 
-    def train(self, mode: bool = True) -> "Folding":
+    def train(self, mode=True):
         super().train(mode)
         if mode == self.folded:
             self.layer.weight.data += (-1 if mode else 1) * self.up.data @ self.down.data
             self.folded = not mode
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x)
-        return out if self.folded else out + x @ self.down.T @ self.up.T
+    def forward(self, x):
+        return self.layer(x) if self.folded else self.layer(x) + x @ self.down.T @ self.up.T
 
 
 class Teacher(Simple):
     """A frozen layer that follows a trained one, and does not train."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.teacher = nn.Linear(4, 2).requires_grad_(False).eval()
 
-    def train(self, mode: bool = True) -> "Teacher":
+    def train(self, mode=True):
         super().train(mode)
         self.teacher.eval()
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.training:
             with torch.no_grad():
                 self.teacher.weight.lerp_(self.layer.weight, 0.1)
-        out: Tensor = self.layer(x) + 0.1 * self.teacher(x)
-        return out
+        return self.layer(x) + 0.1 * self.teacher(x)
 
 
-def replaced_counter(self: Any, y: Tensor) -> Tensor:
+def replaced_counter(self, y):
     self.calls = self.calls + self.training
     return y / (1 + self.calls)
 
 
-def looked_up(self: Any, x: Tensor) -> Tensor:
-    """A table, and a buffer that is replaced."""
+def looked_up(self, x):
     self.calls = self.calls + self.training
-    out: Tensor = x * self.calls + self.table((x[:, 0] > 0).long())
-    return out
+    return x * self.calls + self.table((x[:, 0] > 0).long())
 
 
-def late(self: Any, x: Tensor) -> Tensor:
+def late(self, x):
     """Registers a buffer in its first step. One that is called `first` goes."""
     if hasattr(self, "first"):
         del self.first
@@ -207,27 +200,18 @@ def late(self: Any, x: Tensor) -> Tensor:
     return x * self.mask
 
 
-def clamped(gradient: Tensor) -> Tensor:
-    return gradient.clamp(-0.01, 0.01)
-
-
-def frozen(width: int) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(width), requires_grad=False)
-
-
-def unsaved(name: str, value: Tensor) -> Callable[[Any], None]:
+def unsaved(name, value):
     return lambda self: self.register_buffer(name, value.clone(), persistent=False)
 
 
-def drawn_by_numpy(self: Any) -> None:
-    """Draws its first weights from a generator of its own."""
+def drawn_by_numpy(self):
     self.layer.weight.data += torch.from_numpy(np.random.default_rng().standard_normal((2, 4))).float()
 
 
-def with_other_names(self: Any) -> None:
+def with_other_names(self):
     """Its state dict has other names than its parameters."""
 
-    def renamed(state: dict[str, Any], prefix: str, before: str, after: str) -> None:
+    def renamed(state, prefix, before, after):
         for name in ("weight", "bias"):
             state[f"{prefix}{after}{name}"] = state.pop(f"{prefix}{before}{name}")
 
@@ -241,40 +225,34 @@ def with_other_names(self: Any) -> None:
 class OwnGenerator(Points):
     """Noise that no seed of a run reaches."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.generator = np.random.default_rng(0)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         point, label = super().__getitem__(index)
         return point + self.generator.random(), label
 
 
 class InPlace(Points):
-    """Changes what it keeps."""
-
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         point, label = super().__getitem__(index)
         return point.mul_(0.9), label
 
 
 class Keeping(Noisy):
-    """Keeps each sample with its noise."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.kept: dict[int, Any] = {}
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         if index not in self.kept:
             self.kept[index] = super().__getitem__(index)
         return self.kept[index]
 
 
 class Unseeded(Points):
-    """Other points at each start."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.points = torch.from_numpy(np.random.default_rng().standard_normal((23, 4)))
 
@@ -282,7 +260,7 @@ class Unseeded(Points):
 BATCHES: list[int] = []
 
 
-def collate(samples: list[Any]) -> tuple[Tensor, Tensor]:
+def collate(samples):
     """Counts the batches that it has made."""
     BATCHES.append(len(samples))
     points, labels = torch.stack([point for point, _ in samples]), torch.tensor([label for _, label in samples])
@@ -292,7 +270,7 @@ def collate(samples: list[Any]) -> tuple[Tensor, Tensor]:
 class WeighedByBatch(CrossEntropy):
     """A class-weighted mean times the number of samples, in which a sample counts by the others of its batch."""
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def __call__(self, outputs, targets):
         weight = torch.tensor([0.2, 3.0]).to(outputs)
         losses = F.cross_entropy(outputs, targets, weight=weight, reduction="none")
         return super().__call__(outputs, targets) | {"loss": losses * len(targets) / weight[targets].sum()}
@@ -303,7 +281,7 @@ class Memory(CrossEntropy):
 
     calls = 0
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def __call__(self, outputs, targets):
         found = super().__call__(outputs, targets)
         self.calls += torch.is_grad_enabled()
         return found | {"loss": found["loss"] / (1 + self.calls)}
@@ -312,7 +290,7 @@ class Memory(CrossEntropy):
 class DrawnLoss(CrossEntropy):
     """One number for all samples."""
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def __call__(self, outputs, targets):
         found = super().__call__(outputs, targets)
         return found | {"loss": found["loss"] * (1 + np.random.rand())}
 
@@ -320,12 +298,12 @@ class DrawnLoss(CrossEntropy):
 class Outside(torch.optim.Optimizer):
     """Keeps its velocity outside self.state."""
 
-    def __init__(self, params: Any, lr: float) -> None:
+    def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
         self.velocity: dict[Any, Any] = {}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 velocity = self.velocity.setdefault(p, torch.zeros_like(p))
@@ -348,79 +326,58 @@ ACTIVATED = layers("Activated", linear(4, 8), nn.PReLU, linear(8, 2))
 SPARE = net("Spare", kept={"spare": linear(2, 2)})
 TABLE = net("Table", before=looked_up, kept={"table": lambda: nn.Embedding(2, 4), "calls": lambda: torch.zeros(())})
 LATE = net("LateBuffer", before=late)
-EXPERT = net(
-    "Expert",
-    kept={"spare": linear(4, 2)},
-    forward=lambda self, x: self.layer(x) + (0 * self.spare(x) if len(x) > 10 else 0),
-)
 MIXES = net("Mixes", before=lambda self, x: 0.7 * x + 0.3 * x.roll(1, 0) if self.training else x)
-Animal = tuple[Any, ...]  # what it is, its words, and of a wrong one the row and a part of the reason
-
-OWN_NUMBERS = net(
-    "OwnNumbers",
-    before=lambda self, x: x * float(self.numbers.random()),
-    kept={"numbers": lambda: np.random.default_rng(0)},
-)
-LISTED = net(
-    "Listed", before=lambda self, x: self.hidden[0](x), kept={"hidden": lambda: [nn.Linear(4, 4, dtype=torch.float64)]}
-)
-TIED = net(
-    "Tied",
-    lambda self: setattr(self.second, "weight", self.first.weight),
-    before=lambda self, x: self.second(self.first(x).tanh()),
-    kept={"first": linear(4, 4), "second": linear(4, 4)},
-)
-RECURRENT = net(
-    "Recurrent",
-    width=5,
-    before=lambda self, x: self.cell(x.unsqueeze(2))[0][:, -1],
-    kept={"cell": lambda: nn.GRU(1, 5, batch_first=True)},
-)
-LAYER_DROPPED = net(
-    "LayerDropped",  # all ranks toss the same coin
-    before=lambda self, x: x + self.hidden(x) * (not (self.training and np.random.rand() < 0.3)),
-    kept={"hidden": linear(4, 4)},
-)
-LOOSE = net(
-    "Loose",
-    before=lambda self, x: x * self.scales["inputs"],
-    kept={"scales": lambda: {"inputs": nn.Parameter(torch.ones(4, dtype=torch.float64))}},
-)
-DROPS_PATHS = net(
-    "DropsPaths",  # a draw for each sample
-    before=lambda self, x: x * ((torch.rand(len(x), 1, dtype=x.dtype) < 0.7) if self.training else 1),
-)
-ATTENDS = net(
-    "Attends",
-    before=lambda self, x: self.attention(*[self.up(x.unsqueeze(2))] * 3, need_weights=False)[0].mean(1),
-    kept={
-        "up": linear(1, 4),
-        "attention": lambda: nn.MultiheadAttention(4, 2, dropout=0.2, batch_first=True),
-    },
-)
-CONSTANT = net(
-    "Constant",  # a buffer that no snapshot has, and a mask for each size
-    unsaved("scale", torch.linspace(1, 2, 4)),
-    before=lambda self, x: x * self.scale * self.masks.setdefault(len(x), torch.ones(4, dtype=x.dtype)),
-    kept={"masks": dict},
-)
-COMPLEX = net(
-    "Complex",
-    before=lambda self, x: torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4),
-    kept={"filter": lambda: nn.Parameter(torch.ones(3, dtype=torch.complex128))},
-)
-FIRST_WRONG: list[Animal] = [  # those that the first edition named
+FROZEN = lambda: nn.Parameter(torch.zeros(4), requires_grad=False)  # noqa: E731
+FLAG = {"calls": lambda: torch.zeros(())}
+HEAD = {"spare": linear(4, 2)}
+EXPERT = net("Expert", kept=HEAD, forward=lambda self, x: self.layer(x) + (0 * self.spare(x) if len(x) > 10 else 0))
+CUT_OFF = net("CutOff", kept=HEAD, forward=lambda self, x: self.layer(x) + self.spare(x).detach())
+NUMBERS = {"numbers": lambda: np.random.default_rng(0)}
+OWN_NUMBERS = net("OwnNumbers", before=lambda self, x: x * float(self.numbers.random()), kept=NUMBERS)
+LIST = {"hidden": lambda: [nn.Linear(4, 4, dtype=torch.float64)]}
+LISTED = net("Listed", before=lambda self, x: self.hidden[0](x), kept=LIST)
+BOTH = {"first": linear(4, 4), "second": linear(4, 4)}
+TIED = net("Tied", lambda self: setattr(self.second, "weight", self.first.weight), of=net("Both", kept=BOTH))
+TIED.before = lambda self, x: self.second(self.first(x).tanh())
+CELL = {"cell": lambda: nn.GRU(1, 5, batch_first=True)}
+RECURRENT = net("Recurrent", width=5, before=lambda self, x: self.cell(x.unsqueeze(2))[0][:, -1], kept=CELL)
+LAYER_DROPPED = net("LayerDropped", kept={"hidden": linear(4, 4)})  # all ranks toss the same coin
+LAYER_DROPPED.before = lambda self, x: x + self.hidden(x) * (not (self.training and np.random.rand() < 0.3))
+SCALES = {"scales": lambda: {"inputs": nn.Parameter(torch.ones(4, dtype=torch.float64))}}
+LOOSE = net("Loose", before=lambda self, x: x * self.scales["inputs"], kept=SCALES)
+DROPS_PATHS = net("DropsPaths")  # a draw for each sample
+DROPS_PATHS.before = lambda self, x: x * ((torch.rand(len(x), 1, dtype=x.dtype) < 0.7) if self.training else 1)
+ATTENTION = {"attention": lambda: nn.MultiheadAttention(4, 2, dropout=0.2, batch_first=True), "up": linear(1, 4)}
+ATTENDS = net("Attends", kept=ATTENTION)
+ATTENDS.before = lambda self, x: self.attention(*[self.up(x.unsqueeze(2))] * 3, need_weights=False)[0].mean(1)
+# A buffer that no snapshot has, and a mask for each size.
+CONSTANT = net("Constant", unsaved("scale", torch.linspace(1, 2, 4)), kept={"masks": dict})
+CONSTANT.before = lambda self, x: x * self.scale * self.masks.setdefault(len(x), torch.ones(4, dtype=x.dtype))
+COMPLEX = net("Complex", kept={"filter": lambda: nn.Parameter(torch.ones(3, dtype=torch.complex128))})
+COMPLEX.before = lambda self, x: torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4)
+CLAMPED = net("Clamped", lambda self: self.layer.weight.register_hook(lambda slope: slope.clamp(-0.01, 0.01)))
+SPARSE = net("SparseTable", lambda self: setattr(self.table, "sparse", True), of=TABLE)  # several ranks refuse it
+NUMPY_NOISE = net("NumpyNoise", before=lambda self, x: x * torch.from_numpy(np.random.rand(len(x), 1)))
+EVALUATED = net("InEvaluation", after=lambda self, y: y if self.training else y * float(np.random.rand()))
+COIN = net("Coin", before=lambda self, x: x * (np.random.rand() + random.random()) if self.training else x)
+# An animal: what it is, its words, and of a wrong one the row and a part of the reason.
+WRONG = [
     (net("Centred", after=lambda self, y: y - 0.5 * y.mean(0)), [], "two", "layers,"),
     (net("Scaled", before=lambda self, x: x / x.abs().max()), [], "two", "layers,"),
     (net("OverBatch", after=lambda self, y: y.softmax(0)), [], "two", f"model (OverBatch): it {SHARE}"),
     (MIXES, [], "two", f"layer (Linear): it {SHARE}"),
     (net("BySize", after=lambda self, y: y * len(y) / 10), [], "two", "layers,"),
-    (net("Clamped", lambda self: self.layer.weight.register_hook(clamped)), [], "two", "gradients,"),
+    (
+        net("Clamped", lambda self: self.layer.weight.register_hook(lambda slope: slope.clamp(-0.01, 0.01))),
+        [],
+        "two",
+        "gradients,",
+    ),
     (net("Normalised", after=normalised), [], "two", "gradients,"),
     (running("Running", lambda self, mean: self.mean.lerp_(mean, 0.1)), [], "two", f"mean: it {SHARE}"),
     (net("Queue", before=queued, kept={"queue": lambda: torch.zeros(6, 4)}), [], "two", f"queue: it {SHARE}"),
     (net("Codebook", before=counted_codes, kept={"sizes": lambda: torch.zeros(2)}), [], "two", "weights,"),
-    (net("FrozenCodes", before=moved_codes, kept={"codes": lambda: frozen(4)}), [], "two", "layer (Linear)", ENDS),
+    (net("FrozenCodes", before=moved_codes, kept={"codes": FROZEN}), [], "two", "layer (Linear)", ENDS),
     (net("Annealed", after=counting, calls=0), [], "resumed", KEEPS),
     (net("Unsaved", unsaved("calls", torch.zeros(())), after=counting), [], "resumed", "model (Unsaved): the model"),
     (net("Remembers", after=remembering, last=[0]), [], "resumed", KEEPS),
@@ -429,33 +386,9 @@ FIRST_WRONG: list[Animal] = [  # those that the first edition named
     (net("OwnWeights", drawn_by_numpy), [], "again", "start,"),
     (OWN_NUMBERS, [], "resumed", KEEPS),
     (LISTED, [], "learns", "no optimizer has"),
-    (
-        net("CutOff", kept={"head2": linear(4, 2)}, forward=lambda self, x: self.layer(x) + self.head2(x).detach()),
-        [],
-        "learns",
-        "head2.weight, head2.bias: no gradient",
-    ),
-]
-FIRST_RIGHT: list[Animal] = [  # those that it did not doubt
-    (LAYER_NORM, []),
-    (layers("GroupNormed", linear(4, 6), lambda: nn.GroupNorm(2, 6), nn.SiLU, linear(6, 2)), ["optimizer=adamw"]),
-    (net("Dropping", after=lambda self, y: F.dropout(y, 0.3, self.training)), ["optimizer=adamw", ema(0.9)]),
-    (BY_BATCH_NORM, [ema(0.9)]),  # its first bias has a gradient of rounding alone
-    (TIED, []),
-    (Teacher, []),
-    (RECURRENT, []),
-    (LAYER_DROPPED, []),
-    (net("Counts", after=replaced_counter, kept={"calls": lambda: torch.zeros(())}), ["optimizer.fused=false"]),
-]
-WRONG: list[Animal] = [
-    *FIRST_WRONG,
+    (CUT_OFF, [], "learns", "spare.weight, spare.bias: no gradient"),
     (net("NoiseOfAll", before=lambda self, x: x * torch.rand(4, dtype=x.dtype)), [], "two", "layer (Linear)"),
-    (
-        net("NumpyNoise", before=lambda self, x: x * torch.from_numpy(np.random.rand(len(x), 1))),
-        [],
-        "two",
-        "layer (Linear)",
-    ),
+    (NUMPY_NOISE, [], "two", "layer (Linear)"),
     (BY_BATCH_NORM, ["sync_bn=off"], "two", "1 (BatchNorm1d)"),
     # Writes that do not raise the version of a tensor.
     (running("ByData", lambda self, mean: self.mean.data.lerp_(mean, 0.1)), [], "two", "mean: "),
@@ -481,28 +414,25 @@ WRONG: list[Animal] = [
     (Simple, ["gradient_sync=powersgd"], "two", "type gradient_sync=auto"),
     (Simple, ["trainer.batch_size_per_rank=7"], "two", "type trainer.batch_size=<of all ranks>"),
     (EXPERT, [], "two", "type strategy.find_unused_parameters=true", ENDS),
-    (
-        net("SparseTable", lambda self: setattr(self.table, "sparse", True), of=TABLE),  # several ranks refuse it
-        PLAIN,
-        "two",
-        "make it with sparse=False",
-        ENDS,
-    ),
+    (SPARSE, PLAIN, "two", "make it with sparse=False", ENDS),
     (BY_BATCH_NORM, PIPELINE, "two", "strategy=ddp"),
     (DROPPED, PIPELINE, "two", "strategy=ddp"),
     (MIXES, [TWICE], "cut", "type trainer.gradient_accumulation_steps=1"),
-    (
-        net("InEvaluation", after=lambda self, y: y if self.training else y * float(np.random.rand())),
-        [],
-        "two",
-        "evaluation, ",
-    ),
+    (EVALUATED, [], "two", "evaluation, "),
     (net("Renamed", before=late, kept={"first": lambda: torch.ones(4)}), [], "resumed", "", ENDS),
     (Simple, ["loader.collate_fn={_target_:support.own_data.mixed}"], "two", "samples,"),
     (DROPPED, ["trainer.compile=true"], "compiled", "type trainer.compile=false"),
 ]
-RIGHT: list[Animal] = [
-    *FIRST_RIGHT,
+RIGHT = [
+    (LAYER_NORM, []),
+    (layers("GroupNormed", linear(4, 6), lambda: nn.GroupNorm(2, 6), nn.SiLU, linear(6, 2)), ["optimizer=adamw"]),
+    (net("Dropping", after=lambda self, y: F.dropout(y, 0.3, self.training)), ["optimizer=adamw", ema(0.9)]),
+    (BY_BATCH_NORM, [ema(0.9)]),  # its first bias has a gradient of rounding alone
+    (TIED, []),
+    (Teacher, []),
+    (RECURRENT, []),
+    (LAYER_DROPPED, []),
+    (net("Counts", after=replaced_counter, kept=FLAG), ["optimizer.fused=false"]),
     (Simple, [Noisy]),
     (BY_BATCH_NORM, ["optimizer=adamw"]),
     (DROPS_PATHS, []),
@@ -520,10 +450,7 @@ RIGHT: list[Animal] = [
     (LATE, []),
     (Simple, [TWICE]),
     (SPARE, [UNUSED]),
-    (
-        net("Coin", before=lambda self, x: x * (np.random.rand() + random.random()) if self.training else x),
-        [TWICE],
-    ),
+    (COIN, [TWICE]),
     (TABLE, []),
     (net("OtherNames", with_other_names), []),
     (LAYER_NORM, ["strategy=fsdp", TWICE]),

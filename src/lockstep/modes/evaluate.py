@@ -14,19 +14,22 @@ from lockstep.modes.base import Mode, TrainedRun
 log = logging.getLogger(__name__)
 
 
-class Evaluate(Mode):
-    """Evaluates as training does: with averaged weights if there are any, each sample counted once.
-
-    split: the data to evaluate; training data is not augmented.
-    file: where the numbers go; null: evaluation.json in the run folder, or evaluation_2.json beside one of other data.
-    Beside it evaluation_samples.csv has the results of each sample.
-    """
-
-    name = "evaluate"
+class OfSplit(Mode):
+    """A mode that goes through the data of a split, of which training data is not augmented. file: what it writes."""
 
     def __init__(self, snapshot: str, split: Literal["test", "val", "train"], file: str | None) -> None:
         self.snapshot, self.split, self.file = snapshot, split, file
         self.reads_training_data = split != "test"
+
+
+class Evaluate(OfSplit):
+    """Evaluates as training does: with averaged weights if there are any, each sample counted once.
+
+    file: null: evaluation.json in the run folder, or evaluation_2.json beside one of other data. Beside it
+    evaluation_samples.csv has the results of each sample.
+    """
+
+    name = "evaluate"
 
     def run(self, trained: TrainedRun) -> dict[str, float]:
         """Returns {metric: mean over all samples}, the same on every rank.

@@ -2,9 +2,10 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from lockstep.modes.base import Mode, TrainedRun
+from lockstep.modes.base import TrainedRun
+from lockstep.modes.evaluate import OfSplit
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -14,38 +15,30 @@ log = logging.getLogger(__name__)
 
 OF_CLASSES = ("prediction", "truth")  # columns whose whole numbers may be classes
 NO_TARGET = -100  # of images without labels
-NUMBERS = ""  # the column of the samples' numbers in what is gathered
 Columns = dict[str, "Tensor"]
 """{name: (N,) or (N, values)} on the CPU, one row for each sample."""
 
 
-class Predict(Mode):
+class Predict(OfSplit):
     """One row for each sample, in the data set's order, whatever the number of ranks.
 
     The columns are index, for images file, what `Task.predictions` gives, and truth, empty for an image without label.
 
-    split: the data to predict; training data is not augmented.
-    file: where the rows go; null: predictions.csv in the run folder.
+    file: null: predictions.csv in the run folder.
     """
 
     name, needs_labels = "predict", False
 
-    def __init__(self, snapshot: str, split: Literal["test", "val", "train"], file: str | None) -> None:
-        self.snapshot, self.split, self.file = snapshot, split, file
-        self.reads_training_data = split != "test"
-
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError, on all ranks, if the file cannot be written."""
-        import torch
-
         from lockstep.data.loader import files_of
+        from lockstep.training.evaluate import gathered
 
         path, loader = trained.output(self.file, "predictions.csv"), trained.loader(self.split)
-        shares, text = [share for share in trained.world.gather_tensors(predict(trained, self.split)) if share], ""
-        if shares:
-            joined = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
-            numbers, order = joined.pop(NUMBERS).sort()
-            found = table({name: values[order] for name, values in joined.items()}, trained.classes)
+        columns, text = gathered(trained.world, predict(trained, self.split)), ""
+        if columns:
+            numbers = columns.pop("number")
+            found = table({name.removeprefix("of "): values for name, values in columns.items()}, trained.classes)
             found.index = loader.whole(numbers.numpy())
             if files := files_of(loader):
                 found.insert(0, "file", [files[number] for number in numbers.tolist()])
@@ -54,8 +47,8 @@ class Predict(Mode):
         trained.write(path, text)
 
 
-def predict(trained: TrainedRun, split: str) -> Columns:
-    """The columns of this rank's share, and the numbers of its rows; empty where another rank computes the outputs."""
+def predict(trained: TrainedRun, split: str) -> list[Columns]:
+    """The columns "of ..." and "number" of this rank's batches; empty where another rank computes the outputs."""
     import torch
 
     from lockstep.data.source import count_samples
@@ -71,7 +64,7 @@ def predict(trained: TrainedRun, split: str) -> Columns:
         columns = dict(_columns(run.task.predictions(outputs) | {"truth": targets})) if run.strategy.counts else {}
         of_samples = {name: values for name, values in columns.items() if values.shape[:1] == now.shape}
         if of_samples:
-            parts.append({NUMBERS: now} | {name: values.detach().cpu() for name, values in of_samples.items()})
+            parts.append({"number": now} | {f"of {name}": each.detach().cpu() for name, each in of_samples.items()})
 
     with evaluating(run, loader):
         for part in loader.evaluation(run.config.evaluation.batch_size):
@@ -81,8 +74,7 @@ def predict(trained: TrainedRun, split: str) -> Columns:
             if signals.stop_requested():
                 stop()
     # Of what all batches have: a loss that the model adds has no row for each sample.
-    names = [name for name in (parts[0] if parts else ()) if all(name in part for part in parts)]
-    return {name: torch.cat([part[name] for part in parts]) for name in names}
+    return [{name: part[name] for name in part if all(name in other for other in parts)} for part in parts]
 
 
 def _columns(values: Any, name: str = "") -> "Iterator[tuple[str, Tensor]]":

@@ -8,7 +8,7 @@ from pathlib import Path
 from lockstep.errors import ConfigError
 from lockstep.runs.record import FINISHED, read_run
 from lockstep.runs.samples import NAME, SAMPLED, paired_by_sample
-from lockstep.runs.stats import MOST, Estimate, estimate, is_share, paired, pairs_for, welch
+from lockstep.runs.stats import MOST, Estimate, estimate, is_share, pairs_for, welch
 from lockstep.runs.table import REPEATS, Row, filtered, rho_of, rows_of
 from lockstep.text import aligned, differing, show
 
@@ -91,7 +91,7 @@ def _difference(one: Sequence[Row], other: Sequence[Row], names: Sequence[str]) 
     alone = len(a) + len(b) - 2 * len(common)
     left_out = f"; {alone} runs without a partner are left out" if alone else ""
     keys = [key for key, *different in zip(REPEATS, *common, strict=True) if len({*different}) > 1]
-    found = paired([a[key] for key in common], [b[key] for key in common], rho)
+    found = estimate([b[key] - a[key] for key in common], rho)
     return found, "pairs", f"paired by {' and '.join(keys)}{left_out}"
 
 

@@ -27,11 +27,6 @@ class Estimate:
     rho: float = 0.0
 
     @property
-    def error(self) -> float:
-        """The standard error of the mean."""
-        return self.std * math.sqrt(1 / self.count + self.rho)
-
-    @property
     def interval(self) -> tuple[float, float] | None:
         """Where the true mean is, by Student's t. None if the spread is not known: of one number, and of equal ones,
         which a metric of few samples gives by chance."""
@@ -39,7 +34,7 @@ class Estimate:
 
         if not self.df or not self.std:
             return None
-        half = float(stdtrit(self.df, (1 + CONFIDENCE) / 2)) * self.error
+        half = float(stdtrit(self.df, (1 + CONFIDENCE) / 2)) * self.std * math.sqrt(1 / self.count + self.rho)
         return self.mean - half, self.mean + half
 
 
@@ -48,11 +43,6 @@ def estimate(values: Sequence[float], rho: float = 0.0) -> Estimate:
     if len(values) == 1 or not all(map(math.isfinite, values)):
         return Estimate(fmean(values), 0.0, len(values), 0)
     return Estimate(fmean(values), stdev(values), len(values), len(values) - 1, rho)
-
-
-def paired(a: Sequence[float], b: Sequence[float], rho: float = 0.0) -> Estimate:
-    """Of b - a, where the numbers at one place belong together, as those of one seed do."""
-    return estimate([other - one for one, other in zip(a, b, strict=True)], rho)
 
 
 def welch(a: Sequence[float], b: Sequence[float], rho: float = 0.0) -> Estimate:

@@ -36,13 +36,8 @@ run has no such value.
 
 
 def is_repeat(word: str) -> bool:
-    """Whether an override, such as seed=3, gives another run of the same configuration."""
+    """Whether an override, such as seed=3, gives another run of the same configuration, which the others name."""
     return word.lstrip("+").partition("=")[0] in REPEATS
-
-
-def setting_of(overrides: Iterable[str]) -> list[str]:
-    """The overrides that say of which configuration a run is: runs for which they are equal repeat each other."""
-    return [word for word in overrides if not is_repeat(word) and not changes_no_number(word)]
 
 
 def frame(folders: Sequence[str | Path] = ("outputs",)) -> "pd.DataFrame":
@@ -81,7 +76,7 @@ def row_of(run: Run) -> Row:
     row |= {"steps": run["steps"], "speed": run["samples_per_second"], "seconds": seconds_of(run)}
     row |= {"ranks": starts[-1]["world_size"], "starts": len(starts), "changed": shlex.join(words)}
     row |= {key: run[key] for key in ("tags", "notes", "command", "folder", "sweep")}
-    row |= {"setting": shlex.join([*run["flags"], *setting_of(words)])}
+    row |= {"setting": shlex.join([*run["flags"], *(word for word in words if not is_repeat(word))])}
     row |= {"commit": code.get("commit", "")[:10], "source": code["source"]}
     return row | {"validation_data": data.get("validation_data"), "validation_share": share}
 
@@ -183,18 +178,14 @@ def ordered(table: Sequence[Row], name: str) -> list[Row]:
     """By a column or a key; rows without a value come last. The best objective comes first, those of one metric
     together; other values go up."""
     check_names(table, [name], "--sort")
-    is_objective = name == "objective"
-    has_words = any(is_there(row.get(name)) and not isinstance(row[name], int | float) for row in table)
-
-    def place(row: Row) -> tuple[Any, ...]:
-        value: Any = row.get(name)
-        metric = row["metric"] if is_objective else ""
-        if not is_there(value):
-            return metric, True, 0
-        sign = -1 if is_objective and row["direction"] == "max" else 1
-        return metric, False, as_word(value) if has_words else sign * value
-
-    return sorted(table, key=place)
+    rows = [row for row in table if is_there(row.get(name))]
+    if name == "objective":
+        rows.sort(key=lambda row: (row["metric"], -row[name] if row["direction"] == "max" else row[name]))
+    elif all(isinstance(row[name], int | float) for row in rows):
+        rows.sort(key=lambda row: row[name])
+    else:
+        rows.sort(key=lambda row: as_word(row[name]))
+    return [*rows, *(row for row in table if not is_there(row.get(name)))]
 
 
 def telling(table: Sequence[Row], columns: Sequence[str] = COLUMNS) -> list[str]:

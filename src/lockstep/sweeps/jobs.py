@@ -98,7 +98,9 @@ class Process:
     def start(self) -> None:
         self.starts, self.started = self.starts + 1, time.time()
         context: Any = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "fork")
-        self.process = context.Process(target=_become, args=(os.getpid(), self.job, self.slot, self.console))
+        self.told, self.tells = context.Pipe(duplex=False)
+        words = (os.getpid(), self.job, self.slot, self.console, self.tells)
+        self.process = context.Process(target=_become, args=words)
         with signals.blocked():
             self.process.start()
 
@@ -112,14 +114,16 @@ class Process:
         cause = f"ended with exit code {code}, see {self.console or 'above'}"
         if report is not None and report["run"]["time"] >= self.started and (code >= 0 or "verdict" in report["first"]):
             cause = in_one_line(report)
+        elif self.told.poll():
+            cause = self.told.recv()
         elif code < 0:  # this process knows by which signal
             cause = f"killed by {signal.Signals(-code).name}, perhaps because no memory was left"
         state = "diverged" if run is not None and state_of(run) == "diverged" else "failed"
         return Outcome("refused" if code == errors.EXIT_CONFIG else state, textwrap.shorten(cause, 300))
 
 
-def _become(sweep: int, job: Job, slot: Slot, console: Path | None) -> None:
-    """Turn this process into the job's command. Never returns."""
+def _become(sweep: int, job: Job, slot: Slot, console: Path | None, tells: Any) -> None:
+    """Turn this process into the job's command. Never returns. tells: takes the sentence of one that is refused."""
     signals.end_at_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOP_SIGNALS)
     end_with_parent(parent=sweep)
@@ -138,7 +142,15 @@ def _become(sweep: int, job: Job, slot: Slot, console: Path | None) -> None:
     sys.argv = shlex.split(job.record.command)[1:]
     of_job: Any = OmegaConf.create({"hydra": {"overrides": {"task": [*job.record.overrides]}}})
     HydraConfig.instance().cfg = of_job  # for launch=slurm
-    cli.run(job.train)
+
+    def train() -> None:
+        try:
+            job.train()
+        except errors.ConfigError as refusal:
+            tells.send(str(refusal))
+            raise
+
+    cli.run(train)
 
 
 def divide_machine(n_jobs: int) -> list[Slot]:

@@ -87,7 +87,7 @@ class Sweep:
             raise ConfigError(f"the job {' '.join(changes)}: {known}" if changes else str(known)) from error
         if run is not None and state_of(run) in (FINISHED, PAUSED):
             self.results[folder] = Outcome("finished")
-        return Job(folder, " ".join(changes), config, record, parts)
+        return Job(folder, " ".join(changes) or folder.name, config, record, parts)
 
     def _compose(self, overrides: Sequence[str], folder: Path) -> tuple[RunConfig, ConfigRecord]:
         """As `main` of train.py gets and checks them. Hydra composes once for all jobs that differ in values alone."""
