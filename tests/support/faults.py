@@ -76,17 +76,14 @@ def _damage_heap() -> None:
     ctypes.CDLL(None).free(ctypes.c_void_p(ctypes.addressof(buffer) + 8))
 
 
-def _in_child(leave: Callable[[], None]) -> Callable[[], None]:
-    """A child whose end goes through the functions of the rank that it is a copy of, and which would wait for threads
-    that a fork does not have."""
-
-    def fork() -> None:
+def _end_in_children() -> None:
+    """Two children whose ends go through the functions of the rank that they are copies of, and which would wait for
+    threads that a fork does not have."""
+    for leave in (lambda: _raise("a mistake in the child"), lambda: sys.exit(7)):
         if os.fork() == 0:
             leave()
         _, status = os.wait()
         print(f"the child has ended with {os.waitstatus_to_exitcode(status)}", flush=True)
-
-    return fork
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
@@ -96,21 +93,15 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "no_text": lambda: _raise(WithoutText()),
     "escapes": lambda: _raise("red \x1b[31m, half a character \ud800"),
     "own_connection": lambda: _raise(ConnectionError("Connection closed by peer: a server of the user's")),
-    "raising_child": _in_child(lambda: _raise("a mistake in the child")),
-    "leaving_child": _in_child(lambda: sys.exit(7)),
+    "children": _end_in_children,
     "gpu": lambda: torch.ones(1).cuda(),
     "shape": _wrong_shape,
-    "key": lambda: {"a": 1}["b"],
     "none": lambda: None,
     "memory_limit": _memory_limit,
     "more_memory": lambda: [b"1" * 2**26 for _ in range(64)],  # the kernel ends it where its memory is limited
     "memory": lambda: torch.empty(2**50),
-    "file": lambda: Path("missing/samples.bin").read_bytes(),
     "target": lambda: torch.nn.functional.cross_entropy(torch.ones(2, 3), torch.tensor([0, 7])),
     "disk": lambda: _raise(OSError(28, "No space left on device")),
-    "import": lambda: __import__("no_such_module"),
-    "zero": lambda: 1 / 0,
-    "assert": lambda: _raise(AssertionError("a check of the user's")),
     "recursion": _recursion,
     "kill": _signal(signal.SIGKILL),
     "kill_beside_child": _kill_beside_child,
@@ -120,9 +111,6 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "segfault_once": _segfault_once,
     "abort": os.abort,
     "heap": _damage_heap,
-    # An error of this rank alone, whose words are those of a lost rank.
-    "comm": lambda: _raise("[pair.cc:534] Connection closed by peer [127.0.0.1]:2000"),
-    "exit0": lambda: os._exit(0),
     "native_exit": lambda: ctypes.CDLL(None)._exit(0),
     "exit3": lambda: os._exit(3),
     "sysexit": lambda: sys.exit(0),
@@ -131,10 +119,10 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 
 def _break_at(place: str, step: int) -> None:
-    """Break if FAULT says so. step: counted from 1."""
+    """Break if FAULT says so: on this rank, or on "all". step: counted from 1."""
     where, rank, at = os.environ.get("FAULT", "none/none:0:0").split(":")
     wanted, _, kind = where.partition("/")
-    if wanted == place and int(at) == step and os.environ.get("RANK", "0") == rank:
+    if wanted == place and int(at) == step and rank in (os.environ.get("RANK", "0"), "all"):
         FAULTS[kind]()
 
 

@@ -1,8 +1,6 @@
 """Models and data that hang on rank 1, in the way that HANG names, in "train" or "evaluation" as HANG_IN says.
 
-With HANG=compile all ranks compile.
-
-Other ones are slow, and must not be taken for hangs.
+With HANG=compile all ranks compile. Other ones are slow, and must not be taken for hangs.
 """
 
 import ctypes
@@ -35,15 +33,10 @@ def _hold_gil() -> None:
     library.pthread_mutex_lock(mutex)
 
 
-def _fifo() -> str:
-    path = os.path.abspath(f"fifo-{os.getpid()}")
-    os.mkfifo(path)
-    return path
-
-
 def _wait_in_kernel() -> None:
     """State D: a process that has called vfork waits for its child, and the child for a pipe that nobody opens."""
-    os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, _fifo(), os.O_RDONLY, 0)])
+    os.mkfifo(path := os.path.abspath(f"fifo-{os.getpid()}"))
+    os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, path, os.O_RDONLY, 0)])
 
 
 def _die_with_open_sockets() -> None:
@@ -65,16 +58,8 @@ IN_FORWARD: dict[str, Callable[[], None]] = {
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "gil": _hold_gil,
     "disk": _wait_in_kernel,
-    "fifo": lambda: open(_fifo()).close(),
     "dead": _die_with_open_sockets,
 }
-
-
-def _compile() -> None:
-    torch.compile(torch.sin)(torch.ones(3000))
-
-
-ON_ALL_RANKS: dict[str, Callable[[], None]] = {"compile": _compile}
 
 
 def _is_here(*kinds: str) -> bool:
@@ -94,8 +79,8 @@ class HangingModel(torch.nn.Module):
         self.passes[self.training] += 1
         place, first = os.environ.get("HANG_IN", "train"), FIRST_BATCH if self.training else FIRST_EVALUATED
         is_now = self.passes[self.training] == first and (place == "train") == self.training
-        if is_now and os.environ.get("HANG") in ON_ALL_RANKS:
-            ON_ALL_RANKS[os.environ["HANG"]]()
+        if is_now and os.environ.get("HANG") == "compile":
+            torch.compile(torch.sin)(torch.ones(3000))
         if is_now and _is_here(*IN_FORWARD):
             IN_FORWARD[os.environ["HANG"]]()
         if is_now and _is_here(*INSTEAD_OF_SUM):

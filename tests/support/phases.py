@@ -4,7 +4,6 @@ LINGER=evaluation:60 makes each phase "evaluation" of a rank last 60 s. Every pa
 """
 
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -29,17 +28,6 @@ def linger(phase: str) -> None:
     time.sleep(float(seconds))
 
 
-def leave_or_hang(forward_pass: int) -> None:
-    """With LEAVE=sys.exit every rank leaves with 0, with HANG=1 rank 1 hangs: in the sixth pass."""
-    if forward_pass != 6:
-        return
-    if os.environ.get("LEAVE") == "sys.exit":
-        sys.exit(0)
-    if os.environ.get("HANG", "-") == os.environ.get("RANK"):
-        Path("hangs").touch()
-        time.sleep(600)
-
-
 class Prepared(Pair):
     """Two data sets. It lingers in "prepare"."""
 
@@ -52,7 +40,8 @@ class Digits(Samples):
 
 
 class Net(torch.nn.Module):
-    """An mlp. It lingers in "build", in "step" when it computes with gradients, and in "evaluation" without."""
+    """An mlp. It lingers in "build", in "step" when it computes with gradients, and in "evaluation" without. With
+    HANG=1 rank 1 hangs in the sixth pass."""
 
     def __init__(self, shape: list[int], classes: int) -> None:
         super().__init__()
@@ -64,7 +53,9 @@ class Net(torch.nn.Module):
         if torch.is_grad_enabled():
             linger("step")
             self.passes += 1
-            leave_or_hang(self.passes)
+            if self.passes == 6 and os.environ.get("HANG", "-") == os.environ.get("RANK"):
+                Path("hangs").touch()
+                time.sleep(600)
         elif not self.training:  # in the first step copies pass a part of the batch once more
             linger("evaluation")
         outputs: Tensor = self.net(inputs)
