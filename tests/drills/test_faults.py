@@ -15,21 +15,15 @@ import pytest
 import torch
 
 from lockstep.failures.report import screen
-from support.commands import MPIRUN, PYTHON_TRAIN, STARTERS, Command, own_data, skip_without_mpirun
+from support.commands import LAUNCHERS, MPIRUN, Command, skip_without_mpirun
+from support.faults import MODEL, PARTS
 from support.ports import free_port
 from support.traces import Traces
 
 pytestmark = pytest.mark.drill
 
-FORK = [*PYTHON_TRAIN, "launch=fork"]
-LAUNCHERS = STARTERS | {"mpirun": MPIRUN}
 OURS = ("launch=fork", "launch=torchrun", "launch=spawn")  # torchrun and mpirun have exit codes of their own
-FAULTY = ["model=mlp", "model._target_=support.faults.FaultyModel"]
-OWN = [
-    *(*FAULTY, "optimizer._target_=support.faults.FaultySGD", "optimizer.lr=0.05", "snapshot.every=3steps"),
-    *("trainer.epochs=2", "logger=[tensorboard,console]", "hydra.run.dir=run"),
-    *own_data("support.faults.FaultyDigits"),
-]
+OWN = [*PARTS, "snapshot.every=3steps", "trainer.epochs=2", "logger=[tensorboard,console]"]
 KILLED = "killed, cause not known"
 RAISED = "the code at this line raised this exception"
 LEFT = "its program left with exit code {} before the end of the run"
@@ -63,9 +57,9 @@ FAULTS: list[tuple[str, int, str, str, tuple[str, ...]]] = [
     ("backward/raise", 5, "exception", RAISED, ()),
     ("backward/kill", 5, "killed", KILLED, ()),
     ("evaluation/raise", 1, "exception", RAISED, ()),
-    ("data/raise", 70, "exception", RAISED, ()),
-    ("data/raise", 70, "exception", RAISED, WORKER),
-    ("data/kill", 70, "exception", "a process that loads data has ended", WORKER),
+    ("data/raise", 20, "exception", RAISED, ()),
+    ("data/raise", 20, "exception", RAISED, WORKER),
+    ("data/kill", 20, "exception", "a process that loads data has ended", WORKER),
     ("optimizer/raise", 5, "exception", RAISED, ()),
     ("build/raise", 1, "exception", RAISED, ()),
     ("build/kill", 1, "killed", KILLED, ()),
@@ -128,7 +122,7 @@ def test_the_first_rank_and_the_sentence_are_right(launcher, tmp_path):
 
 
 def test_the_end_of_a_process_that_a_rank_forks_is_none_of_the_rank(start):
-    run = start(*FORK, *OWN, FAULT="forward/children:all:4").finish()
+    run = start(*LAUNCHERS["launch=fork"], *OWN, FAULT="forward/children:all:4").finish()
     assert "finished: " in run.output
     assert run.output.count("RuntimeError: a mistake in the child") == 2
     assert run.output.count("the child has ended with 7") == 2
@@ -177,7 +171,7 @@ def test_each_machine_shows_the_report_of_the_one_that_failed_first(start):
 def test_the_command_that_resumes_starts_with_mpirun(start):
     """And a failure in the first step of an epoch names that epoch."""
     skip_without_mpirun("mpirun")
-    words = [*FAULTY, "loader.validation=null", "trainer.batch_size=1437", "snapshot.every=1steps"]
+    words = [*MODEL, "loader.validation=null", "trainer.batch_size=1437", "snapshot.every=1steps"]
     run = start(*MPIRUN, *words, FAULT="forward/raise:1:3").finish(1)
     assert "in epoch 3, after step 2, in the phase train" in run.output
     (resume,) = re.findall(r"^resume: (mpirun --allow-run-as-root --oversubscribe -n 2 .*)$", run.output, re.MULTILINE)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.failures.record import read_place
-from support.commands import LAUNCHERS, PYTHON_TRAIN, children, own_data, ranks_under, skip_without_mpirun, wait_for
+from support.commands import LAUNCHERS, children, own_data, ranks_under, skip_without_mpirun, wait_for
 from support.run_folders import has_logged
 
 pytestmark = pytest.mark.drill
@@ -26,29 +26,26 @@ ANSWER = 10.0  # seconds from the timeout until the ranks have ended, on a busy 
 WHOLE = os.environ.get("LOCKSTEP_HANGS") == "all"
 MINUTES = float(os.environ.get("LOCKSTEP_HEALTHY_MINUTES", "0.5"))
 SMALL = ["model=mlp", "backend=gloo", "trainer.epochs=2", "evaluation.batch_size=32", "hydra.run.dir=run"]
-SMALL += [f"watch.timeout={TIMEOUT}"]
-MODEL = ["model._target_=support.hangs.HangingModel"]
-DATA = own_data("support.hangs.HangingDigits")
+SMALL += [f"watch.timeout={TIMEOUT}", "model._target_=support.faults.SummingModel"]
+DATA = own_data("support.faults.FaultyDigits")
 
 USER_CODE = "a rank is in user code"
 VERDICTS = {
     "loader": USER_CODE,
     "worker": USER_CODE,
-    "forward": USER_CODE,
+    "hang": USER_CODE,
     "skip": "a call is missing",
     "extra": "another operation",
     "operation": "another operation",
-    "shape": "another shape",
+    "other_shape": "another shape",
     "stopped": "a rank is stopped",
     "gil": USER_CODE,
-    "disk": USER_CODE,
-    "dead": None,  # its death is seen at once, whatever becomes of its sockets
+    "kernel": USER_CODE,
+    "kill_beside_child": None,  # its death is seen at once, whatever becomes of its sockets
 }
-ROWS = [
-    ("launch=fork", kind, "train", "auto", 2) for kind in VERDICTS if kind not in ("forward", "stopped", "operation")
-]
+ROWS = [("launch=fork", kind, "train", "auto", 2) for kind in VERDICTS if kind not in ("hang", "stopped", "operation")]
 ROWS += [("launch=fork", kind, "evaluation", "all_reduce", 4) for kind in ("loader", "skip", "stopped")]
-ROWS += [("launch=torchrun", "stopped", "train", "auto", 2), ("launch=spawn", "forward", "train", "auto", 2)]
+ROWS += [("launch=torchrun", "stopped", "train", "auto", 2), ("launch=spawn", "hang", "train", "auto", 2)]
 if WHOLE:
     ROWS = [
         ("launch=fork", *row)
@@ -58,21 +55,34 @@ FOREIGN = [("torchrun", "stopped"), ("mpirun", "skip")]
 ROWS += [(launcher, kind, "train", "auto", 2) for launcher, kind in FOREIGN]
 
 
+def fault_of(kind: str, place: str) -> str:
+    """On rank 1, in the twelfth pass or a sample of the training, or in the second pass of an evaluation."""
+    trains = place == "train"
+    if kind in ("loader", "worker"):
+        return "data/hang:1:150" if trains else "tested/hang:1:30"
+    if kind in ("skip", "extra", "operation", "other_shape"):
+        return f"sum/{kind}:1:12" if trains else f"tested_sum/{kind}:1:2"
+    return f"forward/{kind}:1:12" if trains else f"evaluation/{kind}:1:2"
+
+
 @pytest.mark.parametrize(("launcher", "kind", "place", "sync", "size"), ROWS)
 def test_a_hang_has_a_verdict_and_ends_the_run(start_faulty, tmp_path, launcher, kind, place, sync, size):
     skip_without_mpirun(launcher)
     words = [*LAUNCHERS[launcher], *SMALL, f"gradient_sync={sync}", f"loader.num_workers={2 * (kind == 'worker')}"]
-    words += DATA if kind in ("loader", "worker") else MODEL
+    words += DATA * (kind in ("loader", "worker"))
     words += [f"launch.nproc_per_node={size}"] * launcher.startswith("launch")
-    run = start_faulty(*words, HANG=kind, HANG_IN=place).finish(None)
+    run = start_faulty(*words, FAULT=fault_of(kind, place)).finish(None)
     report, code = json.loads((tmp_path / "run/failure.json").read_text()), run.process.returncode
     first, verdict = report["first"], VERDICTS[kind]
     assert first["phase"] == place
     # gloo ends a rank that receives more than it expects; the gradient is more than the sum that is left out.
-    may_abort = kind == "shape" or (kind == "skip" and sync == "all_reduce")
-    if kind == "dead" or (may_abort and first["kind"] == "killed"):
-        assert (code, first["signal"]) == (1, "SIGKILL" if kind == "dead" else "SIGABRT")
-        assert kind == "dead" or "as gloo does when ranks give other shapes to one collective" in first["meaning"]
+    may_abort = kind == "other_shape" or (kind == "skip" and sync == "all_reduce")
+    if kind == "kill_beside_child" or (may_abort and first["kind"] == "killed"):
+        assert (code, first["signal"]) == (1, "SIGKILL" if kind == "kill_beside_child" else "SIGABRT")
+        assert (
+            kind == "kill_beside_child"
+            or "as gloo does when ranks give other shapes to one collective" in first["meaning"]
+        )
         return
     assert report["exit_code"] == 4
     assert code == (1 if launcher == "torchrun" else 4), run.output  # torchrun has codes of its own
@@ -80,15 +90,15 @@ def test_a_hang_has_a_verdict_and_ends_the_run(start_faulty, tmp_path, launcher,
     assert first["silent_seconds"] < TIMEOUT + ANSWER
     assert len(first["table"]) == size + 1
     waiting = "0" if kind == "skip" else "1"  # the rank that skips its call has gone on
-    assert kind in ("stopped", "worker") or "support/hangs.py:" in "\n".join(first["stacks"][waiting])
-    assert verdict != USER_CODE or "support/hangs.py:" in first["meaning"]
+    assert kind in ("stopped", "worker") or "support/faults.py:" in "\n".join(first["stacks"][waiting])
+    assert verdict != USER_CODE or "support/faults.py:" in first["meaning"]
     assert first["stacks"]["0"]
     assert run.output.count(f"verdict: {verdict}") == 1
     assert "rank 1 of" in run.output
 
 
 def test_a_hang_is_only_reported_if_that_is_wanted(start_faulty, tmp_path):
-    run = start_faulty(*LAUNCHERS["launch=fork"], *SMALL, *MODEL, "watch.on_hang=report", HANG="stopped")
+    run = start_faulty(*LAUNCHERS["launch=fork"], *SMALL, "watch.on_hang=report", FAULT=fault_of("stopped", "train"))
     log = tmp_path / "run/logs/rank0.log"
     wait_for(lambda: log.exists() and "what to do: " in log.read_text(), "report of the hang", 60)
     assert "verdict: a rank is stopped" in log.read_text()
@@ -103,7 +113,7 @@ def test_a_compilation_is_only_slow(start, tmp_path):
     compiler.write_text(f'#!/bin/sh\nmkdir {slept} 2>/dev/null && sleep 6\nexec {shutil.which("g++")} "$@" -O0\n')
     compiler.chmod(0o755)
     own = {"CXX": compiler, "TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache"}
-    run = start(*LAUNCHERS["launch=fork"], *SMALL, *MODEL, HANG="compile", **own).finish(limit=400)
+    run = start(*LAUNCHERS["launch=fork"], *SMALL, FAULT="forward/compile:all:12", **own).finish(limit=400)
     assert slept.exists()
     assert not (tmp_path / "run/failure.json").exists()
     assert "verdict:" not in run.output
@@ -112,10 +122,10 @@ def test_a_compilation_is_only_slow(start, tmp_path):
 @pytest.mark.timeout(240 + 200 * MINUTES)
 def test_slow_runs_are_no_hangs(start, tmp_path):
     """A slow download, a slow first step, unevenly slow samples, slow evaluations, a slow disk, a pause."""
-    slow = [*LAUNCHERS["launch=fork"], *SMALL, "trainer.epochs=1000", "snapshot.every=40steps"]
-    slow += [*own_data("support.hangs.UnevenDigits"), "dataset._target_=support.hangs.SlowlyPrepared"]
-    seconds = {"SLOW_PREPARE": 8, "SLOW_SAMPLE": 0.3, "SLOW_FIRST_STEP": 8, "SLOW_EVALUATION": 1.5, "SLOW_SNAPSHOT": 6}
-    run = start(*slow, "model._target_=support.hangs.UnevenModel", **seconds)
+    slow = [*LAUNCHERS["launch=fork"], *SMALL, "trainer.epochs=1000", "snapshot.every=40steps", *DATA]
+    slow += ["dataset._target_=support.faults.FaultyPair", "model._target_=support.faults.FaultyModel"]
+    faults = "prepare/8:0:1,forward/8:all:1,data/0.3:1:%100,evaluation/1.5:all:%1,state/6:all:1"
+    run = start(*slow, FAULT=faults)
     wait_for(lambda: has_logged(tmp_path / "run", "epoch 1/"), "first epoch", 90)
     end = time.monotonic() + 60 * MINUTES
     while time.monotonic() < end:
@@ -131,7 +141,9 @@ def test_slow_runs_are_no_hangs(start, tmp_path):
 
 
 def test_a_hang_that_comes_again_after_a_restart_is_found_and_ends_the_restarts(start_faulty):
-    run = start_faulty(*LAUNCHERS["launch=torchrun"], *SMALL, *MODEL, "launch.max_restarts=3", HANG="forward").finish(4)
+    run = start_faulty(
+        *LAUNCHERS["launch=torchrun"], *SMALL, "launch.max_restarts=3", FAULT=fault_of("hang", "train")
+    ).finish(4)
     assert re.findall(r"restart (\d) of 3", run.output) == ["1"]
     assert run.output.count("lockstep: rank 1 of 2 hangs") == 2
     assert "it will fail again" in run.output
@@ -139,7 +151,7 @@ def test_a_hang_that_comes_again_after_a_restart_is_found_and_ends_the_restarts(
 
 def test_a_hang_of_the_only_rank_is_shown(start_faulty):
     words = [*SMALL, "model._target_=support.faults.FaultyModel"]
-    run = start_faulty(*PYTHON_TRAIN, *words, FAULT="forward/hang:0:7").finish(4)
+    run = start_faulty(*LAUNCHERS["python"], *words, FAULT="forward/hang:0:7").finish(4)
     assert "lockstep: rank 0 of 1 hangs" in run.output
     assert "verdict: a rank is in user code" in run.output
 

@@ -162,8 +162,8 @@ def test_a_pulled_cable_ends_every_node_with_a_reason(start, hosts):
 
 def test_a_rank_that_is_stopped_on_one_host_is_named_on_both(start, hosts):
     """Beside a rank that can look at it."""
-    words = [*NET, "model._target_=support.hangs.HangingModel", "watch.timeout=4"]
-    for node in [start(*hosts.on(host, *spawn(host, 2)), *words, HANG="stopped") for host in (0, 1)]:
+    words = [*NET, "model._target_=support.faults.SummingModel", "watch.timeout=4"]
+    for node in [start(*hosts.on(host, *spawn(host, 2)), *words, FAULT="forward/stopped:1:12") for host in (0, 1)]:
         node.finish(4)
         assert "lockstep: rank 1 of 4 hangs" in node.output
         assert "verdict: a rank is stopped" in node.output

@@ -17,14 +17,14 @@ import pytest
 
 from support.commands import LAUNCHERS, TRAIN, Command, ema, processes_of, skip_without_mpirun, wait_for
 from support.event_files import MEASURED, scalars
-from support.phases import PARTS, in_phase
+from support.faults import PARTS, is_at
 from support.run_folders import newest_snapshot, read_log, stopped_at
 from support.worlds import same_bits
 
 pytestmark = pytest.mark.drill
 
 INT, HUP, TERM = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
-SECONDS = {"meeting": 60, "prepare": 60, "build": 60, "step": 0.2, "evaluation": 0.2, "snapshot": 1, "end": 7}
+SECONDS = {"meeting": 60, "prepare": 60, "build": 60, "forward": 0.2, "evaluation": 0.2, "snapshot": 1, "end": 7}
 BEFORE_TRAINING = ("meeting", "prepare", "build")
 OURS = ("launch=torchrun", "launch=spawn", "launch=fork", "python")
 ALL = os.environ.get("LOCKSTEP_SIGNALS") == "all"
@@ -34,27 +34,27 @@ def name(value: object) -> str:
     return getattr(value, "name", None) or str(value)
 
 
-def start_in_phase(start, tmp_path: Path, starter: str, phase: str, *words: str) -> Command:
+def start_is_at(start, tmp_path: Path, starter: str, phase: str, *words: str) -> Command:
     """A command that has come to `phase`."""
     limit = "trainer.epochs=1" if phase == "end" else "trainer.epochs=100"
     typed = [*words, *LAUNCHERS[starter], *PARTS, "evaluation.batch_size=2", limit]
-    run = start(*typed, LINGER=f"{phase}:{SECONDS[phase]}")
-    wait_for(lambda: in_phase(tmp_path, phase), phase)
+    run = start(*typed, FAULT=f"{phase}/{SECONDS[phase]}:{1 if phase == 'meeting' else 'all'}:%1")
+    wait_for(lambda: is_at(tmp_path, phase), phase)
     return run
 
 
 ROWS = [
-    *[("python", phase, INT, "group") for phase in ("prepare", "step", "snapshot")],
+    *[("python", phase, INT, "group") for phase in ("prepare", "forward", "snapshot")],
     *[("python", phase, HUP, "group") for phase in ("build", "evaluation")],
-    *[("launch=torchrun", phase, INT, "group") for phase in ("meeting", "step")],
+    *[("launch=torchrun", phase, INT, "group") for phase in ("meeting", "forward")],
     ("launch=torchrun", "prepare", HUP, "group"),
     ("launch=torchrun", "evaluation", HUP, "launcher"),
     *[("launch=spawn", phase, INT, "group") for phase in ("meeting", "end")],
-    ("launch=spawn", "step", HUP, "launcher"),
+    ("launch=spawn", "forward", HUP, "launcher"),
     *[("launch=fork", phase, INT, "group") for phase in ("build", "snapshot")],
     ("launch=fork", "meeting", HUP, "launcher"),
     ("launch=fork", "end", TERM, "launcher"),  # which lasts longer than a rank is waited for after a failure
-    ("torchrun", "step", INT, "group"),
+    ("torchrun", "forward", INT, "group"),
     ("torchrun", "evaluation", HUP, "launcher"),
 ]
 if ALL:
@@ -67,7 +67,7 @@ if ALL:
 @pytest.mark.parametrize(("starter", "phase", "number", "who"), ROWS, ids=name)
 def test_one_signal(start_faulty, tmp_path, starter, phase, number, who):
     """torchrun and mpirun have words and codes of their own."""
-    run, is_ours = start_in_phase(start_faulty, tmp_path, starter, phase), starter in OURS
+    run, is_ours = start_is_at(start_faulty, tmp_path, starter, phase), starter in OURS
     run.send(number, who)
     before = 130 if number == INT else 76
     run.finish((before if phase in BEFORE_TRAINING else 0 if phase == "end" else 75) if is_ours else None)
@@ -85,7 +85,7 @@ def test_one_signal(start_faulty, tmp_path, starter, phase, number, who):
 
 
 def test_under_nohup_a_closed_terminal_stops_nothing(start_faulty, tmp_path):
-    run = start_in_phase(start_faulty, tmp_path, "launch=torchrun", "step", "nohup")
+    run = start_is_at(start_faulty, tmp_path, "launch=torchrun", "forward", "nohup")
     run.send(HUP, "group")
     seen = len(list((tmp_path / "run").glob("snapshots/step_*[0-9]")))
     wait_for(lambda: len(list((tmp_path / "run").glob("snapshots/step_*[0-9]"))) > seen, "another snapshot")
@@ -95,8 +95,8 @@ def test_under_nohup_a_closed_terminal_stops_nothing(start_faulty, tmp_path):
 
 @pytest.mark.parametrize("starter", ["python", "launch=fork", "launch=spawn", "torchrun"])
 def test_a_second_ctrl_c_ends_at_once_with_one_line_and_leaves_no_orphan(start_faulty, tmp_path, starter):
-    run = start_faulty(*LAUNCHERS[starter], *PARTS, LINGER="step:600")
-    wait_for(lambda: in_phase(tmp_path, "step"), "first step")
+    run = start_faulty(*LAUNCHERS[starter], *PARTS, FAULT="forward/600:all:1")
+    wait_for(lambda: is_at(tmp_path, "forward"), "first step")
     run.send(INT, "group")
     with pytest.raises(subprocess.TimeoutExpired):
         run.process.wait(3)  # a signal within 2 s is the same one
@@ -111,8 +111,8 @@ def test_a_second_ctrl_c_ends_at_once_with_one_line_and_leaves_no_orphan(start_f
 
 
 def test_a_second_sigterm_beside_a_rank_that_hangs_ends_with_76_and_names_the_last_snapshot(start_faulty, tmp_path):
-    run = start_faulty(*LAUNCHERS["launch=fork"], *PARTS, "snapshot.every=2steps", HANG=1)
-    wait_for(lambda: (tmp_path / "hangs").exists(), "hang")
+    run = start_faulty(*LAUNCHERS["launch=fork"], *PARTS, "snapshot.every=2steps", FAULT="forward/hang:1:6")
+    wait_for(lambda: (tmp_path / "in-forward-1").exists(), "hang")
     run.send(TERM)
     time.sleep(3)
     run.send(TERM)
@@ -128,8 +128,8 @@ def test_a_second_sigterm_beside_a_rank_that_hangs_ends_with_76_and_names_the_la
 def test_a_stop_in_an_evaluation_drops_it_and_a_resumed_run_repeats_it(start, tmp_path, starter, limits):
     command = [*LAUNCHERS[starter], *PARTS, *limits, "evaluation.batch_size=2"]
     start(*command, "hydra.run.dir=whole").finish()
-    run = start(*command, LINGER="evaluation:0.5")
-    wait_for(lambda: in_phase(tmp_path, "evaluation"), "evaluation")
+    run = start(*command, FAULT="evaluation/0.5:all:%1")
+    wait_for(lambda: is_at(tmp_path, "evaluation"), "evaluation")
     run.send(TERM)
     run.finish(75)
     assert (tmp_path / f"run/snapshots/step_{stopped_at(tmp_path / 'run'):08d}").exists()

@@ -17,7 +17,7 @@ import pytest
 
 from lockstep.failures.report import screen
 from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, wait_for
-from support.phases import PARTS, in_phase
+from support.faults import PARTS, is_at
 from support.ports import free_port
 from support.run_folders import newest_snapshot, read_log, stopped_at
 from support.sweep_tables import states
@@ -202,8 +202,8 @@ def test_a_signal_to_a_typed_srun_loses_no_finished_snapshot(start_faulty, slurm
     """srun asks for a second Ctrl-C, and then kills its tasks at once. scancel's signal saves the last step."""
     words = [*PARTS, "trainer.epochs=100", "evaluation.batch_size=2", "snapshot.every=1steps"]
     srun = ["srun", "--nodes=2", "--ntasks-per-node=1", *PYTHON_TRAIN, *words]
-    run = start_faulty(*srun, **slurm.env, LINGER="evaluation:0.2")
-    wait_for(lambda: in_phase(tmp_path, "evaluation"), "evaluation")
+    run = start_faulty(*srun, **slurm.env, FAULT="evaluation/0.2:all:%1")
+    wait_for(lambda: is_at(tmp_path, "evaluation"), "evaluation")
     if by_scancel:
         slurm.run("scancel", "--signal=INT", slurm.run("squeue", "--noheader", "--format=%i").strip())
         run.finish(75)

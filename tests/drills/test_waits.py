@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.commands import LAUNCHERS, PYTHON_TRAIN, children, own_data, wait_for
-from support.phases import PARTS, in_phase
+from support.faults import PARTS, is_at
 from support.ports import free_port
 from support.run_folders import SLOW, position, stopped_at
 from support.worlds import same_bits
@@ -40,13 +40,13 @@ def test_a_rank_whose_peer_never_comes_says_so_and_heeds_the_first_signal(start_
 
 def test_a_preparation_may_take_longer_than_backend_timeout(start_faulty, tmp_path):
     command = [*LAUNCHERS["torchrun"], *PARTS, "backend=gloo", "backend.timeout=4", "trainer.epochs=1"]
-    start_faulty(*command, LINGER="prepare:7").finish()
+    start_faulty(*command, FAULT="prepare/7:all:1").finish()
     assert not (tmp_path / "in-prepare-1").exists()  # only the first rank of a machine prepares
 
 
 def test_ranks_that_wait_for_a_preparation_end_with_it(start_faulty, tmp_path):
-    run = start_faulty(*LAUNCHERS["torchrun"], *PARTS, "backend=gloo", LINGER="prepare:600")
-    wait_for(lambda: in_phase(tmp_path, "prepare"), "preparation")
+    run = start_faulty(*LAUNCHERS["torchrun"], *PARTS, "backend=gloo", FAULT="prepare/600:all:1")
+    wait_for(lambda: is_at(tmp_path, "prepare"), "preparation")
     ranks = {
         Path(f"/proc/{pid}/environ").read_bytes().split(b"\0RANK=")[1][:1]: pid for pid in children(run.process.pid)
     }
