@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.failures.report import screen
-from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, wait_for
+from support.commands import PYTHON_TRAIN, TRAIN, Command, wait_for
 from support.faults import PARTS, is_at
 from support.ports import free_port
 from support.run_folders import newest_snapshot, read_log, stopped_at
@@ -255,12 +255,3 @@ def test_a_sweep_waits_for_its_jobs_and_goes_on_after_a_stop(start, slurm, tmp_p
     assert sorted(states(tmp_path / "s").values()) == ["diverged", "finished", "finished"]
     logs = [read_log(folder) for folder in (tmp_path / "s").glob("*") if (folder / "train.log").exists()]
     assert any("resumed from" in log for log in logs)
-
-
-def test_srun_starts_one_torchrun_a_node(start, slurm):
-    where = f"--nnodes=2 --node_rank=$SLURM_NODEID --master_addr=127.0.0.1 --master_port={free_port()}"
-    agent = f"{' '.join(TORCHRUN)} {where} --nproc_per_node=2 {TRAIN} model=mlp trainer.epochs=1"
-    run = start("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", agent, **slurm.env).finish()
-    assert "rank 0 of 4" in run.output
-    assert len(run.epochs) == 1
-    assert run.folder

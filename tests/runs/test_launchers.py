@@ -4,14 +4,13 @@ import multiprocessing.util
 import os
 import signal
 import threading
-from typing import Any
 
 import pytest
 import torch
 
 from lockstep.distributed.host import cpu_count
 from lockstep.distributed.world import join_world
-from lockstep.errors import EXIT_FAILED, ConfigError, RankFailed, StoppedEarly, TrainingDiverged
+from lockstep.errors import ConfigError
 from lockstep.launchers.env import EnvLauncher
 from lockstep.launchers.local import LocalLauncher, resolve_nproc
 from support.commands import wait_for
@@ -50,36 +49,6 @@ def _left_behind(start_method: str) -> tuple[set[str], list[str]]:
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_launches_and_restarts_leave_no_port_and_no_thread_behind(start_method):
     assert in_world(1, _left_behind, start_method) == [(set(), [])]
-
-
-def _end(error: BaseException | None) -> None:
-    if error is None:
-        os._exit(3)
-    raise error
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "said", "code"),
-    [
-        (ConfigError("lr=-1 must be more than 0; type lr=0.1"), ConfigError, "^lr=-1 must be more than 0; type", None),
-        (StoppedEarly("stopped early"), StoppedEarly, "stopped early", None),
-        (
-            TrainingDiverged("the loss is nan", "type x"),
-            RankFailed,
-            "^lockstep: the loss is nan; type x\n",
-            EXIT_FAILED,
-        ),
-        (None, RankFailed, "rank 0 of 1 failed first", EXIT_FAILED),
-    ],
-)
-def test_how_a_rank_ends_is_what_the_launcher_raises(error: Any, kind: Any, said: str, code: int | None) -> None:
-    with pytest.raises(kind, match=said) as raised:
-        LocalLauncher("fork", 1).launch(_end, error)
-    if code is not None:
-        assert raised.value.report["exit_code"] == code
-    if error is None:
-        first = raised.value.report["first"]
-        assert (first["rank"], first["kind"], first["exit_code"]) == (0, "left", 3)
 
 
 def _with_one_core() -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """All starters give the same numbers to the printed digit, one run folder, one config and one curve."""
 
 import os
-import shutil
 import time
 
 import pytest
@@ -58,13 +57,6 @@ def test_two_ranks_of_any_starter_equal_one_process(start, alone, starter):
     run = start(*LAUNCHERS[starter], *SHORT).finish()
     assert run.epochs == alone.epochs
     check_folder(run, 2)
-
-
-@pytest.mark.skipif(not shutil.which("taskset"), reason="no taskset: apt-get install util-linux")
-def test_one_rank_for_each_core(start):
-    one_core = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0)))]
-    options = ["launch=fork", "launch.nproc_per_node=cpu", "model=mlp", "trainer.max_steps=1"]
-    assert "rank 0 of 1" in start(*one_core, *PYTHON_TRAIN, *options).finish().output
 
 
 def check_two_nodes(nodes: list[Command], alone: Command, ranks: int) -> None:
