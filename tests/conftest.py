@@ -91,7 +91,7 @@ def start_faulty(start: Callable[..., Command]) -> Iterator[Callable[..., Comman
         return watched[-1][0]
 
     yield start_command
-    left = [traces.left(command) for command, traces in watched if command.process.poll() is not None]
+    left = [traces.left(command) for command, traces in watched]
     assert not any(left), f"processes that are alive, and files in TMPDIR and /dev/shm: {left}"
 
 

@@ -124,7 +124,7 @@ def test_the_first_rank_and_the_sentence_are_right(launcher, tmp_path):
 def test_the_end_of_a_process_that_a_rank_forks_is_none_of_the_rank(start):
     run = start(*LAUNCHERS["launch=fork"], *OWN, FAULT="forward/children:all:4").finish()
     assert "finished: " in run.output
-    assert run.output.count("RuntimeError: a mistake in the child") == 2
+    assert run.output.count("RuntimeError: a mistake in the child") >= 2
     assert run.output.count("the child has ended with 7") == 2
 
 
@@ -138,7 +138,7 @@ def test_restarts_end_early_only_if_the_same_failure_comes_at_the_same_step(star
     assert ("\nresume: " in run.output) == (restarts == 2)
     assert (tmp_path / "run/failure.json").exists()
     if restarts == 1:
-        start(*command).finish()
+        start(*command, "trainer.epochs=9").finish()
         assert not list(tmp_path.glob("run/failure.*"))
 
 

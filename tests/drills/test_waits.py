@@ -47,10 +47,9 @@ def test_a_preparation_may_take_longer_than_backend_timeout(start_faulty, tmp_pa
 def test_ranks_that_wait_for_a_preparation_end_with_it(start_faulty, tmp_path):
     run = start_faulty(*LAUNCHERS["torchrun"], *PARTS, "backend=gloo", FAULT="prepare/600:all:1")
     wait_for(lambda: is_at(tmp_path, "prepare"), "preparation")
-    ranks = {
-        Path(f"/proc/{pid}/environ").read_bytes().split(b"\0RANK=")[1][:1]: pid for pid in children(run.process.pid)
-    }
-    os.kill(ranks[b"0"], signal.SIGKILL)
+    environs = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in children(run.process.pid)}
+    (rank_zero,) = [pid for pid, environ in environs.items() if b"\0RANK=0\0" in environ]
+    os.kill(rank_zero, signal.SIGKILL)
     assert run.finish(code=None, limit=30).process.returncode != 0
 
 

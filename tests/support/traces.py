@@ -33,14 +33,16 @@ class Traces:
     def left(self, command: Command) -> list[str]:
         """The words of its processes that do not end soon, names in TMPDIR, and new ones in /dev/shm that stay there
         and are no living process's. To be called after the command's end; removes TMPDIR."""
-        deadline, session = time.monotonic() + PROCESSES_END, command.process.pid
-        while (alive := self._alive(session)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        deadline, shared = time.monotonic() + FILES_GO, set(os.listdir(SHARED_MEMORY)) - self.shared_before
-        while shared and time.monotonic() < deadline:
-            time.sleep(0.1)
-            shared = shared & set(os.listdir(SHARED_MEMORY)) - _mapped()
-        own = [name for name in os.listdir(self.temporary) if not name.startswith(OF_TORCH)]
+        alive, own, shared = list[str](), list[str](), set[str]()
+        if command.process.poll() is not None:
+            deadline = time.monotonic() + PROCESSES_END
+            while (alive := self._alive(command.process.pid)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            deadline, shared = time.monotonic() + FILES_GO, set(os.listdir(SHARED_MEMORY)) - self.shared_before
+            while shared and time.monotonic() < deadline:
+                time.sleep(0.1)
+                shared = shared & set(os.listdir(SHARED_MEMORY)) - _mapped()
+            own = [name for name in os.listdir(self.temporary) if not name.startswith(OF_TORCH)]
         shutil.rmtree(self.temporary, ignore_errors=True)
         return [*alive, *own, *shared]
 
