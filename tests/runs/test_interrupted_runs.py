@@ -77,7 +77,7 @@ def test_ranks_that_still_import_end_with_a_killed_torchrun(start, tmp_path):
 
 
 def test_a_rank_started_by_hand_goes_on_after_its_shell(start, tmp_path):
-    words = " ".join([*PYTHON_TRAIN, "model=mlp", "trainer.epochs=60", "hydra.run.dir=run"])
+    words = " ".join([*PYTHON_TRAIN, "model=mlp", "trainer.epochs=20", "hydra.run.dir=run"])
     shell = f"RANK=0 WORLD_SIZE=1 MASTER_PORT={free_port()} {words} & until [ -s run/train.log ]; do sleep 0.1; done"
     start("bash", "-c", shell).finish()  # its output ends with the rank
     assert has_logged(tmp_path / "run", "finished: val loss")
