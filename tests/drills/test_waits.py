@@ -33,7 +33,7 @@ def test_a_rank_whose_peer_never_comes_says_so_and_heeds_the_first_signal(start_
     if number is not None:
         time.sleep(5)  # it waits now, or will
         run.send(number)
-    run.finish(code, limit=30)  # not until backend.timeout, 300 s
+    run.finish(code, limit=60)  # not until backend.timeout, 300 s
     assert said in run.output
     assert "Traceback" not in run.output
 
