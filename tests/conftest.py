@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from support.commands import TRAIN, WHOLE, Command
-from support.fault_table import FILES, SHARED_MEMORY, Traces, add_row, name_of, row_of, table
+from support.traces import FILES, Traces
 
 # Threads of OpenMP sleep while they wait for each other. Several tests run at once, and threads that spin would take
 # the cores from each other: on two busy cores a training of one process took three to six times its CPU time.
@@ -34,13 +34,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem in FILES.split():
             item.add_marker("fault")
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    lines = table(terminalreporter.stats)
-    if lines:
-        terminalreporter.section("what was broken on purpose")
-        terminalreporter.write("\n".join(lines) + "\n")
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +73,8 @@ def short_folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-def start_faulty(start: Callable[..., Command], request: pytest.FixtureRequest) -> Iterator[Callable[..., Command]]:
-    """As start, for a command that the test breaks: it has a row in the table, and leaves no process and no file."""
+def start_faulty(start: Callable[..., Command]) -> Iterator[Callable[..., Command]]:
+    """As start, for a command that the test breaks: it leaves no process and no file."""
     watched: list[tuple[Command, Traces]] = []
 
     def start_command(*words: str, **env: object) -> Command:
@@ -90,14 +83,8 @@ def start_faulty(start: Callable[..., Command], request: pytest.FixtureRequest) 
         return watched[-1][0]
 
     yield start_command
-    left = []
-    for command, traces in watched:
-        if command.process.poll() is not None:
-            row = row_of(name_of(request.node.name), command, traces)
-            left += [*(row.orphans or []), *(row.leftovers or [])]
-            add_row(request.node, row)
-        traces.remove()
-    assert not left, f"processes that are alive, and files in TMPDIR and {SHARED_MEMORY}: {left}"
+    left = [traces.left(command) for command, traces in watched]
+    assert not any(left), f"processes that are alive, and files in TMPDIR and /dev/shm: {left}"
 
 
 @pytest.fixture

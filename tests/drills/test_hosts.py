@@ -1,45 +1,123 @@
-"""Several machines: network namespaces as hosts, whose cables are pulled."""
+"""Several machines: network namespaces as hosts, whose cables are pulled. And what a launch listens at."""
 
+import os
 import shlex
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import yaml
 
-from support import hosts as namespaces
-from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, wait_for
-from support.hosts import Hosts
+from support.commands import (
+    LAUNCHERS,
+    PYTHON_TRAIN,
+    ROOT,
+    TORCHRUN,
+    TRAIN,
+    Command,
+    children,
+    skip_without_mpirun,
+    wait_for,
+)
 from support.run_folders import has_logged
+from support.sockets import is_loopback, listening_addresses
 
-NET = ["backend=gloo", "backend.socket_ifname=eth0", "model=mlp", "trainer.precision=fp64", "hydra.run.dir=run"]
+MISSING = os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("taskset")
+REASON = "network namespaces need root, ip and taskset: apt-get install iproute2 util-linux"
+pytestmark = pytest.mark.drill
 PORT = 29400
-Starter = Callable[[int, int, int], list[str]]  # (nodes, host, ranks) -> the command on this host
 
-pytestmark = [pytest.mark.drill, pytest.mark.skipif(namespaces.MISSING, reason=namespaces.REASON)]
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+class Hosts:
+    """Two hosts 10.77.0.10 and 10.77.0.11 on one bridge, each with an interface and a cable that can be pulled. Their
+    names contain this process's id. As a context manager it removes them, with every process on them."""
+
+    def __init__(self) -> None:
+        self.hub, *self.names = [f"lockstep{os.getpid()}{name}" for name in ("hub", "n0", "n1")]
+
+    def __enter__(self) -> "Hosts":
+        ip("netns", "add", self.hub)
+        ip("-n", self.hub, "link", "add", "bridge", "type", "bridge")
+        ip("-n", self.hub, "link", "set", "bridge", "up")
+        for host, name in enumerate(self.names):
+            ip("netns", "add", name)
+            ip("-n", self.hub, "link", "add", f"port{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("-n", self.hub, "link", "set", f"port{host}", "master", "bridge", "up")
+            ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                ip("-n", name, "link", "set", device, "up")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name in (*self.names, self.hub):
+            for pid in self._pids(name):
+                os.kill(pid, signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
+
+    def address(self, host: int) -> str:
+        return f"10.77.0.{10 + host}"
+
+    def on(self, host: int, *command: str) -> list[str]:
+        """`command` as typed on `host`. A host has one core of its own: ranks use as many threads as it has cores."""
+        cores = sorted(os.sched_getaffinity(0))
+        core = str(cores[host % len(cores)])
+        return ["taskset", "--cpu-list", core, "ip", "netns", "exec", self.names[host], *command]
+
+    def set_names(self, host: int, names: dict[str, int]) -> None:
+        """Let `host` know {name: host number}. `ip netns exec` shows this file there as /etc/hosts."""
+        file = Path("/etc/netns", self.names[host], "hosts")
+        file.parent.mkdir(parents=True)
+        lines = [f"{self.address(number)} {name}" for name, number in names.items()]
+        file.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+
+    def processes(self, host: int) -> list[int]:
+        return self._pids(self.names[host])
+
+    def plug(self, host: int, way: str) -> None:
+        """way: "down" pulls the cable at the bridge's side, so that nothing on the host notices; "up" mends it."""
+        ip("-n", self.hub, "link", "set", f"port{host}", way)
+
+    def _pids(self, name: str) -> list[int]:
+        found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+        return [int(pid) for pid in found.stdout.split()]
 
 
 @pytest.fixture
-def two_hosts() -> Iterator[Hosts]:
-    with Hosts(2) as hosts:
-        yield hosts
+def hosts() -> Iterator[Hosts]:
+    if MISSING:
+        pytest.skip(REASON)
+    with Hosts() as made:
+        yield made
 
 
-def static(nodes: int, host: int, ranks: int) -> list[str]:
-    where = [f"--nnodes={nodes}", f"--node_rank={host}", "--master_addr=10.77.0.10", f"--master_port={PORT}"]
+NET = ["backend=gloo", "backend.socket_ifname=eth0", "model=mlp", "trainer.precision=fp64", "hydra.run.dir=run"]
+
+
+def static(host: int, ranks: int) -> list[str]:
+    where = ["--nnodes=2", f"--node_rank={host}", "--master_addr=10.77.0.10", f"--master_port={PORT}"]
     return [*TORCHRUN, *where, f"--nproc_per_node={ranks}", TRAIN]
 
 
-def c10d(nodes: int, host: int, ranks: int) -> list[str]:
-    where = [f"--nnodes={nodes}", f"--rdzv-endpoint=10.77.0.10:{PORT}", f"--local-addr=10.77.0.{10 + host}"]
+def c10d(host: int, ranks: int) -> list[str]:
+    where = ["--nnodes=2", f"--rdzv-endpoint=10.77.0.10:{PORT}", f"--local-addr=10.77.0.{10 + host}"]
     kind = ["--rdzv-backend=c10d", "--rdzv-id=lockstep", f"--rdzv-conf=is_host={int(host == 0)}"]
     return [*TORCHRUN, *where, *kind, f"--nproc_per_node={ranks}", TRAIN]
 
 
-def spawn(nodes: int, host: int, ranks: int) -> list[str]:
-    where = [f"launch.nnodes={nodes}", f"launch.node_rank={host}", "launch.master_addr=10.77.0.10"]
+def spawn(host: int, ranks: int) -> list[str]:
+    where = ["launch.nnodes=2", f"launch.node_rank={host}", "launch.master_addr=10.77.0.10"]
     return [*PYTHON_TRAIN, "launch=spawn", *where, f"launch.master_port={PORT}", f"launch.nproc_per_node={ranks}"]
 
 
@@ -50,17 +128,18 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return Command(command, tmp_path_factory.mktemp("alone")).finish().epochs
 
 
-@pytest.mark.parametrize(
-    ("starter", "ranks"), [(static, [2, 1]), (c10d, [1, 2]), (spawn, [1, 1])], ids=["static", "c10d", "spawn"]
-)
-def test_hosts_with_unequal_ranks_equal_one_process(start, alone, starter, ranks):
-    with Hosts(len(ranks)) as hosts:
-        nodes = []
-        for host, mine in enumerate(ranks):
-            command = hosts.on(host, *starter(len(ranks), host, mine))
-            nodes.append(start(*command, *NET, "trainer.epochs=6"))
-        for node in nodes:
-            node.finish()
+@pytest.mark.parametrize(("starter", "ranks"), [(static, [2, 1]), (c10d, [1, 2]), (spawn, [1, 1])])
+def test_hosts_with_unequal_ranks_equal_one_process(start, hosts, alone, starter, ranks):
+    """And a short silence of the network costs nothing."""
+    words = [*NET, "trainer.epochs=6", "backend.timeout=30"]
+    nodes = [start(*hosts.on(host, *starter(host, mine)), *words) for host, mine in enumerate(ranks)]
+    if starter is static:
+        wait_for(lambda: has_logged(nodes[0].cwd / "run", "epoch 2/"), "training")
+        hosts.plug(1, "down")
+        time.sleep(5)
+        hosts.plug(1, "up")
+    for node in nodes:
+        node.finish()
     assert [line for node in nodes for line in node.epochs] == alone
     folder = nodes[0].cwd / "run"
     assert len(list((folder / "logs").iterdir())) == sum(ranks)
@@ -68,58 +147,92 @@ def test_hosts_with_unequal_ranks_equal_one_process(start, alone, starter, ranks
     assert not list(nodes[0].cwd.glob("outputs/*"))
 
 
-def start_on_both(
-    start: Callable[..., Command], hosts: Hosts, starter: Starter, *overrides: str
-) -> tuple[Command, Command]:
-    """The commands on two hosts of one rank each, once they train their second epoch."""
-    first, second = (start(*hosts.on(host, *starter(2, host, 1)), *NET, *overrides) for host in (0, 1))
-    wait_for(lambda: has_logged(first.cwd / "run", "epoch 2/"), "training")
-    return first, second
-
-
-def test_a_pulled_cable_ends_every_node_with_a_reason(start, two_hosts):
+def test_a_pulled_cable_ends_every_node_with_a_reason(start, hosts):
     """Under torchrun the ranks end alike, and its agents wait until TCP gives up."""
-    nodes = start_on_both(start, two_hosts, spawn, "backend.timeout=8", "trainer.epochs=1000")
-    two_hosts.cut(1)
-    wait_for(lambda: all(node.process.poll() is not None for node in nodes), "end of both nodes", 30)
+    words = [*NET, "backend.timeout=8", "trainer.epochs=1000"]
+    nodes = [start(*hosts.on(host, *spawn(host, 1)), *words) for host in (0, 1)]
+    wait_for(lambda: has_logged(nodes[0].cwd / "run", "epoch 2/"), "training")
+    hosts.plug(1, "down")
     for host, node in enumerate(nodes):
-        assert node.finish(None).process.returncode != 0
+        assert node.finish(None, limit=30).process.returncode != 0
         assert "Timed out waiting 8000ms" in node.output
         assert "another rank or its machine is lost or did not answer within backend.timeout" in node.output
-        assert not two_hosts.processes(host)
+        assert not hosts.processes(host)
 
 
-def test_a_rank_that_is_stopped_on_one_host_is_named_on_both(start, two_hosts):
+def test_a_rank_that_is_stopped_on_one_host_is_named_on_both(start, hosts):
     """Beside a rank that can look at it."""
-    words = [*NET, "model._target_=support.hangs.HangingModel", "watch.timeout=6"]
-    commands = [two_hosts.on(host, *spawn(2, host, 2)) for host in (0, 1)]
-    nodes = [start(*command, *words, HANG="stopped", PYTHONPATH=ROOT / "tests") for command in commands]
-    for node in nodes:
+    words = [*NET, "model._target_=support.faults.SummingModel", "watch.timeout=4"]
+    for node in [start(*hosts.on(host, *spawn(host, 2)), *words, FAULT="forward/stopped:1:12") for host in (0, 1)]:
         node.finish(4)
         assert "lockstep: rank 1 of 4 hangs" in node.output
         assert "verdict: a rank is stopped" in node.output
 
 
-def test_a_short_silence_of_the_network_costs_nothing(start, two_hosts, alone):
-    nodes = start_on_both(start, two_hosts, static, "backend.timeout=30", "trainer.epochs=6")
-    two_hosts.cut(1)
-    time.sleep(5)
-    two_hosts.mend(1)
-    for node in nodes:
-        node.finish()
-    assert nodes[0].epochs == alone
-
-
-def test_the_commands_of_compose_train_on_two_hosts_from_the_images_files(start, two_hosts, tmp_path):
+def test_the_commands_of_compose_train_on_two_hosts_from_the_images_files(start, hosts, tmp_path):
     for folder in ("conf", "src"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
     nodes = []
     for host, service in enumerate(services.values()):
-        two_hosts.set_names(host, {"node0": 0, "node1": 1, socket.gethostname(): host})
+        hosts.set_names(host, {"node0": 0, "node1": 1, socket.gethostname(): host})
         command = [*TORCHRUN, *shlex.split(service["command"])[1:]]
-        nodes.append(start(*two_hosts.on(host, *command), "trainer.epochs=1"))
+        nodes.append(start(*hosts.on(host, *command), "trainer.epochs=1"))
     for node in nodes:
         node.finish()
-    assert "of 3 ranks" in nodes[0].output or "rank 0 of 3" in nodes[0].output
+    assert "rank 0 of 3" in nodes[0].output
     assert (nodes[0].folder / "model.pt").exists()
+
+
+LONG = ["backend=gloo", "model=mlp", "model.width=512", "trainer.epochs=1000", "hydra.run.dir=run"]
+# What srun sets for the two tasks of a step on one node whose name has a LAN address.
+SRUN = {"JOB_ID": 7, "STEP_ID": 0, "STEP_NUM_TASKS": 2, "STEP_TASKS_PER_NODE": 2, "NODEID": 0}
+SRUN |= {"STEP_NODELIST": socket.gethostname()}
+
+
+def python_processes(pid: int) -> list[int]:
+    """Of this process and all below it. mpirun's own process is not one of ours."""
+    with suppress(OSError):  # it has ended meanwhile
+        is_python = "python" in os.readlink(f"/proc/{pid}/exe").rpartition("/")[2]
+        return [pid] * is_python + [one for child in children(pid) for one in python_processes(child)]
+    return []
+
+
+@pytest.mark.parametrize(("starter", "at_least"), [("launch=fork", 2), ("mpirun", 3), ("srun", 3)])  # 3: with a store
+def test_ranks_on_one_machine_listen_at_loopback_only(start, tmp_path, starter, at_least):
+    skip_without_mpirun(starter)
+    tasks = [
+        {f"SLURM_{name}": value for name, value in (SRUN | {"PROCID": one, "LOCALID": one}).items()} for one in (0, 1)
+    ]
+    runs = [
+        start(*LAUNCHERS.get(starter, PYTHON_TRAIN), *LONG, **task) for task in (tasks if starter == "srun" else [{}])
+    ]
+    wait_for(lambda: has_logged(tmp_path / "run", "epoch 1/"), "training", 120)
+    found = listening_addresses([pid for run in runs for pid in python_processes(run.process.pid)])
+    assert len(found) >= at_least, found
+    assert all(map(is_loopback, found)), found
+
+
+OPEN_PORT = "29999"
+CONNECT = """
+import socket, sys
+for port in sys.argv[2:]:
+    try:
+        socket.create_connection((sys.argv[1], int(port)), timeout=3).close()
+        print(port, "answers")
+    except OSError as error:
+        print(port, "does not answer:", error)
+"""
+
+
+def test_another_machine_reaches_no_port_of_a_launch(start: Callable[..., Command], hosts: Hosts) -> None:
+    hosts.set_names(0, {socket.gethostname(): 0})  # the host's name has its LAN address, as on most clusters
+    run = start(*hosts.on(0, *LAUNCHERS["launch=spawn"], *LONG))
+    wait_for(lambda: has_logged(run.cwd / "run", "epoch 1/"), "training", 120)
+    ports = sorted({place.rpartition(":")[2] for place in listening_addresses(hosts.processes(0))})
+    assert ports
+    start(*hosts.on(0, sys.executable, "-m", "http.server", OPEN_PORT))  # shows that the machines do see each other
+    wait_for(lambda: f"0.0.0.0:{OPEN_PORT}" in listening_addresses(hosts.processes(0)), "server")
+    seen = start(*hosts.on(1, sys.executable, "-c", CONNECT, hosts.address(0), OPEN_PORT, *ports)).finish().output
+    assert seen.splitlines()[0] == f"{OPEN_PORT} answers", seen
+    assert all("does not answer" in line for line in seen.splitlines()[1:]), seen

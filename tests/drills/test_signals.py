@@ -1,97 +1,91 @@
-"""Ctrl-C and a closed terminal in each phase of a run, under each way to start it: the exit code, the words, the files.
+"""Ctrl-C, a closed terminal and `kill` at each moment of a run: the exit code, the words, the files, how it goes on.
 
 A signal from the terminal goes to all processes of the group; `kill` sends it to the launcher alone.
-LOCKSTEP_SIGNALS=all tries both signals in each phase under each launcher.
+LOCKSTEP_SIGNALS=all tries both signals in each phase under each launcher, and at more early moments.
 """
 
 import os
 import re
 import signal
 import subprocess
+import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from support.commands import LAUNCHERS, STARTERS, Command, processes_of, wait_for
-from support.phases import PARTS, in_phase
-from support.run_folders import newest_snapshot, stopped_at
+from support.commands import LAUNCHERS, TRAIN, Command, ema, processes_of, skip_without_mpirun, wait_for
+from support.event_files import MEASURED, scalars
+from support.faults import PARTS, is_at
+from support.run_folders import newest_snapshot, read_log, stopped_at
+from support.worlds import same_bits
 
 pytestmark = pytest.mark.drill
 
-TESTS = Path(__file__).parents[1]
 INT, HUP, TERM = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
-SECONDS = {"import": 0, "meeting": 60, "prepare": 60, "build": 60, "step": 0.2, "evaluation": 0.2, "snapshot": 1}
-SECONDS |= {"end": 3}
-BEFORE_TRAINING = ("import", "meeting", "prepare", "build")
+SECONDS = {"meeting": 60, "prepare": 60, "build": 60, "forward": 0.2, "evaluation": 0.2, "snapshot": 1, "end": 7}
+BEFORE_TRAINING = ("meeting", "prepare", "build")
 OURS = ("launch=torchrun", "launch=spawn", "launch=fork", "python")
+ALL = os.environ.get("LOCKSTEP_SIGNALS") == "all"
 
 
-def start_in_phase(start, tmp_path: Path, starter: str, phase: str, *words: str) -> Command:
+def name(value: object) -> str:
+    return getattr(value, "name", None) or str(value)
+
+
+def start_is_at(start, tmp_path: Path, starter: str, phase: str, *words: str) -> Command:
     """A command that has come to `phase`."""
-    env = {"LINGER": f"{phase}:{SECONDS[phase]}", "PYTHONPATH": TESTS}
     limit = "trainer.epochs=1" if phase == "end" else "trainer.epochs=100"
-    run = start(*words, *LAUNCHERS[starter], *PARTS, "evaluation.batch_size=2", limit, **env)
-    if phase == "import":
-        wait_for(lambda: Path(f"/proc/{run.process.pid}/maps").read_text().count("libtorch"), "import of torch")
-    else:
-        wait_for(lambda: in_phase(tmp_path, phase), phase)
+    typed = [*words, *LAUNCHERS[starter], *PARTS, "evaluation.batch_size=2", limit]
+    run = start(*typed, FAULT=f"{phase}/{SECONDS[phase]}:{1 if phase == 'meeting' else 'all'}:%1")
+    wait_for(lambda: is_at(tmp_path, phase), phase)
     return run
 
 
-def expected_code(phase: str, number: int) -> int:
-    if phase in BEFORE_TRAINING:
-        return 130 if number == signal.SIGINT else 76
-    return 0 if phase == "end" else 75
-
-
 ROWS = [
-    *[("python", phase, INT, "group") for phase in SECONDS if phase != "meeting"],
-    ("python", "step", HUP, "group"),
-    *[("launch=torchrun", phase, INT, "group") for phase in SECONDS if phase != "snapshot"],
+    *[("python", phase, INT, "group") for phase in ("prepare", "forward", "snapshot")],
+    *[("python", phase, HUP, "group") for phase in ("build", "evaluation")],
+    *[("launch=torchrun", phase, INT, "group") for phase in ("meeting", "forward")],
     ("launch=torchrun", "prepare", HUP, "group"),
     ("launch=torchrun", "evaluation", HUP, "launcher"),
-    *[("launch=spawn", phase, INT, "group") for phase in ("import", "meeting", "step", "end")],
-    ("launch=fork", "meeting", HUP, "launcher"),
-    ("launch=spawn", "step", HUP, "launcher"),
+    *[("launch=spawn", phase, INT, "group") for phase in ("meeting", "end")],
+    ("launch=spawn", "forward", HUP, "launcher"),
     *[("launch=fork", phase, INT, "group") for phase in ("build", "snapshot")],
-    ("launch=fork", "step", HUP, "group"),
+    ("launch=fork", "meeting", HUP, "launcher"),
+    ("launch=fork", "end", TERM, "launcher"),  # which lasts longer than a rank is waited for after a failure
+    ("torchrun", "forward", INT, "group"),
+    ("torchrun", "evaluation", HUP, "launcher"),
 ]
-FOREIGN_ROWS = [("torchrun", "step", INT, "group"), ("torchrun", "evaluation", HUP, "launcher")]
-if os.environ.get("LOCKSTEP_SIGNALS") == "all":
-    PHASES = [(phase, number, "group") for phase in SECONDS for number in (INT, HUP)]
-    ROWS = [(starter, *rest) for starter in OURS for rest in PHASES]
-    ROWS = [row for row in ROWS if row[:2] != ("python", "meeting")]  # one rank meets nobody
-    FOREIGN_ROWS = [("torchrun", *rest) for rest in PHASES]
-    # mpirun kills what has not ended a second after the signal. It imports no torch itself.
-    FOREIGN_ROWS += [("mpirun", *rest) for rest in PHASES if rest[0] not in ("import", "snapshot", "end")]
+if ALL:
+    ROWS = [(starter, phase, number, "group") for starter in LAUNCHERS for phase in SECONDS for number in (INT, HUP)]
+    # One rank meets nobody. mpirun kills what has not ended a second after the signal.
+    left_out = [("python", "meeting"), ("mpirun", "snapshot"), ("mpirun", "end")]
+    ROWS = [row for row in ROWS if row[:2] not in left_out]
 
 
-@pytest.mark.parametrize(
-    ("starter", "phase", "number", "who"),
-    [pytest.param(*row, marks=[pytest.mark.new_process] * (row[1] == "import")) for row in [*ROWS, *FOREIGN_ROWS]],
-    ids=lambda value: getattr(value, "name", value),
-)
+@pytest.mark.parametrize(("starter", "phase", "number", "who"), ROWS, ids=name)
 def test_one_signal(start_faulty, tmp_path, starter, phase, number, who):
     """torchrun and mpirun have words and codes of their own."""
-    run = start_in_phase(start_faulty, tmp_path, starter, phase)
+    run, is_ours = start_is_at(start_faulty, tmp_path, starter, phase), starter in OURS
     run.send(number, who)
-    run.finish(expected_code(phase, number) if starter in OURS else None)
+    before = 130 if number == INT else 76
+    run.finish((before if phase in BEFORE_TRAINING else 0 if phase == "end" else 75) if is_ours else None)
     lines = re.findall("^lockstep: .*", run.output, flags=re.MULTILINE)
-    assert "Traceback" not in run.output or starter not in OURS
+    assert not is_ours or "Traceback" not in run.output
     if phase in BEFORE_TRAINING:
-        assert starter not in OURS or [line.endswith("; there is nothing to save") for line in lines] == [True]
+        assert not is_ours or [line.endswith("; there is nothing to save") for line in lines] == [True]
         assert not (tmp_path / "run/snapshots").exists()
     elif phase == "end":
         assert "finished:" in run.output
     else:
-        assert not lines or starter not in OURS
+        assert not lines or not is_ours
         assert newest_snapshot(tmp_path / "run")["progress"]["step"] == stopped_at(tmp_path / "run")
     wait_for(lambda: not processes_of(run.process.pid), "end of all processes", limit=20)
-    assert starter not in OURS or list(run.temporary.glob("pymp-*")) == []
 
 
 def test_under_nohup_a_closed_terminal_stops_nothing(start_faulty, tmp_path):
-    run = start_in_phase(start_faulty, tmp_path, "launch=torchrun", "step", "nohup")
+    run = start_is_at(start_faulty, tmp_path, "launch=torchrun", "forward", "nohup")
     run.send(HUP, "group")
     seen = len(list((tmp_path / "run").glob("snapshots/step_*[0-9]")))
     wait_for(lambda: len(list((tmp_path / "run").glob("snapshots/step_*[0-9]"))) > seen, "another snapshot")
@@ -99,18 +93,100 @@ def test_under_nohup_a_closed_terminal_stops_nothing(start_faulty, tmp_path):
     run.finish(75)
 
 
-@pytest.mark.parametrize("starter", [*OURS, "torchrun"])
+@pytest.mark.parametrize("starter", ["python", "launch=fork", "launch=spawn", "torchrun"])
 def test_a_second_ctrl_c_ends_at_once_with_one_line_and_leaves_no_orphan(start_faulty, tmp_path, starter):
-    run = start_faulty(*STARTERS[starter], *PARTS, LINGER="step:600", PYTHONPATH=TESTS)
-    wait_for(lambda: in_phase(tmp_path, "step"), "first step")
+    run = start_faulty(*LAUNCHERS[starter], *PARTS, FAULT="forward/600:all:1")
+    wait_for(lambda: is_at(tmp_path, "forward"), "first step")
     run.send(INT, "group")
     with pytest.raises(subprocess.TimeoutExpired):
-        run.process.wait(4)
+        run.process.wait(3)  # a signal within 2 s is the same one
     run.send(INT, "group")
-    run.process.wait(20)
-    run.finish(130 if starter in OURS else None)
+    run.finish(130 if starter in OURS else None, limit=20)
     (line,) = re.findall("^lockstep: .*", run.output, flags=re.MULTILINE)
     second = "Ctrl-C" if starter in OURS else "(Ctrl-C|SIGTERM)"  # torchrun may send its SIGTERM first
     assert re.match(f"lockstep: ended at once by a second {second}; no snapshot was saved", line)
-    assert "Traceback" not in run.output or starter not in OURS
+    assert starter not in OURS or "Ctrl-C: stopping after this step; a second one ends at once" in run.output
+    assert starter not in OURS or "Traceback" not in run.output
     wait_for(lambda: not processes_of(run.process.pid), "end of all processes", limit=20)
+
+
+def test_a_second_sigterm_beside_a_rank_that_hangs_ends_with_76_and_names_the_last_snapshot(start_faulty, tmp_path):
+    run = start_faulty(*LAUNCHERS["launch=fork"], *PARTS, "snapshot.every=2steps", FAULT="forward/hang:1:6")
+    wait_for(lambda: (tmp_path / "in-forward-1").exists(), "hang")
+    run.send(TERM)
+    time.sleep(3)
+    run.send(TERM)
+    run.finish(76)
+    assert "the last good snapshot is " in run.output
+    assert "snapshots/step_00000004; go on there with hydra.run.dir=" in run.output
+
+
+@pytest.mark.parametrize(
+    ("starter", "limits"),
+    [("launch=fork", ["trainer.max_steps=6"]), ("python", ["trainer.epochs=2", ema(0.9), "snapshot.every=2steps"])],
+)
+def test_a_stop_in_an_evaluation_drops_it_and_a_resumed_run_repeats_it(start, tmp_path, starter, limits):
+    command = [*LAUNCHERS[starter], *PARTS, *limits, "evaluation.batch_size=2"]
+    start(*command, "hydra.run.dir=whole").finish()
+    run = start(*command, FAULT="evaluation/0.5:all:%1")
+    wait_for(lambda: is_at(tmp_path, "evaluation"), "evaluation")
+    run.send(TERM)
+    run.finish(75)
+    assert (tmp_path / f"run/snapshots/step_{stopped_at(tmp_path / 'run'):08d}").exists()
+    assert "val loss" not in run.output
+    again = start(*command).finish()
+    assert f"epoch {2 if 'max_steps' in limits[0] else 1}/" in again.output
+    first = next(line for line in again.output.splitlines() if line.startswith("epoch "))
+    assert "samples/s" not in first  # this process has trained no step of it
+    assert same_bits(tmp_path / "whole", tmp_path / "run")
+    curves = [scalars(tmp_path / folder) for folder in ("run", "whole")]
+    found, whole = ({tag: one[tag] for tag in one if not tag.startswith(MEASURED)} for one in curves)
+    assert found == whole
+    assert "finished:" in read_log(tmp_path / "run")
+
+
+EARLY = [(INT, [], 130), (HUP, ["launch=fork"], 76), (INT, ["launch=spawn"], 130)]
+MOMENTS = [0.15, 0.5, 1.2, 2.2]  # seconds after the command has its handlers of signals
+FOREIGN_MOMENTS = {"torchrun": [1.2, 3.0], "mpirun": [1.5]}  # seconds after the start
+if ALL:
+    WORDS = [[], ["launch=torchrun"], ["launch=spawn"], ["launch=fork"]]
+    EARLY = [(number, words, code) for number, code in ((INT, 130), (HUP, 76)) for words in WORDS]
+    MOMENTS = [0.15, 0.2, 0.25, 0.3, 0.5, 0.7, 0.9, 1.2, 1.5, 1.8, 2.2]
+    FOREIGN_MOMENTS = dict.fromkeys(FOREIGN_MOMENTS, [0.3, 0.6, 1.2, 1.8, 2.4, 3.0, 3.6, 4.2])
+
+
+def handles_signals(pid: int) -> bool:
+    """Whether the command has a handler for SIGTERM, the last that it sets; Python itself has none."""
+    (caught,) = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(caught, 16) & 1 << TERM - 1)
+
+
+@pytest.mark.new_process
+@pytest.mark.parametrize(("number", "words", "code"), EARLY, ids=name)
+def test_an_early_interrupt_ends_the_command_at_once_and_without_a_traceback(start, number, words, code):
+    """While Hydra composes, while torch is imported, also in the processes that it starts."""
+    codes = []
+    for moment in MOMENTS:
+        run = start(sys.executable, TRAIN, "model=mlp", "trainer.epochs=30000", *words)
+        wait_for(partial(handles_signals, run.process.pid), "handler")  # before it, Python shows a traceback
+        time.sleep(moment)
+        run.send(number, "group")
+        run.finish(None, limit=20)
+        assert "Traceback" not in run.output, f"after {moment} s:\n{run.output}"
+        codes.append(run.process.returncode)
+    assert codes[0] == code
+    assert set(codes) <= {code, 75, 76}, codes  # the later ones may find a training
+
+
+@pytest.mark.new_process
+@pytest.mark.parametrize(("number", "launcher"), [(INT, "torchrun"), (HUP, "mpirun")], ids=name)
+def test_under_torchrun_and_mpirun_no_process_stays_after_an_early_interrupt(start, tmp_path, number, launcher):
+    """Their words and their exit codes are their own."""
+    skip_without_mpirun(launcher)
+    for moment in FOREIGN_MOMENTS[launcher]:
+        run = start(*LAUNCHERS[launcher], "model=mlp", "trainer.epochs=300", f"hydra.run.dir={tmp_path}/{moment}")
+        time.sleep(moment)
+        run.send(number, "group")
+        run.finish(None)
+        assert f'File "{TRAIN}"' not in run.output  # a traceback of a rank's
+        wait_for(partial(lambda pid: not processes_of(pid), run.process.pid), "end of all processes", limit=20)

@@ -3,35 +3,131 @@
 import json
 import os
 import re
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from lockstep.failures.report import screen
-from support import slurm_cluster
-from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, wait_for
-from support.phases import PARTS, in_phase
+from support.commands import PYTHON_TRAIN, TRAIN, Command, wait_for
+from support.faults import PARTS, is_at
 from support.ports import free_port
 from support.run_folders import newest_snapshot, read_log, stopped_at
-from support.slurm_cluster import SlurmCluster
 from support.sweep_tables import states
 
-TESTS = str(Path(__file__).parents[1])
+MISSING = [name for name in ("munged", "slurmctld", "slurmd") if not shutil.which(name)]
+CGROUPS = Path("/sys/fs/cgroup/memory")
+LIMITS_MEMORY = os.access(CGROUPS, os.W_OK)  # Slurm ends a task that takes more memory than its job has
+REASON = "needs root and Slurm: apt-get install slurmctld slurmd slurm-client munge"
+pytestmark = [pytest.mark.drill, pytest.mark.skipif(bool(MISSING) or os.geteuid() != 0, reason=REASON)]
+
 SUBMIT = [*PYTHON_TRAIN, "launch=slurm", "launch.nodes=2", "launch.ntasks_per_node=1", "model=mlp"]
 OWN_SCRIPT = f"""#!/bin/bash
 srun --kill-on-bad-exit=1 {sys.executable} {TRAIN} model=mlp trainer.epochs=60
 code=$?; case $code in 75 | 76) scontrol requeue $SLURM_JOB_ID ;; esac; exit $code
 """
 
-pytestmark = [
-    pytest.mark.drill,
-    pytest.mark.skipif(bool(slurm_cluster.MISSING) or os.geteuid() != 0, reason=slurm_cluster.REASON),
-]
+# cred_expire is above KillWait, and low: a requeued job waits until its predecessor's credential has expired.
+CONF = """
+ClusterName=lockstep
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={ports[0]}
+AuthType=auth/munge
+CryptoType=crypto/munge
+AuthInfo=socket={here}/munge.socket,cred_expire=8
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={here}/state
+SlurmdSpoolDir={here}/spool.%n
+SlurmctldPidFile={here}/slurmctld.pid
+SlurmdPidFile={here}/slurmd.%n.pid
+SlurmctldLogFile={here}/slurmctld.log
+SlurmdLogFile={here}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/{task_plugin}
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SwitchType=switch/none
+ReturnToService=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2,requeue_delay=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+KillWait=2
+SlurmdParameters=config_overrides
+NodeName=node0 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMemory=4000
+NodeName=node1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=4000
+PartitionName=low Nodes=node[0-1] Default=YES PriorityTier=1 GraceTime=10
+PartitionName=high Nodes=node[0-1] PriorityTier=10 PreemptMode=OFF
+"""
+
+
+class SlurmCluster:
+    """Daemons in the folder `here`. `run` types a command of Slurm's."""
+
+    def __init__(self, here: Path) -> None:
+        self.here, self.conf = here, here / "slurm.conf"
+        # Node names resolve nowhere here, so the ranks are told where to meet. On a real cluster they do.
+        self.env = {"SLURM_CONF": str(self.conf), "MASTER_ADDR": "127.0.0.1"}
+        ports, plugin = [free_port() for _ in range(3)], "cgroup" if LIMITS_MEMORY else "none"
+        self.conf.write_text(CONF.format(here=here, ports=ports, task_plugin=plugin))
+        (here / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nConstrainRAMSpace=yes\nAllowedSwapSpace=0\n")
+        (here / "munge.key").write_bytes(secrets.token_bytes(128))
+        (here / "munge.key").chmod(0o600)
+        for folder in ("state", "spool.node0", "spool.node1"):
+            (here / folder).mkdir()
+
+    def start(self) -> None:
+        options = ("socket", "key-file", "pid-file", "seed-file", "log-file")
+        files = [f"--{option}={self.here}/munge.{option.split('-')[0]}" for option in options]
+        self.run("munged", "--force", *files)
+        self.run("slurmctld", "-c", "-f", self.conf)
+        cores = sorted(os.sched_getaffinity(0))
+        for node in (0, 1):  # the ranks of a node count the cores that they may use as their own
+            core = str(cores[node % len(cores)])
+            self.run("taskset", "--cpu-list", core, "slurmd", "-f", self.conf, "-N", f"node{node}")
+        wait_for(lambda: self._node_states() == ["idle", "idle"], "idle nodes", 60)
+
+    def _node_states(self) -> list[str]:
+        return self.run("sinfo", "--Node", "--partition=low", "--noheader", "--format=%t").split()
+
+    def stop(self) -> None:
+        for job in self.run("squeue", "--noheader", "--format=%i", check=False).split():
+            self.run("scancel", job, check=False)
+        wait_for(lambda: not self.run("squeue", "--noheader", check=False), "end of all jobs", 20)
+        for file in sorted(self.here.glob("*.pid"), reverse=True):
+            with suppress(ValueError, ProcessLookupError):
+                os.kill(pid := int(file.read_text()), signal.SIGTERM)
+                wait_for(lambda pid=pid: not os.path.exists(f"/proc/{pid}"), f"end of {file.stem}", 10)
+        for folder in sorted(CGROUPS.glob("slurm_node[01]/**/"), reverse=True):
+            with suppress(OSError):  # another Slurm on this machine uses it
+                folder.rmdir()
+
+    def run(self, *command: object, check: bool = True) -> str:
+        """What the command prints. Fails the test, with its error, if it fails."""
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "MASTER_"))}
+        words = [str(word) for word in command]
+        run = subprocess.run(words, env=clean | self.env, capture_output=True, text=True)
+        assert not check or run.returncode == 0, f"{words}: {run.stderr}"
+        return run.stdout
+
+    def show(self, job: str) -> dict[str, str]:
+        """JobState, Restarts and ExitCode."""
+        return dict(re.findall(r"(JobState|Restarts|ExitCode)=(\S+)", self.run("scontrol", "show", "job", job)))
+
+    def wait_for_job(self, job: str, state: str, limit: float = 90) -> dict[str, str]:
+        """Wait until `job` is in `state`, or has failed. Returns what `show` gives then."""
+        wait_for(lambda: self.show(job)["JobState"] in (state, "FAILED"), f"{state} job", limit)
+        return self.show(job)
 
 
 @pytest.fixture(scope="module")
@@ -101,41 +197,27 @@ def test_a_cancelled_job_saves_and_is_not_requeued(start, slurm):
     assert list((folder / "snapshots").glob(f"step_*{stopped_at(folder)}"))
 
 
-def start_srun(start_faulty, slurm: SlurmCluster, tmp_path: Path, phase: str, seconds: float) -> Command:
-    """A typed srun of two tasks that have come to `phase`."""
-    words = ["srun", "--nodes=2", "--ntasks-per-node=1", *PYTHON_TRAIN, *PARTS, "trainer.epochs=100"]
-    words += ["evaluation.batch_size=2", "snapshot.every=1steps"]
-    run = start_faulty(*words, **slurm.env, LINGER=f"{phase}:{seconds}", PYTHONPATH=TESTS)
-    wait_for(lambda: in_phase(tmp_path, phase), phase)
-    return run
-
-
-@pytest.mark.parametrize(("phase", "number"), [("meeting", signal.SIGINT), ("evaluation", signal.SIGHUP)])
-def test_a_signal_to_a_typed_srun_loses_no_finished_snapshot(start_faulty, slurm, tmp_path, phase, number):
-    """srun asks for a second Ctrl-C, and then kills its tasks at once, as it does when the terminal closes."""
-    trains = phase in ("step", "evaluation")
-    run = start_srun(start_faulty, slurm, tmp_path, phase, 0.2 if trains else 60)
-    wait_for(lambda: not trains or list((tmp_path / "run").glob("snapshots/step_*[0-9]")), "first snapshot")
-    run.send(number)
-    if number == signal.SIGINT:
-        time.sleep(0.3)
-        run.send(number)
+@pytest.mark.parametrize("by_scancel", [True, False])
+def test_a_signal_to_a_typed_srun_loses_no_finished_snapshot(start_faulty, slurm, tmp_path, by_scancel):
+    """srun asks for a second Ctrl-C, and then kills its tasks at once. scancel's signal saves the last step."""
+    words = [*PARTS, "trainer.epochs=100", "evaluation.batch_size=2", "snapshot.every=1steps"]
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=1", *PYTHON_TRAIN, *words]
+    run = start_faulty(*srun, **slurm.env, FAULT="evaluation/0.2:all:%1")
+    wait_for(lambda: is_at(tmp_path, "evaluation"), "evaluation")
+    if by_scancel:
+        slurm.run("scancel", "--signal=INT", slurm.run("squeue", "--noheader", "--format=%i").strip())
+        run.finish(75)
+        assert newest_snapshot(tmp_path / "run")["progress"]["step"] == stopped_at(tmp_path / "run")
+        return
+    wait_for(lambda: list((tmp_path / "run").glob("snapshots/step_*[0-9]")), "first snapshot")
+    run.send(signal.SIGINT)
+    time.sleep(0.3)
+    run.send(signal.SIGINT)
     run.finish(137)
     wait_for(lambda: not slurm.run("squeue", "--noheader"), "end of the job", 10)
     run.remove_folders()
-    if trains:
-        words = ["hydra.run.dir=run", f"trainer.max_steps={newest_snapshot(tmp_path / 'run')['progress']['step'] + 1}"]
-        start_faulty(
-            *PYTHON_TRAIN, *PARTS, "trainer.epochs=100", "evaluation.batch_size=2", *words, PYTHONPATH=TESTS
-        ).finish()
-
-
-@pytest.mark.parametrize(("phase", "name"), [("step", "TERM"), ("evaluation", "INT")])
-def test_a_signal_by_scancel_saves_the_last_step(start_faulty, slurm, tmp_path, phase, name):
-    run = start_srun(start_faulty, slurm, tmp_path, phase, 0.2)
-    slurm.run("scancel", f"--signal={name}", slurm.run("squeue", "--noheader", "--format=%i").strip())
-    run.finish(75)
-    assert newest_snapshot(tmp_path / "run")["progress"]["step"] == stopped_at(tmp_path / "run")
+    limit = f"trainer.max_steps={newest_snapshot(tmp_path / 'run')['progress']['step'] + 1}"
+    start_faulty(*PYTHON_TRAIN, *words, limit).finish()
 
 
 def test_a_killed_task_ends_the_job_as_failed_and_leaves_no_other(start, slurm):
@@ -147,11 +229,11 @@ def test_a_killed_task_ends_the_job_as_failed_and_leaves_no_other(start, slurm):
     wait_for(lambda: subprocess.run(pgrep, capture_output=True).returncode, "end of the other task", 20)
 
 
-@pytest.mark.skipif(not slurm_cluster.LIMITS_MEMORY, reason="needs a machine whose memory cgroup (v1) can be written")
+@pytest.mark.skipif(not LIMITS_MEMORY, reason="needs a machine whose memory cgroup (v1) can be written")
 def test_a_task_killed_for_want_of_memory_is_told_with_its_cause(start, slurm):
     words = ["launch.nodes=1", "launch.ntasks_per_node=2", 'launch.options=["--mem=1800"]']
     words += ["model._target_=support.faults.FaultyModel", "trainer.deterministic=true"]
-    job, cwd = submit(start, slurm, *words, FAULT="forward/more_memory:1:3", PYTHONPATH=TESTS)
+    job, cwd = submit(start, slurm, *words, FAULT="forward/more_memory:1:3")
     slurm.wait_for_job(job, "FAILED")
     (report,) = [json.loads(path.read_text()) for path in cwd.glob("outputs/*/*/failure.json")]
     text = screen(report)
@@ -173,12 +255,3 @@ def test_a_sweep_waits_for_its_jobs_and_goes_on_after_a_stop(start, slurm, tmp_p
     assert sorted(states(tmp_path / "s").values()) == ["diverged", "finished", "finished"]
     logs = [read_log(folder) for folder in (tmp_path / "s").glob("*") if (folder / "train.log").exists()]
     assert any("resumed from" in log for log in logs)
-
-
-def test_srun_starts_one_torchrun_a_node(start, slurm):
-    where = f"--nnodes=2 --node_rank=$SLURM_NODEID --master_addr=127.0.0.1 --master_port={free_port()}"
-    agent = f"{' '.join(TORCHRUN)} {where} --nproc_per_node=2 {TRAIN} model=mlp trainer.epochs=1"
-    run = start("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", agent, **slurm.env).finish()
-    assert "rank 0 of 4" in run.output
-    assert len(run.epochs) == 1
-    assert run.folder

@@ -6,36 +6,14 @@ from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import refuse_nesting
 
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "a",
-    "MASTER_PORT": "1",
-    "TORCHELASTIC_RUN_ID": "x",
-}
-SRUN = {
-    "SLURM_JOB_ID": "9",
-    "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_PROCID": "2",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "2,1",
-    "SLURM_STEP_NODELIST": "gpu[07-08]",
-}
-MPIRUN = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
-ONE_TASK = SRUN | {
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_PROCID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
-}
+LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", **LOCAL, "MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
+STEP = {"STEP_NUM_TASKS": "3", "PROCID": "2", "LOCALID": "0", "NODEID": "1", "STEP_TASKS_PER_NODE": "2,1"}
+SRUN = {f"SLURM_{name}": value for name, value in {"JOB_ID": "9", **STEP, "STEP_NODELIST": "gpu[07-08]"}.items()}
+ONE = {"STEP_NUM_TASKS": "1", "PROCID": "0", "NODEID": "0", "STEP_TASKS_PER_NODE": "1"}
+ONE_TASK = SRUN | {f"SLURM_{name}": value for name, value in ONE.items()}
+PLACE = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+MPIRUN = {f"OMPI_COMM_WORLD_{name}": value for name, value in PLACE.items()}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +65,7 @@ def test_the_store_listens_where_the_starter_says(env, address, port):
 
 def test_jobs_meet_at_ports_of_their_own():
     envs = [SRUN, SRUN | {"SLURM_JOB_ID": "10"}, MPIRUN]  # without a name of its job, a port of the parent process
-    envs += [MPIRUN | {name: "1"} for name in ("OMPI_MCA_ess_base_jobid",)] + [MPIRUN | {"PMIX_NAMESPACE": "2"}]
+    envs += [MPIRUN | {"OMPI_MCA_ess_base_jobid": "1"}, MPIRUN | {"PMIX_NAMESPACE": "2"}]
     assert len({read_rank_info(env).master_port for env in envs}) == len(envs)
 
 

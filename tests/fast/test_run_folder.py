@@ -52,13 +52,11 @@ def _hold_and_fork(folder: str) -> None:
     """Takes the lock and forks a process, as a DataLoader does for its workers."""
     held = HeldFolder(Path(folder))
     assert held.lock() is None
-    child = os.fork()
-    if child == 0:
-        time.sleep(60)
-        os._exit(0)
-    Path(folder, "worker").write_text(str(child))
-    Path(folder, "worker").rename(Path(folder, "worker.pid"))
+    if (child := os.fork()) != 0:
+        Path(folder, "worker").write_text(str(child))
+        Path(folder, "worker").rename(Path(folder, "worker.pid"))
     time.sleep(60)
+    os._exit(0)
 
 
 def test_a_forked_worker_does_not_keep_the_lock_of_a_killed_rank(tmp_path):

@@ -17,11 +17,9 @@ from lockstep.errors import ConfigError, RankFailed, StoppedEarly
 from lockstep.launchers.slurm import SlurmLauncher
 from support.commands import TRAIN
 
-Submits = Callable[..., SlurmLauncher]
-
 
 @pytest.fixture
-def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submits:
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SlurmLauncher]:
     """launcher(words of the command, overrides, **settings of launch), for the run folder `a folder`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a folder").mkdir()
@@ -38,10 +36,10 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submits:
 
 
 @pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
-    """commands({name: lines of a shell}) puts these commands on the path."""
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """commands(name=lines of a shell) puts these commands on the path."""
 
-    def put(scripts: dict[str, str]) -> None:
+    def put(**scripts: str) -> None:
         for name, text in scripts.items():
             (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
             (tmp_path / name).chmod(0o755)
@@ -84,20 +82,19 @@ def test_the_ranks_run_the_typed_command_with_launch_env_in_a_fixed_folder(launc
     assert command == f"srun --kill-on-bad-exit=1 {sys.executable} {TRAIN} {reach} {end}"
 
 
-@pytest.mark.parametrize("code", [0, 1, 75, 76, 130])
-def test_a_job_is_requeued_only_if_the_run_stopped_early(launcher, commands, tmp_path, monkeypatch, code):
-    commands({"srun": f"exit {code}", "scontrol": f'echo "$@" >> {tmp_path}/asked'})
+def test_a_job_is_requeued_only_if_the_run_stopped_early(launcher, commands, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    assert subprocess.run(["bash", "-c", launcher().script()]).returncode == code
-    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
-    assert asked == ("requeue 8\n" if code in (75, 76) else "")
+    for code in (0, 1, 75, 76, 130):
+        commands(srun=f"exit {code}", scontrol=f'echo "$@ after {code}" >> {tmp_path}/asked')
+        assert subprocess.run(["bash", "-c", launcher().script()]).returncode == code
+    assert (tmp_path / "asked").read_text() == "requeue 8 after 75\nrequeue 8 after 76\n"
 
 
 def test_a_submission_that_cannot_work_is_refused(launcher, commands, tmp_path, monkeypatch):
-    commands({"sbatch": "echo 'invalid partition' >&2; exit 1"})
+    commands(sbatch="echo 'invalid partition' >&2; exit 1")
     with pytest.raises(ConfigError, match=r"sbatch refused the job \(invalid partition\); change launch"):
         launcher().launch(print)
-    commands({"sbatch": "echo '12;cluster'"})
+    commands(sbatch="echo '12;cluster'")
     launcher(partition="gpu").launch(print)
     assert "--partition=gpu" in (tmp_path / "a folder/job.sh").read_text()
     monkeypatch.setenv("PATH", "/nowhere")
@@ -107,7 +104,7 @@ def test_a_submission_that_cannot_work_is_refused(launcher, commands, tmp_path, 
 
 def test_a_job_of_a_sweep_is_waited_for_and_cancelled_at_a_signal(launcher, commands, tmp_path, monkeypatch):
     waits = f"[ $2 = --wait ] && until [ -e {tmp_path}/end ]; do sleep 0.1; done"
-    commands({"sbatch": f"echo 12; {waits}; exit 3", "scancel": f"touch {tmp_path}/end"})
+    commands(sbatch=f"echo 12; {waits}; exit 3", scancel=f"touch {tmp_path}/end")
     monkeypatch.setenv("LOCKSTEP_SWEEP", str(tmp_path))
     threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGTERM]).start()
     with pytest.raises(StoppedEarly, match="Slurm job 12 was cancelled"):

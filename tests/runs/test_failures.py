@@ -1,32 +1,25 @@
-"""Commands that fail: one sentence, the right exit code, and nothing half-written."""
+"""Commands that fail: one sentence, the right exit code, and nothing half-written. And outputs that nobody reads."""
 
 import re
 
 import pytest
 
-from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN
+from support.commands import STARTERS, TRAIN
+from support.pages import environment
+from support.sweep_tables import states
 
 
-@pytest.mark.parametrize(
-    ("command", "code"),
-    [
-        ([*PYTHON_TRAIN, "launch=fork"], 1),
-        ([*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN], 1),  # torchrun's own exit code
-    ],
-    ids=["launch=fork", "torchrun"],
-)
-def test_a_learning_rate_that_is_too_large_ends_with_the_step_of_the_first_bad_loss(start, tmp_path, command, code):
-    run = start(*command, "model=mlp", "optimizer.lr=1e10", "hydra.run.dir=run").finish(code)
+@pytest.mark.parametrize("starter", ["launch=fork", "torchrun"])
+def test_a_learning_rate_that_is_too_large_ends_with_the_step_of_the_first_bad_loss(start, tmp_path, starter):
+    run = start(*STARTERS[starter], "model=mlp", "optimizer.lr=1e10", "hydra.run.dir=run").finish(1)
     sentence = next(line for line in run.output.splitlines() if line.startswith("lockstep: the loss is "))
-    words = sentence.split()
-    assert words[4] in ("nan", "inf")
-    assert words[5:7] == ["at", "step"]
-    assert 2 <= int(words[7].rstrip(",;")) <= 10
+    value, step = re.match(r"lockstep: the loss is (\w+) at step (\d+)", sentence).groups()
+    assert value in ("nan", "inf")
+    assert 2 <= int(step) <= 10
     assert sentence.endswith("trainer.max_grad_norm=1.0")
     report = run.output.rpartition("lockstep: the loss is ")[2]
-    assert re.search(
-        r"\n  raised by all ranks, first by rank \d of \d \(.+, pid \d+\), in epoch 1, after step \d", report
-    )
+    words = r"\n  raised by all ranks, first by rank \d of \d \(.+, pid \d+\), in epoch 1, after step \d"
+    assert re.search(words, report)
     assert re.search(r"\nits log, run/logs/rank\d.log, ends with:\n  .* gloo on cpu, . threads?, started by ", report)
     assert f"\nrun folder: {tmp_path}/run\nnewest snapshot: none; steps lost: " in report
     assert "resume: " not in report  # there is no snapshot to go on from
@@ -35,8 +28,18 @@ def test_a_learning_rate_that_is_too_large_ends_with_the_step_of_the_first_bad_l
     assert not (tmp_path / "run/model.pt").exists()
 
 
-FAILING_NET = """
+OWN = """
+import os
+import sys
+
 from torch import nn
+
+from lockstep.data.vision import Digits
+from lockstep.models.tutorial import mlp
+
+if "ImportExit" in "".join(sys.argv):
+    sys.exit(0)
+
 
 class FailsInTests(nn.Linear):
     def __init__(self, shape, classes):
@@ -44,15 +47,61 @@ class FailsInTests(nn.Linear):
 
     def forward(self, images):
         return super().forward(images.flatten(1)[:, : 64 if self.training else 63])
+
+
+class ExitNet(nn.Module):
+    def __init__(self):
+        sys.exit(0)
+
+
+class ExitData(Digits):
+    def prepare(self):
+        sys.exit(0)
+
+
+class LostData(Digits):
+    def prepare(self):
+        raise ConnectionError("Connection refused: the server of the data")
+
+
+def fails_once(shape, classes):
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise RuntimeError("once")
+    return mlp(shape, classes, width=16, depth=1, dropout=0.0)
 """
 
 
+@pytest.fixture(autouse=True)
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+
+
 def test_a_failing_evaluation_names_no_training_samples(train, tmp_path):
-    (tmp_path / "failing.py").write_text(FAILING_NET)
-    net = ["model._target_=failing.FailsInTests", "trainer.epochs=1"]
-    run = train(*net, code=1, PYTHONPATH=tmp_path)
+    run = train("model._target_=own.FailsInTests", "trainer.epochs=1", code=1, PYTHONPATH=tmp_path)
     assert "phase evaluation" in run.output
     assert "its batch held" not in run.output
+
+
+def test_a_preparation_that_fails_before_the_ranks_start_is_one_sentence_and_blames_no_rank(train, tmp_path):
+    run = train("launch=fork", "dataset._target_=own.LostData", code=2, PYTHONPATH=tmp_path)
+    assert re.search(r"own.py:\d+: ConnectionError: Connection refused: the server of the data\); type", run.sentence)
+    assert "another rank" not in run.output
+    assert "Traceback" not in run.output
+
+
+@pytest.mark.parametrize(
+    ("typed", "launch"),
+    [
+        ("model._target_=own.ImportExit", "env"),
+        ("model._target_=own.ExitNet", "fork"),
+        ("dataset._target_=own.ExitData", "env"),
+        ("dataset._target_=own.ExitData", "torchrun"),
+    ],
+)
+def test_an_exit_with_0_before_the_training_is_a_failure(train, tmp_path, typed, launch):
+    run = train(typed, f"launch={launch}", code=1, PYTHONPATH=tmp_path)
+    assert "exit code 0" in run.output
+    assert "own.py" in run.output
 
 
 def test_a_launcher_of_hydra_that_is_not_installed_is_refused(train):
@@ -60,51 +109,28 @@ def test_a_launcher_of_hydra_that_is_not_installed_is_refused(train):
     assert "hydra/launcher=joblib is no option" in run.sentence
 
 
-PREPARE = """
-from lockstep.data.vision import Digits
-
-class Data(Digits):
-    def prepare(self):
-        raise ConnectionError("Connection refused: the server of the data")
-"""
-
-
-def test_a_preparation_that_fails_before_the_ranks_start_is_one_sentence_and_blames_no_rank(train, tmp_path):
-    (tmp_path / "fetching.py").write_text(PREPARE)
-    words = ["launch=fork", "dataset._target_=fetching.Data"]
-    run = train(*words, code=2, PYTHONPATH=tmp_path)
-    said = "fetching.py:6: ConnectionError: Connection refused: the server of the data); type data_dir="
-    assert said in run.sentence
-    assert "another rank" not in run.output
-    assert "Traceback" not in run.output
-
-
-MODULE = """
-import sys
-from torch import nn
-
-from lockstep.data.vision import Digits
-
-{import_time}
-
-class Net(nn.Module):
-    def __init__(self):
-        sys.exit(0)
-
-class Data(Digits):
-    def prepare(self):
-        sys.exit(0)
-"""
-NET = "model._target_=ends.Net"
-DATA = "dataset._target_=ends.Data"
-
-
 @pytest.mark.parametrize(
-    ("typed", "at_import", "launch"),
-    [(NET, True, "env"), (NET, False, "fork"), (DATA, False, "env"), (DATA, False, "torchrun")],
+    ("words", "reader", "code"),
+    [
+        ("trainer.max_steps=12", "| head -1", 0),
+        ("trainer.max_steps=12 launch=torchrun launch.max_restarts=1 model._target_=own.fails_once", "| true", 0),
+        ("nope=1", "|& true", 2),
+        ("model._target_=no.net", "|& true", 2),
+        ("optimizer.lr=1e10 trainer.epochs=1", "|& true", 1),
+        ("-m seed=1,2 trainer.max_steps=12 hydra.sweep.dir=run", "| head -1", 0),
+        ("-m seed=1,2 trainer.max_steps=12 hydra.sweep.dir=run hydra.launcher.n_jobs=2", "| head -1", 0),
+    ],
 )
-def test_an_exit_with_0_before_the_training_is_a_failure(start, tmp_path, typed, at_import, launch):
-    (tmp_path / "ends.py").write_text(MODULE.format(import_time="sys.exit(0)" if at_import else ""))
-    run = start(*PYTHON_TRAIN, typed, f"launch={launch}", PYTHONPATH=tmp_path).finish(1)
-    assert "exit code 0" in run.output
-    assert "ends.py" in run.output
+def test_a_run_whose_output_is_closed_ends_as_others_do(start, tmp_path, words, reader, code):
+    command = f"python {TRAIN} model=mlp {words} hydra.run.dir=run {reader}"
+    environ = environment(tmp_path) | {"PYTHONPATH": tmp_path}
+    run = start("bash", "-o", "pipefail", "-c", command, **environ).finish(code)
+    if "-m" in words:
+        assert list(states(tmp_path / "run").values()) == ["finished", "finished"]
+    elif code == 0:
+        assert "finished: val loss" in (tmp_path / "run/train.log").read_text()
+        assert (tmp_path / "run/model.pt").exists()
+    if reader == "| head -1":
+        assert "Traceback" not in run.output
+    if words == "trainer.max_steps=12":  # without a word
+        assert [line for line in run.output.splitlines() if line and not line.startswith("rank 0 of ")] == []

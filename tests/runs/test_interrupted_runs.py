@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import (
-    PYTHON_TRAIN,
-    TORCHRUN,
-    TRAIN,
-    ranks_of_torchrun,
-    ranks_under,
-    wait_for,
-)
+from support.commands import PYTHON_TRAIN, STARTERS, ranks_of_torchrun, ranks_under, wait_for
 from support.ports import free_port
 from support.run_folders import SLOW, has_logged, position, read_log
 
@@ -42,6 +35,17 @@ def test_after_a_signal_all_ranks_save_the_same_step_and_exit_with_75(start, tmp
     wait_for_snapshot(tmp_path / "run")
     ranks = ranks_under(run.process.pid)
     assert len(ranks) == (0 if launch == "env" else 2)
+    if launch == "env":  # a second run in the same folder is refused and changes nothing
+        files = {path: path.read_bytes() for path in tmp_path.glob("run/.hydra/*")}
+        assert b"trainer.epochs=200" in files[tmp_path / "run/.hydra/overrides.yaml"]
+        for other in ("env", "fork"):
+            second = start(*LONG, f"launch={other}").finish(2)
+            assert second.sentence.startswith(f"lockstep: another run holds {tmp_path}/run (pid {run.process.pid} on ")
+        assert {path: path.read_bytes() for path in tmp_path.glob("run/.hydra/*")} == files
+        assert [path.name for path in (tmp_path / "run/logs").iterdir()] == ["rank0.log"]
+        for name in ("train.log", "logs/rank0.log"):
+            assert (tmp_path / "run" / name).read_text().count("rank 0 of") == 1
+        assert not list((tmp_path / "run").glob("failure.*"))
     os.kill(run.process.pid if who == "parent" else ranks[-1], number)
     run.finish(75)
     step = position(tmp_path / "run")[0]
@@ -49,24 +53,22 @@ def test_after_a_signal_all_ranks_save_the_same_step_and_exit_with_75(start, tmp
     assert not alive(ranks)
 
 
-@pytest.mark.parametrize("launch", ["spawn", "fork", "torchrun"])
+@pytest.mark.parametrize("launch", ["spawn", "fork"])
 def test_a_killed_launcher_leaves_no_orphan_and_no_temporary_file(start, tmp_path, launch, short_folder):
-    temporary = short_folder
-    run = start(*LONG, f"launch={launch}", TMPDIR=temporary)
+    run = start(*LONG, f"launch={launch}", TMPDIR=short_folder)
     wait_for_snapshot(tmp_path / "run")
     ranks = ranks_under(run.process.pid)
     assert len(ranks) == 2
     run.process.kill()
     wait_for(lambda: not alive(ranks), "end of the ranks")
-    run.finish(-signal.SIGKILL)  # its output ends when the last process that holds it has ended: the fork server, too
+    run.finish(-signal.SIGKILL)  # its output ends when the last process that holds it has ended
     assert "stopped early at step" in read_log(tmp_path / "run")
-    assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []  # a cache
+    assert [path.name for path in short_folder.iterdir() if not path.name.startswith("torchinductor_")] == []  # a cache
 
 
 def test_ranks_that_still_import_end_with_a_killed_torchrun(start, tmp_path):
     (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(300)\n")
-    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "model._target_=slow.Net"]
-    run = start(*torchrun, PYTHONPATH=tmp_path)
+    run = start(*STARTERS["torchrun"], "model._target_=slow.Net", PYTHONPATH=tmp_path)
     wait_for(lambda: (tmp_path / "importing").exists(), "import of the model")
     ranks = ranks_of_torchrun(run.process.pid)
     assert len(ranks) == 2
@@ -75,33 +77,13 @@ def test_ranks_that_still_import_end_with_a_killed_torchrun(start, tmp_path):
 
 
 def test_a_rank_started_by_hand_goes_on_after_its_shell(start, tmp_path):
-    words = " ".join([*PYTHON_TRAIN, "model=mlp", "trainer.epochs=100", "hydra.run.dir=run"])
+    words = " ".join([*PYTHON_TRAIN, "model=mlp", "trainer.epochs=20", "hydra.run.dir=run"])
     shell = f"RANK=0 WORLD_SIZE=1 MASTER_PORT={free_port()} {words} & until [ -s run/train.log ]; do sleep 0.1; done"
-    run = start("bash", "-c", shell)
-    run.finish()  # its output ends with the rank
-    assert "finished: val loss" in read_log(tmp_path / "run")
-
-
-def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(start, tmp_path):
-    first = start(*LONG)
-    wait_for(lambda: has_logged(tmp_path / "run", "epoch 1/"), "training")
-    record = {path.name: path.read_bytes() for path in (tmp_path / "run/.hydra").iterdir()}
-    assert "trainer.epochs=200" in record["overrides.yaml"].decode()
-    for launch in ("env", "fork"):
-        second = start(*LONG, f"launch={launch}").finish(2)
-        assert second.sentence.startswith(f"lockstep: another run holds {tmp_path}/run (pid {first.process.pid} on ")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "run/.hydra").iterdir()} == record
-    assert [path.name for path in (tmp_path / "run/logs").iterdir()] == ["rank0.log"]
-    for name in ("train.log", "logs/rank0.log"):
-        assert (tmp_path / "run" / name).read_text().count("rank 0 of") == 1
-    assert not list((tmp_path / "run").glob("failure.*"))
-    first.process.terminate()
-    first.finish(75)
+    start("bash", "-c", shell).finish()  # its output ends with the rank
+    assert has_logged(tmp_path / "run", "finished: val loss")
 
 
 def test_two_runs_begun_in_the_same_second_have_two_folders(start, tmp_path):
-    runs = [start(*PYTHON_TRAIN, "model=mlp", "trainer.max_steps=2", f"seed={seed}") for seed in range(3)]
-    for run in runs:
+    for run in [start(*PYTHON_TRAIN, "model=mlp", "trainer.max_steps=2", f"seed={seed}") for seed in range(3)]:
         run.finish()
-    folders = list(tmp_path.glob("outputs/*/*/model.pt"))
-    assert len(folders) == 3
+    assert len(list(tmp_path.glob("outputs/*/*/model.pt"))) == 3

@@ -4,14 +4,13 @@ import multiprocessing.util
 import os
 import signal
 import threading
-from typing import Any
 
 import pytest
 import torch
 
 from lockstep.distributed.host import cpu_count
 from lockstep.distributed.world import join_world
-from lockstep.errors import EXIT_FAILED, ConfigError, RankFailed, StoppedEarly, TrainingDiverged
+from lockstep.errors import ConfigError
 from lockstep.launchers.env import EnvLauncher
 from lockstep.launchers.local import LocalLauncher, resolve_nproc
 from support.commands import wait_for
@@ -26,66 +25,30 @@ def _sum_of_ranks() -> tuple[float, str, int, str]:
         return total, os.environ["LOCKSTEP_STARTED_BY"], world.local_size, "x" * 2**20  # more than a pipe holds
 
 
-def _left_behind(start_method: str) -> tuple[bool, list[str]]:
-    launcher, of_python = LocalLauncher(start_method, 2), threading.active_count()
-    for _ in range(2):
-        assert launcher.launch(_sum_of_ranks) == (1.0, start_method, 2, "x" * 2**20)
-    left = [name for name in os.listdir(multiprocessing.util.get_temp_dir()) if name.startswith("ranks-")]
-    wait_for(lambda: threading.active_count() == of_python, "end of the threads")
-    return not listening_addresses([os.getpid()]), left
-
-
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_a_launch_leaves_no_port_and_no_thread_behind(start_method):
-    assert in_world(1, _left_behind, start_method) == [(True, [])]
-
-
 def _killed() -> int:
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     with join_world("gloo", 30) as world:
         world.barrier()
-        if attempt < 20 and world.rank == 1:
+        if attempt < 10 and world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         world.barrier()
     return attempt
 
 
-def _restarted() -> int:
-    return int(LocalLauncher("fork", 2, max_restarts=20).launch(_killed))
+def _left_behind(start_method: str) -> tuple[set[str], list[str]]:
+    of_python = threading.active_count()
+    for _ in range(2):
+        assert LocalLauncher(start_method, 2).launch(_sum_of_ranks) == (1.0, start_method, 2, "x" * 2**20)
+    if start_method == "fork":
+        assert LocalLauncher("fork", 2, max_restarts=10).launch(_killed) == 10
+    left = [name for name in os.listdir(multiprocessing.util.get_temp_dir()) if name.startswith("ranks-")]
+    wait_for(lambda: threading.active_count() == of_python, "end of the threads")
+    return listening_addresses([os.getpid()]), left
 
 
-def test_ranks_are_forked_and_restarted_twenty_times():
-    assert in_world(1, _restarted) == [20]
-
-
-def _end(error: BaseException | None) -> None:
-    if error is None:
-        os._exit(3)
-    raise error
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "said", "code"),
-    [
-        (ConfigError("lr=-1 must be more than 0; type lr=0.1"), ConfigError, "^lr=-1 must be more than 0; type", None),
-        (StoppedEarly("stopped early"), StoppedEarly, "stopped early", None),
-        (
-            TrainingDiverged("the loss is nan", "type x"),
-            RankFailed,
-            "^lockstep: the loss is nan; type x\n",
-            EXIT_FAILED,
-        ),
-        (None, RankFailed, "rank 0 of 1 failed first", EXIT_FAILED),
-    ],
-)
-def test_how_a_rank_ends_is_what_the_launcher_raises(error: Any, kind: Any, said: str, code: int | None) -> None:
-    with pytest.raises(kind, match=said) as raised:
-        LocalLauncher("fork", 1).launch(_end, error)
-    if code is not None:
-        assert raised.value.report["exit_code"] == code
-    if error is None:
-        first = raised.value.report["first"]
-        assert (first["rank"], first["kind"], first["exit_code"]) == (0, "left", 3)
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_launches_and_restarts_leave_no_port_and_no_thread_behind(start_method):
+    assert in_world(1, _left_behind, start_method) == [(set(), [])]
 
 
 def _with_one_core() -> tuple[int, int]:
@@ -108,16 +71,13 @@ def test_nproc_per_node_counts_as_torchrun_does():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["launch=torchrun", "launch.nproc_per_node=0"], "launch.nproc_per_node=0 should be"),
-        (["launch=torchrun", "launch.nproc_per_node=many"], "launch.nproc_per_node=many should be"),
-        (["launch=spawn", "launch.start_method=thread"], "launch.start_method=thread should be 'fork' or 'spawn'"),
-        (["launch=spawn", "launch.nnodes=2", "launch.start_method=fork"], "several nodes need launch=spawn"),
-        (["launch=spawn", "launch.nnodes=2", "launch.max_restarts=3"], "launch.max_restarts=0: torchrun"),
-        (
-            ["launch=spawn", "launch.nnodes=2", "launch.node_rank=2"],
-            "launch.node_rank=2 does not fit launch.nnodes=2; type launch.node_rank=0 to 1",
-        ),
+        ("launch=torchrun launch.nproc_per_node=0", "launch.nproc_per_node=0 should be"),
+        ("launch=torchrun launch.nproc_per_node=many", "launch.nproc_per_node=many should be"),
+        ("launch=spawn launch.start_method=thread", "launch.start_method=thread should be 'fork' or 'spawn'"),
+        ("launch=spawn launch.nnodes=2 launch.start_method=fork", "several nodes need launch=spawn"),
+        ("launch=spawn launch.nnodes=2 launch.max_restarts=3", "launch.max_restarts=0: torchrun"),
+        ("launch=spawn launch.nnodes=2 launch.node_rank=2", "does not fit launch.nnodes=2; type launch.node_rank=0 to"),
     ],
 )
-def test_what_launchers_refuse(words: list[str], said: str) -> None:
-    assert said in str(answer(*words, "hydra.run.dir=run"))
+def test_what_launchers_refuse(words: str, said: str) -> None:
+    assert said in str(answer(*words.split(), "hydra.run.dir=run"))

@@ -43,30 +43,24 @@ def meaning_of(message: str) -> tuple[str, str]:
     return explain_exception({"type": "RuntimeError", "message": message, "is_echo": False})
 
 
-def test_batches_come_in_order_from_all_workers_which_end_with_them() -> None:
+def test_batches_come_in_order_from_all_workers_which_ignore_signals_and_end_with_them() -> None:
     before = children(os.getpid())
     wanted = [[number, number + 1] for number in range(0, 40, 2)]
-    found = list(passing(wanted))
-    assert [inputs.tolist() for inputs, _ in found] == wanted
+    reading = passing(wanted)
+    found = [next(reading) for _ in range(2)]
     workers = {int(process) for _, targets in found for process in targets}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # they ask their rank to stop
+        for worker in workers:
+            os.kill(worker, number)
+    found += reading
+    assert [inputs.tolist() for inputs, _ in found] == wanted
+    assert {int(process) for _, targets in found for process in targets} == workers
     assert len(workers) == 2
     assert os.getpid() not in workers
     early = passing(wanted)
     next(early)  # trainer.max_steps can end a run in mid-epoch
     del early
     assert children(os.getpid()) == before
-
-
-def test_workers_ignore_signals_that_ask_their_rank_to_stop() -> None:
-    wanted = [[number] for number in range(40)]
-    found = passing(wanted)
-    workers = {int(next(found)[1]) for _ in range(2)}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        for worker in workers:
-            os.kill(worker, number)
-    later = list(found)
-    assert [int(inputs) for inputs, _ in later] == list(range(2, 40))
-    assert {int(process) for _, process in later} == workers
 
 
 def test_a_worker_that_dies_is_an_error_that_is_explained() -> None:
@@ -84,20 +78,45 @@ def test_a_worker_that_dies_is_an_error_that_is_explained() -> None:
     assert meaning_of(str(caught.value))[0] == "a process that loads data has ended"
 
 
+BEGIN = """
+import subprocess, torch
+from lockstep.data.reader import SampleReader, batches, request_of
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 9
+    def __getitem__(self, index):
+        return torch.zeros(2**20), index
+requests = [request_of([number], 0) for number in range(9)]
+"""
+
+
+def python(code: str, *before: str, **env: object) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")} | {key: str(value) for key, value in env.items()}
+    command = [*before, sys.executable, "-c", BEGIN + code]
+    return subprocess.run(command, env=environment, timeout=60, capture_output=True, text=True, check=False)
+
+
 def test_python_ends_at_once_with_a_loader_that_was_not_closed_and_leaves_no_file(tmp_path: Path) -> None:
     """As in a notebook: the workers ignore the SIGTERM that multiprocessing sends them before it waits for them."""
-    code = """if True:
-        from lockstep.data.reader import SampleReader, batches, request_of
-        from support.own_data import Points
-        requests = [request_of([number], 0) for number in range(9)]
-        closed, left = (batches(SampleReader(Points(), "data", 0), requests, workers, False) for workers in (2, 1))
-        next(closed), next(left)  # their tensors arrive through shared memory
-        closed.close()
-    """
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
-    environment = os.environ | {"PYTHONPATH": path, "TMPDIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=True)
+    code = """
+closed, left = (batches(SampleReader(Data(), "data", 0), requests, workers, False) for workers in (2, 1))
+next(closed), next(left)  # their tensors arrive through shared memory
+closed.close()
+"""
+    run = python(code, TMPDIR=tmp_path)
+    assert run.returncode == 0, run.stderr
     assert not [path for path in tmp_path.rglob("*") if not path.name.startswith("pymp-")]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small /dev/shm")
+def test_shared_memory_that_is_full_is_not_taken_for_a_full_disk() -> None:
+    code = """
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm"], check=True)
+list(batches(SampleReader(Data(), "data", 0), requests, 1, False))
+"""
+    meaning, advice = meaning_of(python(code, "unshare", "--mount").stderr.strip().splitlines()[-1])
+    assert "/dev/shm, is full" in meaning
+    assert advice.endswith("or type loader.num_workers=0")
 
 
 class Records(torch.utils.data.Dataset[Any]):
@@ -121,28 +140,6 @@ def test_workers_do_not_share_the_position_in_a_file_that_was_opened_before_them
     for part in loader(data, workers=2, mean=None).evaluation(8):
         assert part.inputs.equal(part.targets[:, None].expand(-1, 1000))
     assert data[7][0].tolist() == [7] * 1000  # and this process reads on
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small /dev/shm")
-def test_shared_memory_that_is_full_is_not_taken_for_a_full_disk() -> None:
-    code = """if True:
-        import subprocess, torch
-        from lockstep.data.reader import SampleReader, batches, request_of
-        class Large(torch.utils.data.Dataset):
-            def __len__(self):
-                return 8
-            def __getitem__(self, index):
-                return torch.zeros(2**20), index
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm"], check=True)
-        requests = [request_of([number], 0) for number in range(2)]
-        list(batches(SampleReader(Large(), "data", 0), requests, 1, False))
-    """
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    command = ["unshare", "--mount", sys.executable, "-c", code]
-    run = subprocess.run(command, env=environment, timeout=60, capture_output=True, text=True, check=False)
-    meaning, advice = meaning_of(run.stderr.strip().splitlines()[-1])
-    assert "/dev/shm, is full" in meaning
-    assert advice.endswith("or type loader.num_workers=0")
 
 
 def _hang_in_a_worker(answer: Any) -> None:

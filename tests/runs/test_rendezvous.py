@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -22,38 +23,7 @@ from support.worlds import in_world
 PATIENCE = timedelta(seconds=20)
 
 
-class AskedStore(dist.Store):
-    """Counts what gloo asks, and not what the ranks ask while they wait for each other."""
-
-    def __init__(self, inner: dist.Store) -> None:
-        super().__init__()
-        self.inner, self.requests = inner, 0
-
-    def _ask(self, name: str, *args: Any) -> Any:
-        key = args[0] if isinstance(args[0], str) else args[0][0]
-        self.requests += key.startswith("rendezvous/")
-        return getattr(self.inner, name)(*args)
-
-    def check(self, keys: list[str]) -> bool:
-        return self.inner.check(keys)
-
-    def set(self, key: str, value: Any) -> None:
-        self._ask("set", key, value)
-
-    def get(self, key: str) -> bytes:
-        return bytes(self._ask("get", key))
-
-    def wait(self, keys: list[str], timeout: timedelta = PATIENCE) -> None:
-        self._ask("wait", keys, timeout)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [bytes(value) for value in self._ask("multi_get", keys)]
-
-    def has_extended_api(self) -> bool:
-        return True
-
-
-def test_a_nonce_of_an_earlier_attempt_is_passed_over():
+def test_a_nonce_of_an_earlier_attempt_is_passed_over_and_a_rank_that_does_not_come_is_named():
     store, found = dist.HashStore(), dict[int, str]()
     for key in ("meet/stale/ack/1", "meet/stale/go/1"):
         store.set(key, "an earlier process")
@@ -66,12 +36,9 @@ def test_a_nonce_of_an_earlier_attempt_is_passed_over():
     rank.join(10)
     assert found == {1: nonce}
     assert nonce != "stale"
-
-
-@pytest.mark.parametrize(("rank", "said"), [(0, "rank 1 did not join"), (1, "rank 0 did not start")])
-def test_a_rank_that_does_not_come_is_named(rank: int, said: str) -> None:
-    with pytest.raises(TimeoutError, match=f"{said} the rendezvous within backend.timeout"):
-        agree_on_nonce(dist.HashStore(), rank, 2, timedelta(seconds=0.05))
+    for here, said in enumerate(("rank 1 did not join", "rank 0 did not start")):
+        with pytest.raises(TimeoutError, match=f"{said} the rendezvous within backend.timeout"):
+            agree_on_nonce(dist.HashStore(), here, 2, timedelta(seconds=0.05))
 
 
 def _meet_three_times() -> tuple[list[float], str]:
@@ -92,13 +59,38 @@ def test_ranks_meet_three_times_over_one_store_and_share_the_start_time():
     assert len({moment for _, moment in answers}) == 1
 
 
+def asked(name: str) -> Callable[..., Any]:
+    """The method `name` of a store, which counts what gloo asks, and not what the ranks ask while they meet."""
+
+    def ask(self: Any, *args: Any) -> Any:
+        key = args[0] if isinstance(args[0], str) else args[0][0]
+        self.requests += key.startswith("rendezvous/")
+        return getattr(self.inner, name)(*args)
+
+    return ask
+
+
+class AskedStore(dist.Store):
+    set, get, wait, multi_get = map(asked, ("set", "get", "wait", "multi_get"))
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self.inner, self.requests = inner, 0
+
+    def check(self, keys: list[str]) -> bool:
+        return self.inner.check(keys)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+
 def requests_to_meet() -> tuple[int, bool]:
     info = read_rank_info()
     store = AskedStore(shared_store(info))
     rendezvous._stores[info] = store
     with join_world("gloo", 60) as world:
         assert world.all_reduce_sum(torch.ones(1)).item() == world.size
-        found = own_listeners()
+        found = listening_addresses([os.getpid()])
         world.barrier()
     return store.requests, bool(found) and all(map(is_loopback, found))
 
@@ -111,22 +103,17 @@ def test_a_rank_asks_the_store_as_often_in_a_larger_world_and_listens_at_loopbac
 def test_a_requeued_slurm_step_keeps_its_start_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def started(env: dict[str, str]) -> datetime:
-        monkeypatch.setattr("os.environ", env)
+    def started(**env: str) -> datetime:
+        monkeypatch.setattr("os.environ", {f"SLURM_{name}": value for name, value in env.items()})
         return run_started_at.__wrapped__(RankInfo(started_by="srun"))
 
-    step = {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0"}
-    began = started(step)
-    assert started(step | {"SLURM_RESTART_COUNT": "1"}) == began
-    assert started(step | {"SLURM_STEP_ID": "1", "SLURM_RESTART_COUNT": "1"}) > began
-    assert started(step) > began  # another job of the same number, years later
-    assert datetime.now() - started({}) < timedelta(seconds=1)
+    began = started(JOB_ID="8", STEP_ID="0")
+    assert started(JOB_ID="8", STEP_ID="0", RESTART_COUNT="1") == began
+    assert started(JOB_ID="8", STEP_ID="1", RESTART_COUNT="1") > began
+    assert started(JOB_ID="8", STEP_ID="0") > began  # another job of the same number, years later
+    assert datetime.now() - started() < timedelta(seconds=1)
     (tmp_path / "outputs/.started/slurm-8.0").write_text("")  # left by a machine that failed
-    assert started(step | {"SLURM_RESTART_COUNT": "1"}) > began
-
-
-def own_listeners() -> set[str]:
-    return set(listening_addresses([os.getpid()]))
+    assert started(JOB_ID="8", STEP_ID="0", RESTART_COUNT="1") > began
 
 
 def info(**changes: Any) -> RankInfo:
@@ -154,12 +141,12 @@ def test_what_is_known_of_the_machines_of_a_world(here: RankInfo, one_machine: b
 def test_the_store_of_one_machine_listens_at_the_loopback_address(local: int, address: str) -> None:
     if not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
-    before = own_listeners()
+    before = listening_addresses([os.getpid()])
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} is taken .* type MASTER_PORT={port + 1}"):
             shared_store(info(master_port=port))
     here = info(master_port=port, local_world_size=local, master_addr=socket.gethostname())
     shared_store(here).set("key", "value")
-    assert own_listeners() - before == {f"{address}:{port}"}
+    assert listening_addresses([os.getpid()]) - before == {f"{address}:{port}"}
     assert shared_store(replace(here, rank=1)).get("key") == b"value"

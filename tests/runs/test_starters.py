@@ -1,28 +1,19 @@
 """All starters give the same numbers to the printed digit, one run folder, one config and one curve."""
 
 import os
-import shutil
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from lockstep.models.tutorial import convnet
-from support.commands import MPIRUN, PYTHON_TRAIN, TORCHRUN, TRAIN, WHOLE, Command, skip_without_mpirun
+from support.commands import LAUNCHERS, PYTHON_TRAIN, TORCHRUN, TRAIN, WHOLE, Command, skip_without_mpirun
 from support.event_files import scalars
 from support.ports import free_port
 
 # sync_bn=auto: nothing needs to be typed for equal numbers. In fp32 some CPUs differ in the last printed digit.
 SHORT = ["trainer.epochs=2", "trainer.precision=fp64"]
 pytestmark = pytest.mark.whole
-STARTERS = {
-    "torchrun": [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "backend=gloo"],
-    "launch=torchrun": [*PYTHON_TRAIN, "launch=torchrun", "launch.nproc_per_node=2"],
-    "launch=spawn": [*PYTHON_TRAIN, "launch=spawn", "launch.nproc_per_node=2"],
-    "launch=fork": [*PYTHON_TRAIN, "launch=fork", "launch.nproc_per_node=2"],
-    "mpirun": MPIRUN,
-}
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +51,12 @@ def test_one_process_leaves_everything(alone):
 
 
 @pytest.mark.new_process
-@pytest.mark.parametrize("starter", STARTERS)
+@pytest.mark.parametrize("starter", ["torchrun", "launch=spawn", "launch=fork", "mpirun"])
 def test_two_ranks_of_any_starter_equal_one_process(start, alone, starter):
     skip_without_mpirun(starter)
-    run = start(*STARTERS[starter], *SHORT).finish()
+    run = start(*LAUNCHERS[starter], *SHORT).finish()
     assert run.epochs == alone.epochs
     check_folder(run, 2)
-
-
-@pytest.mark.skipif(not shutil.which("taskset"), reason="no taskset: apt-get install util-linux")
-def test_one_rank_for_each_core(start):
-    one_core = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0)))]
-    options = ["launch=fork", "launch.nproc_per_node=cpu", "model=mlp", "trainer.max_steps=1"]
-    assert "rank 0 of 1" in start(*one_core, *PYTHON_TRAIN, *options).finish().output
 
 
 def check_two_nodes(nodes: list[Command], alone: Command, ranks: int) -> None:
@@ -95,24 +79,14 @@ def test_two_torchrun_agents_with_unequal_ranks(start, alone):
     check_two_nodes([start(*agent, *mine, TRAIN, *SHORT) for mine in ranks], alone, 3)
 
 
-def start_described_by_srun(start: Callable[..., Command], rank: int) -> Command:
-    slurm = {
-        "SLURM_JOB_ID": os.getpid(),
-        "SLURM_STEP_ID": 0,
-        "SLURM_STEP_NUM_TASKS": 2,
-        "SLURM_NODEID": 0,
-        "SLURM_STEP_TASKS_PER_NODE": 2,
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_PROCID": rank,
-        "SLURM_LOCALID": rank,
-    }
-    return start(*PYTHON_TRAIN, *SHORT, **slurm)
-
-
 def test_ranks_described_by_srun_that_start_seconds_apart(start, alone):
-    second = start_described_by_srun(start, 1)
-    time.sleep(2.5)  # ${now:} would give each rank a folder of its own
-    check_two_nodes([start_described_by_srun(start, 0), second], alone, 2)
+    step = {"JOB_ID": os.getpid(), "STEP_ID": 0, "STEP_NUM_TASKS": 2, "NODEID": 0, "STEP_TASKS_PER_NODE": 2}
+    nodes = []
+    for rank in (1, 0):
+        task = step | {"STEP_NODELIST": "localhost", "PROCID": rank, "LOCALID": rank}
+        nodes.append(start(*PYTHON_TRAIN, *SHORT, **{f"SLURM_{name}": value for name, value in task.items()}))
+        time.sleep(2.5 * rank)  # ${now:} would give each rank a folder of its own
+    check_two_nodes(nodes[::-1], alone, 2)
 
 
 def test_a_sweep_of_one_parent_gives_each_job_fresh_ranks(start, alone):

@@ -1,6 +1,7 @@
 """Weights that differ between ranks are found, named, and kept out of snapshots."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from lockstep.errors import RanksDiffer
 from lockstep.training.replicas import hash_of
-from support.commands import PYTHON_TRAIN, ROOT, Command, ema
+from support.commands import STARTERS, Command, ema
 from support.configs import composed
 from support.digits import FEW
 from support.small_text import small_gpt
@@ -44,11 +45,10 @@ def test_a_hash_changes_with_every_bit() -> None:
         before = hash_of(tensor).item()
         values = tensor.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
         for bit in range(8 * dtype.itemsize):
-            index = random.randrange(len(values))
-            kept = values[index].clone()
-            values[index] ^= torch.tensor(1, dtype=values.dtype) << bit
+            flipped, index = torch.tensor(1, dtype=values.dtype) << bit, random.randrange(len(values))
+            values[index] ^= flipped
             assert hash_of(tensor).item() != before, (dtype, bit)
-            values[index] = kept
+            values[index] ^= flipped
         assert hash_of(tensor).item() == before
     assert hash_of(torch.tensor(0.0)).item() != hash_of(torch.tensor(-0.0)).item()
     image = torch.randn(2, 3, 4, 4)
@@ -81,12 +81,7 @@ def test_a_damaged_weight_of_one_rank_is_named_and_kept_out_of_snapshots(tmp_pat
     ("strategy", "damage", "said"),
     [
         ("fsdp", damaged(3, 2, 0, "bit"), "rank 3 has other values in 1.weight than rank 1"),
-        ("fsdp", damaged(2, 2, 2, 5.0), "rank 2 has other values in 4.weight than rank 0"),
-        (
-            "tensor_parallel",
-            damaged(3, 2, 3, "bit"),
-            "rank 3 has other values in block1.attention.queries",
-        ),
+        ("tensor_parallel", damaged(3, 2, 3, "bit"), "rank 3 has other values in block1.attention.queries"),
     ],
 )
 def test_copies_of_a_part_are_compared(tmp_path: Path, strategy: str, damage: list[str], said: str) -> None:
@@ -98,8 +93,7 @@ def test_copies_of_a_part_are_compared(tmp_path: Path, strategy: str, damage: li
         assert sentence.startswith(f"the weights differ between ranks at step 2: {said}")
 
 
-def test_two_ranks_stop_and_the_command_ends_with_one_sentence(tmp_path: Path) -> None:
-    launch = ["launch=fork", "launch.nproc_per_node=2", "watch.weights_every=5"]
-    command = Command([*PYTHON_TRAIN, *launch, *damaged(1, 6, 1, 5.0)], tmp_path, PYTHONPATH=ROOT / "tests")
-    assert "rank 1 has other values in 1.bias than rank 0" in command.finish(1).sentence
-    assert "Traceback" not in command.output
+def test_two_ranks_stop_and_the_command_ends_with_one_sentence(start: Callable[..., Command]) -> None:
+    run = start(*STARTERS["launch=fork"], "watch.weights_every=5", *damaged(1, 6, 1, 5.0)).finish(1)
+    assert "rank 1 has other values in 1.bias than rank 0" in run.sentence
+    assert "Traceback" not in run.output

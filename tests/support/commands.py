@@ -48,9 +48,7 @@ class Command:
         paths = [str(path) for path in (env.get("PYTHONPATH"), ROOT / "tests") if path]
         clean, env = without_ranks(os.environ), env | {"PYTHONPATH": os.pathsep.join(paths)}
         self.command, self.cwd, self.output = [str(word) for word in command], Path(cwd), ""
-        self.started, self.ended = time.time(), 0.0
         self.temporary = Path(str(env.get("TMPDIR", tempfile.gettempdir())))
-        self.broken_at: float | None = None  # a test that breaks the run notes when
         own = {key: str(value) for key, value in env.items()}
         self.process: subprocess.Popen[str] | ForkedProcess
         if not new_process and can_be_forked(self.command, own):
@@ -73,7 +71,6 @@ class Command:
             self.kill_group()
             self.output, _ = self.process.communicate()
             pytest.fail(f"{' '.join(self.command)} still ran after {limit} s:\n{self.output}")
-        self.ended = time.time()
         if code is not None:
             failure = f"{' '.join(self.command)} ended with {self.process.returncode}:\n{self.output}"
             assert self.process.returncode == code, failure
@@ -81,7 +78,6 @@ class Command:
 
     def send(self, number: int, to: str = "launcher") -> None:
         """Send a signal to the "launcher" alone, or to its "group", as a terminal does."""
-        self.broken_at = time.time()
         (os.killpg if to == "group" else os.kill)(self.process.pid, number)
 
     def remove_folders(self) -> None:

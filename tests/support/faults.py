@@ -1,13 +1,16 @@
-"""Parts of a training that break on one rank, in the way that FAULT names: "place/kind:rank:step".
+"""Parts of a training that break, hang or take long at places, as FAULT says: "place/kind:rank:step", several with a
+comma between them.
 
-The jobs of a sweep may each break in a way of their own: see SweptModel.
-The places are build, data, forward, backward, optimizer and evaluation. The other ranks go on.
+The places are those of `break_at` below. A kind is a key of FAULTS, or seconds. rank: a number, or "all". step: which
+pass, sample or call of this rank, counted from 1; %3 is each third one. Who comes there leaves the file
+`in-<place>-<rank>` in the current folder. Without FAULT every part works.
 """
 
 import ctypes
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,9 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.data import Pair
+from lockstep.distributed.environment import read_rank_info
+from lockstep.loggers.base import EpochSummary, Logger, RunInfo
 from lockstep.models.tutorial import mlp
+from lockstep.strategies.ddp import DDP
+from support.commands import own_data
 from support.digits import Samples
 
 
@@ -62,11 +71,11 @@ def _signal(number: int) -> Callable[[], None]:
 
 
 def _kill_beside_child() -> None:
-    """The child keeps copies of the rank's connections open."""
-    if os.fork() == 0:
-        os.closerange(0, 3)
-        time.sleep(15)
-        os._exit(0)
+    """The child keeps copies of the rank's connections open, so no other rank sees that they are closed. It is the
+    user's to end."""
+    nothing = subprocess.DEVNULL
+    own = {"env": {}, "start_new_session": True}  # so that nobody takes it for one that this project has left behind
+    subprocess.Popen(["sleep", "20"], close_fds=False, stdin=nothing, stdout=nothing, stderr=nothing, **own)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -76,41 +85,44 @@ def _damage_heap() -> None:
     ctypes.CDLL(None).free(ctypes.c_void_p(ctypes.addressof(buffer) + 8))
 
 
-def _in_child(leave: Callable[[], None]) -> Callable[[], None]:
-    """A child whose end goes through the functions of the rank that it is a copy of, and which would wait for threads
-    that a fork does not have."""
-
-    def fork() -> None:
+def _end_in_children() -> None:
+    """Two children whose ends go through the functions of the rank that they are copies of, and which would wait for
+    threads that a fork does not have."""
+    for leave in (lambda: _raise("a mistake in the child"), lambda: sys.exit(7)):
         if os.fork() == 0:
             leave()
         _, status = os.wait()
         print(f"the child has ended with {os.waitstatus_to_exitcode(status)}", flush=True)
 
-    return fork
+
+def _hold_gil() -> None:
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
+def _wait_in_kernel() -> None:
+    """State D: a process that has called vfork waits for its child, and the child for a pipe that nobody opens."""
+    os.mkfifo(path := os.path.abspath(f"fifo-{os.getpid()}"))
+    os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, path, os.O_RDONLY, 0)])
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
     "raise": lambda: _raise("a mistake in the model"),
     "unicode": lambda: _raise("größer als erlaubt: \u2603\n" * 50),
     "long": lambda: _raise("x" * 10_000 + "\nframe\n" * 1000),
     "no_text": lambda: _raise(WithoutText()),
     "escapes": lambda: _raise("red \x1b[31m, half a character \ud800"),
     "own_connection": lambda: _raise(ConnectionError("Connection closed by peer: a server of the user's")),
-    "raising_child": _in_child(lambda: _raise("a mistake in the child")),
-    "leaving_child": _in_child(lambda: sys.exit(7)),
+    "children": _end_in_children,
     "gpu": lambda: torch.ones(1).cuda(),
     "shape": _wrong_shape,
-    "key": lambda: {"a": 1}["b"],
-    "none": lambda: None,
     "memory_limit": _memory_limit,
     "more_memory": lambda: [b"1" * 2**26 for _ in range(64)],  # the kernel ends it where its memory is limited
     "memory": lambda: torch.empty(2**50),
-    "file": lambda: Path("missing/samples.bin").read_bytes(),
     "target": lambda: torch.nn.functional.cross_entropy(torch.ones(2, 3), torch.tensor([0, 7])),
     "disk": lambda: _raise(OSError(28, "No space left on device")),
-    "import": lambda: __import__("no_such_module"),
-    "zero": lambda: 1 / 0,
-    "assert": lambda: _raise(AssertionError("a check of the user's")),
     "recursion": _recursion,
     "kill": _signal(signal.SIGKILL),
     "kill_beside_child": _kill_beside_child,
@@ -120,22 +132,34 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "segfault_once": _segfault_once,
     "abort": os.abort,
     "heap": _damage_heap,
-    # An error of this rank alone, whose words are those of a lost rank.
-    "comm": lambda: _raise("[pair.cc:534] Connection closed by peer [127.0.0.1]:2000"),
-    "exit0": lambda: os._exit(0),
     "native_exit": lambda: ctypes.CDLL(None)._exit(0),
     "exit3": lambda: os._exit(3),
     "sysexit": lambda: sys.exit(0),
+    # Hangs, and what only looks like one.
     "hang": lambda: time.sleep(1000),
+    "stopped": _signal(signal.SIGSTOP),
+    "gil": _hold_gil,
+    "kernel": _wait_in_kernel,
+    "compile": lambda: torch.compile(torch.sin)(torch.ones(3000)),
+    # In place of a sum over the ranks.
+    "skip": lambda: None,
+    "extra": lambda: (dist.all_reduce(torch.ones(3)), dist.broadcast(torch.ones(3), 0)),
+    "operation": lambda: dist.broadcast(torch.ones(3), 0),
+    "other_shape": lambda: dist.all_reduce(torch.ones(5)),
 }
 
 
-def _break_at(place: str, step: int) -> None:
-    """Break if FAULT says so. step: counted from 1."""
-    where, rank, at = os.environ.get("FAULT", "none/none:0:0").split(":")
-    wanted, _, kind = where.partition("/")
-    if wanted == place and int(at) == step and os.environ.get("RANK", "0") == rank:
-        FAULTS[kind]()
+def break_at(place: str, step: int) -> bool:
+    """Break if FAULT says so. Returns whether it did."""
+    faults = [one.replace("/", ":").split(":") for one in os.environ.get("FAULT", "").split(",") if one]
+    for wanted, kind, rank, at in faults:
+        here = read_rank_info().rank
+        is_now = step % int(at[1:]) == 0 if at.startswith("%") else step == int(at)
+        if wanted == place and is_now and rank in (str(here), "all"):
+            Path(f"in-{place}-{here}").touch()
+            FAULTS.get(kind, lambda kind=kind: time.sleep(float(kind)))()
+            return True
+    return False
 
 
 class FaultyBackward(torch.autograd.Function):
@@ -148,28 +172,32 @@ class FaultyBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        _break_at("backward", ctx.step)
+        break_at("backward", ctx.step)
         return gradient, None
 
 
 class FaultyModel(torch.nn.Module):
-    """An mlp that breaks while it is built, or in a forward or backward pass of training or of an evaluation."""
+    """An mlp that breaks while it is built ("build"), in a pass of training ("forward", "backward") or of an evaluation
+    ("evaluation"), or when its weights are read in training ("state")."""
 
     def __init__(self, shape: list[int], classes: int, width: int = 128, depth: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
         self.net = mlp(shape, classes, width, depth, dropout)
-        self.steps = 0
-        if next(self.net.parameters()).device.type != "meta":
-            _break_at("build", 1)
+        self.passes = {True: 0, False: 0}
+        break_at("build", 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = self.net(inputs)
-        if not self.training:
-            _break_at("evaluation", 1)
+        if self.training != torch.is_grad_enabled():  # in the first step copies pass a part of the batch once more
             return outputs
-        self.steps += 1
-        _break_at("forward", self.steps)
-        return FaultyBackward.apply(outputs, self.steps)
+        self.passes[self.training] += 1
+        break_at("forward" if self.training else "evaluation", self.passes[self.training])
+        return FaultyBackward.apply(outputs, self.passes[True]) if self.training else outputs
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        if self.passes[True]:
+            break_at("state", 1)
+        return super().state_dict(*args, **options)
 
 
 class SweptModel(FaultyModel):
@@ -180,22 +208,83 @@ class SweptModel(FaultyModel):
         super().__init__(shape, classes)
 
 
-class FaultyDigits(Samples):
-    """One sample of the training data breaks: FAULT's step is its place in the order of access."""
+class SummingModel(FaultyModel):
+    """A FaultyModel that sums a vector over the ranks in each pass of training ("sum") or evaluation ("tested_sum")."""
 
-    first = 256
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        if not break_at("sum" if self.training else "tested_sum", self.passes[self.training]):
+            dist.all_reduce(torch.ones(3))
+        return outputs
+
+
+class FaultyDigits(Samples):
+    """A sample breaks: of the training data ("data") or the test data ("tested"), in the order of access."""
 
     def before(self, index: int) -> None:
-        if self.train:
-            _break_at("data", self.reads)
+        break_at("data" if self.train else "tested", self.reads)
+
+
+class FewDigits(FaultyDigits):
+    first = 64
+
+
+class FaultyPair(Pair):
+    """Two data sets that break when they are prepared ("prepare")."""
+
+    def prepare(self) -> None:
+        break_at("prepare", 1)
 
 
 class FaultySGD(torch.optim.SGD):
-    """Breaks in a step."""
+    """Breaks in a step ("optimizer")."""
 
     steps = 0
 
     def step(self, closure: Any = None) -> Any:
         self.steps += 1
-        _break_at("optimizer", self.steps)
+        break_at("optimizer", self.steps)
         return super().step(closure)
+
+
+class FaultyDDP(DDP):
+    """Breaks before this rank meets the others ("meeting")."""
+
+    def __init__(self) -> None:
+        super().__init__(bucket_cap_mb=25, find_unused_parameters=False)
+        self.asked = 0
+
+    @property
+    def binds_one_device(self) -> bool:  # type: ignore[override]
+        """A rank asks it before it meets the others, and in the first steps once more."""
+        self.asked += 1
+        break_at("meeting", self.asked)
+        return True
+
+
+class FaultyLogger(Logger):
+    """Breaks before the snapshot of an epoch ("snapshot"), and after the training ("end"), on rank 0."""
+
+    def __init__(self) -> None:
+        pass
+
+    def epoch(self, summary: EpochSummary) -> None:
+        break_at("snapshot", 1)
+
+    def end(self, run: RunInfo, state: str) -> None:
+        break_at("end", 1)
+
+
+MODEL = ["model=mlp", "model._target_=support.faults.FaultyModel"]
+PARTS = [
+    *own_data("support.faults.FewDigits"),
+    *MODEL,
+    *(f"{name}._target_=support.faults.Faulty{part}" for name, part in (("dataset", "Pair"), ("strategy", "DDP"))),
+    *("optimizer._target_=support.faults.FaultySGD", "+logger.slow._target_=support.faults.FaultyLogger"),
+    *("trainer.deterministic=true", "trainer.batch_size=16", "hydra.run.dir=run"),
+]
+
+
+def is_at(folder: Path, place: str) -> bool:
+    """Whether rank 0 has come to `place`, where it takes long, and rank 1 to a meeting."""
+    return (folder / f"in-{place}-{int(place == 'meeting')}").exists()

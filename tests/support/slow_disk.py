@@ -24,30 +24,21 @@ class SlowFile:
         if self.writes == 2:
             Path("in-save").touch()
             time.sleep(self.seconds)
-        written: int = self.file.write(data)
-        return written
+        return int(self.file.write(data))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.file, name)
 
 
-class SlowSaves(Logger):
-    """Makes each torch.save of this rank into a file slow."""
+class SlowDisk(Logger):
+    """Makes each torch.save of this rank into a file slow, and each torch.load of rank 0 from one."""
 
-    def __init__(self, seconds: float = 3.0) -> None:
+    def __init__(self, saves: float = 3.0, loads: float = 0.0) -> None:
         def slow_save(contents: Any, file: Any) -> None:
-            save(contents, file if isinstance(file, io.BytesIO) else SlowFile(file, seconds))
+            save(contents, file if isinstance(file, io.BytesIO) else SlowFile(file, saves))
 
-        torch.save = slow_save
-
-
-class SlowLoads(Logger):
-    """Makes each torch.load of rank 0 from a file slow."""
-
-    def __init__(self, seconds: float) -> None:
         def slow_load(*args: Any, **options: Any) -> Any:
-            time.sleep(seconds * (not isinstance(args[0], io.BytesIO)))
+            time.sleep(loads * (os.environ["RANK"] == "0" and not isinstance(args[0], io.BytesIO)))
             return load(*args, **options)
 
-        if os.environ["RANK"] == "0":
-            torch.load = slow_load
+        torch.save, torch.load = slow_save, slow_load
