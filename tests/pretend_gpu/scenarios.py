@@ -43,7 +43,7 @@ SCENARIOS: dict[str, tuple[int, list[str], dict[str, float]]] = {
     "sync_bn, bf16, a share without samples": (2, [*EMPTY, "trainer.precision=bf16"], ALONE),
     "sync_bn, a view of a share without samples": (
         2,
-        [*EMPTY, "model._target_=support.models.Viewing", "trainer.channels_last=false"],
+        [*EMPTY, "model._target_=support.models.Viewing", "+model.norms=1", "trainer.channels_last=false"],
         ALONE,
     ),
     "bf16": (2, ["trainer.precision=bf16", "sync_bn=off"], COMPARED),

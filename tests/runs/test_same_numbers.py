@@ -121,7 +121,7 @@ CASES = {
     ),
     "images that grow": Case(GROWING, [(2, PIPELINE)]),
     "shares without samples": Case(
-        [*EMPTY, "+model.norm=false"],
+        [*EMPTY, "+model.norms=0"],
         [(3, ""), (3, "strategy=virtual_ranks strategy.count=6"), (3, "trainer.gradient_accumulation_steps=4")],
     ),
     "batch norm without samples": Case(EMPTY, [(3, ""), (3, f"{FSDP} strategy.wrap_min_parameters=10")]),

@@ -109,12 +109,12 @@ class OddParameters(nn.Module):
 
 
 class Viewing(nn.Module):
-    """`view(len(x), -1)`, as many models have it, cannot be computed for no samples."""
+    """`view(len(x), -1)`, as many models have it, cannot be computed for no samples. norms: how many it has."""
 
-    def __init__(self, shape: list[int], classes: int, norm: bool = True) -> None:
+    def __init__(self, shape: list[int], classes: int, norms: int = 2) -> None:
         super().__init__()
-        self.conv, self.norm2d = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4) if norm else nn.Identity()
-        self.fc1, self.norm1d = nn.Linear(144, 12), nn.BatchNorm1d(12) if norm else nn.Identity()
+        self.conv, self.norm2d = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4) if norms else nn.Identity()
+        self.fc1, self.norm1d = nn.Linear(144, 12), nn.BatchNorm1d(12) if norms > 1 else nn.Identity()
         self.fc2 = nn.Linear(12, classes)
 
     def forward(self, images: Tensor) -> Tensor:
