@@ -19,38 +19,32 @@ from lockstep.training.setup import model_memory_format
 from support.commands import ROOT
 
 CPU = torch.device("cpu")
-BITS = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+BITS, TYPES = {torch.float32: 1e-4, torch.bfloat16: 0.1}, (torch.float32, torch.bfloat16)
+
+
+CHOICES: dict[str, list[Any]] = {
+    "groups": [1, 1, 1, 2, 4],
+    "in_channels": [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 32],  # of a group, as out_channels
+    "out_channels": [1, 3, 8, 16, 20],
+    "stride": [1, 2, 2, 3, 4],
+    "padding": [0, 0, 1],
+    "bias": [True, False],
+    "size": [5, 8, 16, 17],
+    "samples": [1, 2, 16],
+    "bf16": [True, False, False, False, False],
+}
 
 
 def cases(seed: int, count: int, kernels: list[int]) -> list[dict[str, Any]]:
-    draw = random.Random(seed)
-    found = []
-    for _ in range(count):
-        groups = draw.choice([1, 1, 1, 2, 4])
-        found.append(
-            {
-                "in_channels": groups * draw.choice([1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 32]),
-                "out_channels": groups * draw.choice([1, 3, 8, 16, 20]),
-                "kernel_size": draw.choice(kernels),
-                "stride": draw.choice([1, 2, 2, 3, 4]),
-                "padding": draw.choice([0, 0, 1]),
-                "groups": groups,
-                "bias": draw.choice([True, False]),
-                "size": draw.choice([5, 8, 16, 17]),
-                "samples": draw.choice([1, 2, 16]),
-                "bf16": draw.random() < 0.2,
-            }
-        )
-    return found
+    draw, choices = random.Random(seed), CHOICES | {"kernel_size": kernels}
+    found = [{name: draw.choice(values) for name, values in choices.items()} for _ in range(count)]
+    of_all = [{name: case["groups"] * case[name] for name in ("in_channels", "out_channels")} for case in found]
+    return [case | channels for case, channels in zip(found, of_all, strict=True)]
 
 
 def largest_error(case: dict[str, Any]) -> float:
     """Of the gradients of weights and inputs, relative to their largest value."""
-    size, samples, precision = (
-        case.pop("size"),
-        case.pop("samples"),
-        torch.bfloat16 if case.pop("bf16") else torch.float32,
-    )
+    size, samples, precision = case.pop("size"), case.pop("samples"), TYPES[case.pop("bf16")]
     torch.manual_seed(0)
     net = nn.Conv2d(**case)
     reference = nn.Conv2d(**case).double()
@@ -68,9 +62,8 @@ def largest_error(case: dict[str, Any]) -> float:
         with torch.autocast("cpu", precision, enabled=precision == torch.bfloat16):
             outputs = net(inputs)
         outputs.float().pow(2).sum().backward()
-        for ours, expected in ((net.weight.grad, reference.weight.grad), (inputs.grad, right.grad)):
-            assert ours is not None
-            assert expected is not None
+        pairs: Any = ((net.weight.grad, reference.weight.grad), (inputs.grad, right.grad))
+        for ours, expected in pairs:
             scale = expected.abs().max() + 1e-12
             worst = max(worst, float((ours - expected).abs().max() / scale) / BITS[precision])
     return worst

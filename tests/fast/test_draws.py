@@ -14,6 +14,8 @@ from lockstep.training.rng import SampleDraws
 
 BATCH = 24
 TOGETHER, CUTS = (0, BATCH), [(0, 12, BATCH), (0, 7, BATCH), (0, 3, 5, 9, 10, BATCH), (0, 1, BATCH)]
+# Layers whose tokens are not taken for as many samples.
+LAYERS, AS_TOKENS = ("lstm", "attention", "attention, tokens first", "transformer"), (0, 5, 12, 17, BATCH)
 ATTENTION = nn.MultiheadAttention(6, 2, dropout=0.3, dtype=torch.float64)
 ATTENTION_OF_BATCHES = nn.MultiheadAttention(6, 2, dropout=0.3, batch_first=True, dtype=torch.float64)
 LSTM = nn.LSTM(6, 6, 2, dropout=0.3, batch_first=True, dtype=torch.float64)
@@ -83,18 +85,10 @@ def passes(function: Callable[[Tensor], Tensor], inputs: Tensor, edges: Sequence
 def test_each_sample_draws_the_same_however_the_batch_is_cut(what: str) -> None:
     inputs = torch.rand(BATCH, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     outputs, gradients = passes(DRAWS[what], inputs, TOGETHER)
-    for edges in CUTS:
+    for edges in [*CUTS, *([AS_TOKENS] if what in LAYERS else [])]:
         others, their_gradients = passes(DRAWS[what], inputs, edges)
         torch.testing.assert_close(others, outputs, rtol=0, atol=1e-12)
         torch.testing.assert_close(their_gradients, gradients, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("what", ["lstm", "attention", "attention, tokens first", "transformer"])
-def test_as_many_steps_as_samples_are_not_taken_for_them(what: str) -> None:
-    inputs = torch.rand(BATCH, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    outputs, _ = passes(DRAWS[what], inputs, TOGETHER)
-    others, _ = passes(DRAWS[what], inputs, (0, 5, 12, 17, BATCH))
-    torch.testing.assert_close(others, outputs, rtol=0, atol=1e-12)
 
 
 def test_masks_of_samples_layers_and_steps_are_independent() -> None:

@@ -18,6 +18,9 @@ BASE = ["trainer.max_steps=14", "trainer.epochs=9", FEW, "logging.every=1000", "
 BASE += ["watch.weights_every=5", "backend.timeout=100"]
 MIX = "loader.batch_transforms=[{_target_:torchvision.transforms.v2.MixUp,alpha:1.0,num_classes:10}]"
 EMPTY = ["trainer.batch_size=359", "trainer.max_steps=4"]  # of 360 samples: an epoch's last batch is one sample
+PLAN = "strategy.parallelize_plan=[{1:colwise},{4:rowwise}]"
+ALL = ["trainer.gradient_accumulation_steps=2", "trainer.max_grad_norm=1"]
+ALL += ["loader.augment={_target_:lockstep.data.augment.ShiftFlip,pad:1,flip:true}"]
 FP16 = ["trainer.precision=fp16", "sync_bn=off"]
 
 # Once in 5 steps, as watch.weights_every says, the ranks' weights are compared.
@@ -34,23 +37,13 @@ SMALLER_BATCH = {"pipeline.py:_run": 0.15} | COMPARED
 SCENARIOS: dict[str, tuple[int, list[str], dict[str, float]]] = {
     "one GPU": (1, [], {}),
     "ddp": (2, ["sync_bn=off"], COMPARED),
-    "accumulation, clipping, averages": (
-        2,
-        [
-            "trainer.gradient_accumulation_steps=2",
-            "trainer.max_grad_norm=1",
-            ema(0.9),
-            "optimizer=adamw",
-            "sync_bn=off",
-        ],
-        COMPARED,
-    ),
+    "accumulation, clipping, averages": (2, [*ALL, ema(0.9), "optimizer=adamw", "sync_bn=off"], COMPARED),
     "checkpointed blocks": (2, ["trainer.checkpoint_activations=['layer*']", "sync_bn=on"], COMPARED),
     "sync_bn": (2, ["sync_bn=on"], COMPARED),
     "sync_bn, bf16, a share without samples": (2, [*EMPTY, "trainer.precision=bf16"], ALONE),
     "sync_bn, a view of a share without samples": (
         2,
-        [*EMPTY, "model._target_=pretend_gpu.models.Viewing", "~model.shape", "trainer.channels_last=false"],
+        [*EMPTY, "model._target_=support.models.Viewing", "+model.norms=1", "trainer.channels_last=false"],
         ALONE,
     ),
     "bf16": (2, ["trainer.precision=bf16", "sync_bn=off"], COMPARED),
@@ -65,18 +58,10 @@ SCENARIOS: dict[str, tuple[int, list[str], dict[str, float]]] = {
     "fsdp": (2, ["strategy=fsdp", "sync_bn=off"], COMPARED),
     "fsdp, bf16": (2, ["strategy=fsdp", "model=mlp", "trainer.precision=bf16"], COMPARED),
     "fsdp with replicas": (4, ["strategy=fsdp", "strategy.replicate=2", "sync_bn=off"], COMPARED),
-    "tensor_parallel": (
-        2,
-        ["strategy=tensor_parallel", "model=mlp", "strategy.parallelize_plan=[{1:colwise},{4:rowwise}]"],
-        COMPARED,
-    ),
+    "tensor_parallel": (2, ["strategy=tensor_parallel", "model=mlp", PLAN], COMPARED),
     "pipeline": (2, ["strategy=pipeline", "model=mlp"], SMALLER_BATCH),
     "virtual_ranks": (2, ["strategy=virtual_ranks", "trainer.deterministic=true"], COMPARED),
-    "model_parallel": (
-        1,
-        ["strategy=model_parallel", "model=toy_parallel", "trainer.max_grad_norm=1", ema(0.9)],
-        COMPARED,
-    ),
+    "model_parallel": (1, ["strategy=model_parallel", "model=toy_parallel", *ALL[:2], ema(0.9)], COMPARED),
     "data_parallel": (1, ["strategy=data_parallel", "model=mlp"], {}),
     "data_parallel, bf16": (1, ["strategy=data_parallel", "trainer.precision=bf16", "model=mlp"], {}),
     "async_parameter_server": (2, ["strategy=async_parameter_server"], COMPARED),

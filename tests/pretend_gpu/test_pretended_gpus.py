@@ -15,7 +15,6 @@ from lockstep.strategies.one_process import UnevenDataParallel
 from lockstep.tasks.tasks import CrossEntropy
 from lockstep.training.run import Progress
 from pretend_gpu import device
-from pretend_gpu.models import TakesDict
 from pretend_gpu.scenarios import GPUS, SCENARIOS, small_training, trained_on_gpus, worked
 from support.commands import ema
 from support.worlds import distance, in_world, train, weights
@@ -106,30 +105,39 @@ def test_data_stays_with_the_host_if_a_gpu_has_no_room(free: int, place: str) ->
     assert in_world(1, place_of_data, free) == [place]
 
 
-def device_of_rank(gpus: int) -> str:
-    """Of backend=auto where each rank sees so many GPUs."""
-    device.pretend(gpus, "gloo")
-    with join_world("auto") as world:
+def device_of(backend: str, gpus: int, of: str) -> str:
+    """Of this rank; of backend=nccl the one that it is started on at once."""
+    device.pretend(gpus, "nccl" if backend == "nccl" else "gloo", of)
+    with join_world(backend) as world:
         world.barrier()  # the other one may still connect
-        return str(world.device)
+        return str(device.seen.bound if backend == "nccl" else world.device)
 
 
-@pytest.mark.parametrize(("gpus", "devices"), [(2, ["cuda:0", "cuda:1"]), (1, ["cuda:0", "cuda:0"])])
-def test_each_rank_takes_a_gpu_of_its_own(gpus: int, devices: list[str]) -> None:
-    """Where a starter may show each of them one alone, it is that one."""
-    assert in_world(2, device_of_rank, gpus) == devices
+@pytest.mark.parametrize(
+    ("backend", "gpus", "of", "devices"),
+    [
+        ("auto", 2, "cuda", ["cuda:0", "cuda:1"]),
+        ("auto", 1, "cuda", ["cuda:0", "cuda:0"]),  # where a starter may show each rank one alone, it is that one
+        ("nccl", 2, "cuda", ["None"]),  # a rank that is alone may never need it
+        ("nccl", 2, "cuda", ["cuda:0", "cuda:1"]),
+        ("auto", 1, "mps", ["mps:0"]),
+        ("auto", 1, "mps", ["cpu", "cpu"]),  # it is for one process
+    ],
+)
+def test_each_rank_takes_a_device_of_its_own(backend: str, gpus: int, of: str, devices: list[str]) -> None:
+    assert in_world(len(devices), device_of, backend, gpus, of) == devices
 
 
-def device_of_nccl() -> str:
-    device.pretend(2, "nccl")
-    with join_world("nccl") as world:
-        world.barrier()
-    return str(device.seen.bound)
+class TakesDict(torch.nn.Module):
+    """Adds up two layers, each of one input."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = torch.nn.Linear(3, 2), torch.nn.Linear(4, 2)
 
-@pytest.mark.parametrize(("ranks", "devices"), [(1, ["None"]), (2, ["cuda:0", "cuda:1"])])
-def test_nccl_starts_at_once_unless_a_rank_is_alone(ranks: int, devices: list[str]) -> None:
-    assert in_world(ranks, device_of_nccl) == devices
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        out: torch.Tensor = self.left(inputs["left"]) + self.right(inputs["right"])
+        return out
 
 
 def distance_of_parts_from_whole(samples: int) -> float:

@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 
-from lockstep.distributed.world import join_world
-from pretend_gpu import device
-from pretend_gpu.scenarios import trained_on_gpus, worked
+from pretend_gpu.scenarios import MIX, trained_on_gpus, worked
 from support.commands import ema
 from support.configs import composed
 from support.digits import FEW
 from support.worlds import distance, in_world, train, weights
 
 BASE = ["trainer.max_steps=9", "trainer.epochs=9", "logger=[tensorboard]", "logging.every=2"]
-MIX = "loader.batch_transforms=[{_target_:torchvision.transforms.v2.MixUp,alpha:1.0,num_classes:10}]"
 RUNS = {
     "convnet": [ema(0.9)],
     "adamw, clipping, accumulation": [
@@ -54,15 +51,3 @@ def test_its_snapshot_goes_on_and_is_evaluated_on_a_cpu(tmp_path: Path) -> None:
     in_world(2, train, command(mps, "model=mlp", backend="gloo"))
     in_world(1, train, command(cpu, "model=mlp", backend="gloo"))
     assert distance(weights(cpu), weights(mps)) < 1e-5
-
-
-def device_of_rank() -> str:
-    device.pretend(1, "gloo", "mps")
-    with join_world("auto") as world:
-        world.barrier()  # who leaves while the other still connects ends it
-        return str(world.device)
-
-
-@pytest.mark.parametrize(("ranks", "places"), [(1, ["mps:0"]), (2, ["cpu", "cpu"])])
-def test_it_is_for_one_process(ranks: int, places: list[str]) -> None:
-    assert in_world(ranks, device_of_rank) == places

@@ -24,10 +24,6 @@ from support.worlds import distance, in_world, same_bits, train_all
 BASE = ["trainer.precision=bf16-true", "trainer.epochs=1", "logger=[]", "optimizer=adamw", "snapshot.every=10steps"]
 
 
-def runs(folder: Path, *overrides: str) -> Any:
-    return composed(f"run_dir={folder}", *BASE, *overrides)
-
-
 def types_in(values: Any) -> set[torch.dtype]:
     return {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
 
@@ -38,17 +34,14 @@ def test_the_weights_are_those_of_plain_torch_in_bfloat16(tmp_path: Path) -> Non
     scaled = ((images.double() / 255 - 0.287) / 0.353).bfloat16()
     torch.manual_seed(0)
     make = partial(torch.optim.AdamW, lr=0.01, foreach=False)
-    plain = train_reference(
-        linear([1, 8, 8], 10).bfloat16(),
-        (scaled, targets),
-        lambda outputs, classes: F.cross_entropy(outputs.float(), classes),
-        make,
-        epochs=1,
-        batch_size=64,
-    )
+
+    def loss(outputs: Tensor, classes: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.float(), classes)
+
+    plain = train_reference(linear([1, 8, 8], 10).bfloat16(), (scaled, targets), loss, make, epochs=1, batch_size=64)
     words = ["model=linear", "scheduler=constant", "optimizer.lr=0.01", "optimizer.fused=false"]
     for size in (1, 2):
-        in_world(size, train_all, [runs(tmp_path / str(size), *words)])
+        in_world(size, train_all, [composed(f"run_dir={tmp_path / str(size)}", *BASE, *words)])
     alone, shared = (saved_parameters(tmp_path / size, plain.model) for size in ("1", "2"))
     assert alone.dtype == torch.bfloat16
     assert distance(alone.double(), plain.weights.double()) < 1e-2  # bfloat16 has 8 bits
@@ -59,10 +52,14 @@ def test_the_weights_are_those_of_plain_torch_in_bfloat16(tmp_path: Path) -> Non
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one_and_all_is_bfloat16(
     tmp_path: Path, size: int, words: list[str]
 ) -> None:
-    words = ["model=convnet", ema(0.9), *words]
+    words = [*BASE, "model=convnet", ema(0.9), *words]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     start = whole / "snapshots" / "step_00000010"
-    in_world(size, train_all, [runs(whole, *words), runs(resumed, *words, f"resume={start}")])
+    in_world(
+        size,
+        train_all,
+        [composed(*words, f"run_dir={whole}"), composed(*words, f"run_dir={resumed}", f"resume={start}")],
+    )
     assert same_bits(whole, resumed)
     saved = newest_snapshot(whole)
     norms = {name.rpartition(".")[0] for name in saved["model"] if name.endswith("running_mean")}

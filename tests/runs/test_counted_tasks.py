@@ -1,5 +1,6 @@
 """Tasks and metrics against numbers worked out sample by sample, at several world sizes."""
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,16 @@ from lockstep.tasks.tasks import CrossEntropy, MultiLabel
 from lockstep.training.evaluate import Metrics
 from lockstep.training.metrics import Meter
 from support.commands import BY_LOSS, WHOLE
+from support.configs import composed
 from support.digits import digits
+from support.logged import read_rows
 from support.reference import saved_parameters, train_reference
 from support.refusals import accepted
+from support.small_text import small_gpt
 from support.worlds import in_world, same_bits, train_all
 
-SAMPLES, CLASSES, IGNORED = 37, 4, 255
+SAMPLES, CLASSES, IGNORED = 137, 4, 255
 WEIGHTS = [0.5, 2.0, 3.0, 0.0]
-
-
 PIXELS = {"ignored_label": IGNORED}
 TASKS = {
     "classification": CrossEntropy(),
@@ -84,7 +86,7 @@ def expected(kind: str) -> dict[str, float]:
     return {"loss": loss.item(), "accuracy": (rows.argmax(1) == labels).double().mean().item()}
 
 
-@pytest.mark.parametrize(("size", "batch"), [(1, SAMPLES), (1, 5), (3, 4)])
+@pytest.mark.parametrize(("size", "batch"), [(1, SAMPLES), (1, 1), (3, 4)])
 def test_means_are_those_of_all_samples_at_any_world_size(size: int, batch: int) -> None:
     for found in in_world(size, measure, batch):
         assert found.keys() == TASKS.keys()
@@ -155,45 +157,31 @@ def weight_of(targets: Tensor) -> Tensor:
     return (1 + targets).double() / 7000
 
 
-def test_a_mean_is_over_the_weights_of_all_ranks_whatever_their_sum_is(tmp_path: Path) -> None:
-    words = [*WHOLE, f"task._target_={__name__}.Weighed", "trainer.precision=fp64", "trainer.max_steps=4"]
-    words += ["model=linear", "trainer.batch_size=61", "scheduler=constant", "optimizer.weight_decay=0", "logger=[]"]
-    torch.manual_seed(0)
-    images, targets = digits(True).inputs, digits(True).targets
-    scaled = (images.double() / 255 - 0.287) / 0.353
-    plain = train_reference(
-        linear([1, 8, 8], 10).double(),
-        (scaled, targets),
-        lambda outputs, classes: Weighed()(outputs, classes)["loss"].sum() / weight_of(classes).sum(),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-        epochs=1,
-        batch_size=61,
-        max_steps=4,
-    )
-    for size in (1, 2):
-        folder = tmp_path / str(size)
-        found = in_world(size, train_all, [accepted(*words, "optimizer.lr=0.05", f"run_dir={folder}")])
-        assert torch.allclose(saved_parameters(folder, plain.model), plain.weights, rtol=1e-9, atol=1e-12)
-        tested = (digits(False).inputs.double() / 255 - 0.287) / 0.353
-        outputs, classes = plain.model(tested), digits(False).targets
-        loss = Weighed()(outputs, classes)["loss"].sum() / weight_of(classes).sum()
-        assert found[0] == [pytest.approx(loss.item(), rel=1e-9)]
+def weighed_mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    return Weighed()(outputs, targets)["loss"].sum() / weight_of(targets).sum()
 
 
-def test_class_weights_are_those_of_torch_on_any_ranks(tmp_path: Path) -> None:
-    """Uneven last batches, gradient accumulation and label smoothing; virtual ranks have the same bits."""
-    (x, y), (tested, classes) = ((half.inputs.double() / 255, half.targets) for half in (digits(True), digits(False)))
-    weights = torch.tensor([1, 2, 0, 4, 5, 6, 0.7, 8, 9, 10], dtype=torch.float64)
-    words = [*WHOLE, BY_LOSS, "model=linear", "trainer.precision=fp64", "trainer.max_steps=4", "logger=[]"]
+OF_CLASSES = [1, 2, 0, 4, 5, 6, 0.7, 8, 9, 10]
+SMOOTHED = partial(F.cross_entropy, weight=torch.tensor(OF_CLASSES, dtype=torch.float64), label_smoothing=0.1)
+WEIGHED: dict[str, tuple[list[str], Any]] = {
+    "an own count": ([f"task._target_={__name__}.Weighed"], weighed_mean),
+    "class weights": ([BY_LOSS, "task.label_smoothing=0.1", f"task.class_weights={OF_CLASSES}"], SMOOTHED),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHED)
+def test_a_mean_is_over_the_weights_of_all_ranks_as_torchs_is(tmp_path: Path, kind: str) -> None:
+    """Uneven last batches and gradient accumulation; virtual ranks have the same bits."""
+    typed, loss = WEIGHED[kind]
+    words = [*WHOLE, *typed, "model=linear", "trainer.precision=fp64", "trainer.max_steps=4", "logger=[]"]
     words += ["trainer.batch_size=601", "scheduler=constant", "optimizer.weight_decay=0", "optimizer.lr=0.05"]
-    words += ["dataset.mean=null", "dataset.std=null", "task.label_smoothing=0.1"]
-    words += ["task.class_weights=[1,2,0,4,5,6,0.7,8,9,10]"]
+    words += ["dataset.mean=null", "dataset.std=null"]
     kinds = {"parts": ["trainer.gradient_accumulation_steps=3"], "fsdp": ["strategy=fsdp"]}
     kinds |= {"virtual": ["strategy=virtual_ranks", "strategy.count=6"]}
     for size in (1, 2, 3):
         chosen = kinds if size == 3 else ("parts", "virtual")
         in_world(size, train_all, [accepted(*words, *kinds[k], f"run_dir={tmp_path / k}-{size}") for k in chosen])
-    loss = partial(F.cross_entropy, weight=weights, label_smoothing=0.1)
+    (x, y), (tested, classes) = ((half.inputs.double() / 255, half.targets) for half in (digits(True), digits(False)))
     torch.manual_seed(0)
     model, make = linear([1, 8, 8], 10).double(), partial(torch.optim.SGD, lr=0.05, momentum=0.9)
     plain = train_reference(model, (x, y), loss, make, epochs=2, batch_size=601, max_steps=4)
@@ -211,3 +199,12 @@ def test_an_ignored_image_costs_nothing() -> None:
     loss, _, counts = TASKS["segmentation"].sums(outputs, targets)
     loss.backward()
     assert (loss.item(), counts[0].item(), outputs.grad.abs().sum().item()) == (0, 0, 0)  # type: ignore[union-attr]
+
+
+def test_the_speed_is_told_in_tokens_too(tmp_path: Path) -> None:
+    in_world(1, train_all, [composed(*small_gpt(tmp_path, "logger=[csv,console]", f"run_dir={tmp_path / 'run'}"))])
+    speeds: dict[str, list[float]] = {}
+    for _, tag, value in read_rows(tmp_path / "run"):
+        speeds.setdefault(tag, []).append(value)
+    assert speeds["speed/tokens_per_s"] == pytest.approx([8 * value for value in speeds["speed/samples_per_s"]])
+    assert re.search(r"epoch 2/2 .* \d+ samples/s   \d+ tokens/s", (tmp_path / "run" / "train.log").read_text())

@@ -1,8 +1,8 @@
 """On a GPU what the ranks tell each other is read one exchange later. What depends on it is as without the delay."""
 
-import csv
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,27 +13,21 @@ from lockstep.errors import StoppedEarly
 from lockstep.runs.record import read_run
 from support.commands import ema
 from support.configs import composed
-from support.worlds import in_world, same_bits, train, train_all
+from support.logged import read_rows
+from support.worlds import delay_exchanges, in_world, same_bits, train, train_all
 
 SMALL = ["model=mlp", "trainer.epochs=3", "logging.every=5", "logger=[csv]", "snapshot.every=10steps"]
 
 
-def delay() -> None:
-    from lockstep.training import loop
-    from lockstep.training.exchange import Exchange
-
-    loop.Exchange = lambda *parts, delayed: Exchange(*parts, delayed=True)  # type: ignore[assignment,misc]
-
-
 def train_delayed(configs: list[Any]) -> list[float | None]:
-    delay()
+    delay_exchanges()
     return train_all(configs)
 
 
 def stop_in_step_30(cfg: Any) -> str:
     from lockstep.training.step import Step
 
-    delay()
+    delay_exchanges()
     update = Step.update
 
     def update_and_ask(step: Step) -> None:
@@ -47,18 +41,36 @@ def stop_in_step_30(cfg: Any) -> str:
     return str(stopped.value)
 
 
-def rows(folder: Path) -> list[list[str]]:
-    """What the loggers got of the training, times aside."""
-    with (folder / "metrics.csv").open() as file:
-        return [row for row in csv.reader(file) if "speed/" not in row[1]]
+def exchanges_read(cfg: Any) -> list[tuple[int, int]]:
+    """(the step of an exchange, the step after which its result is read) of each one that is read in an epoch."""
+    from lockstep.training import exchange
+
+    found: list[tuple[int, int]] = []
+    read = exchange.Exchange.drain
+
+    def noted(self: Any) -> None:
+        if self.pending is not None:
+            found.append((self.pending[2], self.run.progress.step))
+        read(self)
+
+    delay_exchanges()
+    exchange.Exchange.drain = noted  # type: ignore[method-assign]
+    train(cfg)
+    return found
 
 
-def test_logs_snapshots_and_weights_are_the_same(tmp_path: Path) -> None:
-    at_once, later = (composed(*SMALL, f"run_dir={tmp_path / name}") for name in ("at_once", "later"))
-    assert in_world(2, train_all, [at_once]) == in_world(2, train_delayed, [later])
-    assert same_bits(tmp_path / "at_once", tmp_path / "later")
-    assert rows(tmp_path / "at_once") == rows(tmp_path / "later")
-    names = [sorted(path.name for path in (tmp_path / name / "snapshots").iterdir()) for name in ("at_once", "later")]
+def test_what_ranks_tell_each_other_is_read_at_the_next_exchange_and_changes_nothing(tmp_path: Path) -> None:
+    at_once, later = tmp_path / "at_once", tmp_path / "later"
+    in_world(2, train_all, [composed(*SMALL, f"run_dir={at_once}")])
+    for found in in_world(2, exchanges_read, composed(*SMALL, f"run_dir={later}")):
+        assert len(found) >= 69 // 5
+        for (step, read_at), (following, _) in pairwise(found):
+            end = -(-step // 23) * 23  # of the epoch
+            assert read_at == (step if step % 10 == 0 else min(following, end))  # a save reads at once
+    assert same_bits(at_once, later)
+    rows = [[row for row in read_rows(run) if "speed/" not in row[1]] for run in (at_once, later)]
+    assert rows[0] == rows[1]
+    names = [sorted(path.name for path in (run / "snapshots").iterdir()) for run in (at_once, later)]
     assert names[0] == names[1]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.errors import ConfigError
 from lockstep.models.base import matching_parameters
 from lockstep.snapshots.files import list_snapshots
 from lockstep.snapshots.initial_weights import load_initial_weights
@@ -18,7 +17,7 @@ from support.configs import with_values
 from support.pages import environment, section
 from support.refusals import accepted
 from support.run_folders import newest_snapshot
-from support.worlds import distance, in_world, train_all, weights
+from support.worlds import distance, in_world, refusal, train_all, weights
 
 OWN_MODULE = """
 import torch
@@ -63,10 +62,6 @@ def train(folder: Path, place: str, *words: str, **values: Any) -> torch.Tensor:
     return weights(folder)
 
 
-def snapshot(folder: Path) -> Any:
-    return newest_snapshot(folder)
-
-
 def test_the_commands_of_the_page(start: Callable[..., Command], tmp_path: Path) -> None:
     page = section((ROOT / "docs" / "models.md").read_text(), "Fine-tuning")
     (script,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
@@ -81,7 +76,7 @@ def test_groups_by_rule_are_the_groups_written_by_hand_under_every_strategy(tmp_
     assert distance(by_hand, train(tmp_path / "plain", "one")) > 1e-2
     for place in PLACES:
         assert distance(by_hand, train(tmp_path / place, place, *RULES)) < 1e-12, place
-    groups = [snapshot(tmp_path / place)["groups"] for place in PLACES]
+    groups = [newest_snapshot(tmp_path / place)["groups"] for place in PLACES]
     found = [[(g["lr"], g["weight_decay"]) for g in of_place] for of_place in groups]
     assert found == [[(0.01, 0.5), (0.01, 0.0), (0.03, 0.5), (0.03, 0.0)]] * len(PLACES)  # in the same order
 
@@ -92,7 +87,7 @@ def test_a_run_with_groups_and_frozen_weights_goes_on_under_another_strategy(tmp
     begin = torch.load(tmp_path / "whole" / "model.pt", weights_only=True)
     train(tmp_path / "moved", "ddp", *words, trainer__pause_after=1)
     assert distance(whole, train(tmp_path / "moved", "fsdp", *words)) < 1e-12
-    state = snapshot(tmp_path / "moved")["optimizer"]
+    state = newest_snapshot(tmp_path / "moved")["optimizer"]
     assert sorted(state) == ["1.bias", "4.bias", "4.weight"]
     trained = torch.load(tmp_path / "moved" / "model.pt", weights_only=True)
     assert torch.equal(trained["2.weight"], torch.ones(16, dtype=torch.float64))
@@ -122,12 +117,7 @@ def test_a_run_begins_with_the_weights_of_another_and_a_new_head(tmp_path: Path)
 
 
 def refusals(configs: list[Any]) -> list[str]:
-    sentences = []
-    for cfg in configs:
-        with pytest.raises(ConfigError) as refused:
-            train_all([cfg])
-        sentences.append(str(refused.value))
-    return sentences
+    return [refusal(cfg) for cfg in configs]
 
 
 def test_what_does_not_fit_the_model_is_refused_on_all_ranks_with_what_to_type(tmp_path: Path) -> None:

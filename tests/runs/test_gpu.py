@@ -1,6 +1,7 @@
-"""On a GPU: a rank over nccl, and a run that goes on, there and on the CPU. See test_host_never_waits.py, too."""
+"""On a GPU: a rank over nccl, a run that goes on, there and on the CPU, and a host that waits for nothing."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 
 from pretend_gpu.scenarios import SCENARIOS, small_training
-from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN
+from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, ema
+from support.configs import composed
 from support.digits import FEW
 from support.run_folders import read_log
 from support.worlds import distance, in_world, same_bits, train, weights
@@ -126,3 +128,54 @@ def test_a_recorded_step_has_the_bits_of_an_ordinary_one(words: list[str], tmp_p
         step = ["step=cuda_graph", f"step.warmup={warmup}", "trainer.max_steps=40", "trainer.deterministic=true"]
         in_world(1, train, small_training(tmp_path / folder, *words, *step, backend="nccl"))
     assert distance(weights(tmp_path / "graphed"), weights(tmp_path / "ordinary")) == 0
+
+
+QUIET = ["trainer.epochs=2", "logging.every=1000", "logger=[]"]
+SHIFT_FLIP = "loader.augment={_target_:lockstep.data.augment.ShiftFlip,pad:1,flip:true}"
+STRICT = [
+    [],
+    ["trainer.gradient_accumulation_steps=2", "trainer.max_grad_norm=1", ema(0.9), "optimizer=adamw", SHIFT_FLIP],
+    ["sync_bn=on", "trainer.precision=bf16"],
+    ["trainer.precision=fp16"],
+    ["trainer.compile=reduce-overhead", "trainer.precision=bf16"],
+]
+
+
+def train_strictly(cfg: Any) -> float:
+    """A training during which torch refuses every wait of the host for the device."""
+    from lockstep.data.loader import Loader
+    from lockstep.training import loop
+
+    plain, end_epoch = Loader.batches, loop.end_epoch
+
+    def strict(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for batch in plain(*arguments, **options):
+            torch.cuda.set_sync_debug_mode("error")  # the first permutation may be waited for, once
+            yield batch
+
+    def loose(*arguments: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        return end_epoch(*arguments)
+
+    Loader.batches, loop.end_epoch = strict, loose  # type: ignore[method-assign]
+    return train(cfg)
+
+
+@pytest.mark.parametrize("overrides", STRICT)
+def test_no_step_waits_for_the_gpu(tmp_path: Path, overrides: list[str]) -> None:
+    (accuracy,) = in_world(1, train_strictly, composed(f"run_dir={tmp_path}", *QUIET, *overrides))
+    assert accuracy > 0.5
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_train_to_the_numbers_of_one(train: Any, tmp_path: Path) -> None:
+    halves = ["trainer.precision=fp64", "trainer.epochs=2", "model=toy_parallel", "trainer.batch_size=200"]
+    plain = [*halves, "backend=nccl", "trainer.deterministic=true"]
+    train(*plain, "hydra.run.dir=one")
+    strategies = {
+        "copies": ["strategy=data_parallel", "strategy.first_share=0.5"],
+        "halves": ["strategy=model_parallel"],
+    }
+    for name, more in strategies.items():
+        train(*plain, *more, f"hydra.run.dir={name}")
+        assert distance(weights(tmp_path / "one"), weights(tmp_path / name)) < 1e-9

@@ -2,7 +2,6 @@
 
 import hashlib
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from lockstep.distributed.world import World, join_world
 from support.configs import composed
-from support.worlds import distance, in_world, same_bits, train, train_all, weights
+from support.worlds import distance, in_world, same_bits, train_all, weights
 
 LENGTHS = [0, 1, 2, 3, 4, 5, 6, 7, 11, 64, 1000, 4097]
 SUMS = ["Ring", "ParameterServer", "shared_memory"]
@@ -110,39 +109,6 @@ def test_the_bytes_sent_are_the_formulas(size: int, length: int) -> None:
     assert in_world(size, bytes_handed_over, "Ring", length) == [2 * (size - 1) * whole // size] * size
     server = [(size - 1) * whole] + [whole] * (size - 1)
     assert in_world(size, bytes_handed_over, "ParameterServer", length) == server
-
-
-def sums_of(configs: list[Any]) -> list[Counter[str]]:
-    """Trainings in this rank -> for each how often each of this project's ways of adding up took a bucket."""
-    from lockstep.distributed.shared_memory import SharedMemorySum
-    from lockstep.strategies.gradient_sync import ParameterServer, Ring
-
-    found: list[Counter[str]] = []
-
-    def count(cls: Any, method: str, name: str) -> None:
-        add_up = getattr(cls, method)
-        setattr(cls, method, lambda *args: (found[-1].update([name]), add_up(*args)))
-
-    count(Ring, "add_up", "ring")
-    count(ParameterServer, "add_up", "parameter_server")
-    count(SharedMemorySum, "__call__", "shared_memory")
-    for cfg in configs:
-        found.append(Counter())
-        train(cfg)
-    return found
-
-
-def test_topologies_end_in_the_same_weights_with_many_buckets(tmp_path: Path) -> None:
-    names = ["all_reduce", "ring", "parameter_server", "shared_memory", "auto"]
-    double = ["trainer.precision=fp64", "trainer.gradient_accumulation_steps=2"]
-    configs = [composed(f"run_dir={tmp_path / name}", *SMALL, *double, f"gradient_sync={name}") for name in names]
-    (all_reduce, *sums), *others = in_world(3, sums_of, configs)
-    assert others == [[all_reduce, *sums]] * 2
-    assert not all_reduce
-    assert [list(one) for one in sums] == [["ring"], ["parameter_server"], ["shared_memory"], ["shared_memory"]]
-    assert min(one.total() for one in sums) >= 2 * 6  # several buckets in most of the six steps
-    found = {name: weights(tmp_path / name) for name in names}
-    assert max(distance(found["all_reduce"], found[name]) for name in names) <= 1e-12
 
 
 def test_approximations_differ_by_what_they_round_off(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from support.commands import ema
 from support.configs import composed, with_values
 from support.event_files import scalars
 from support.run_folders import contents
-from support.worlds import in_world, train
+from support.worlds import delay_exchanges, in_world, train
 
 pytestmark = pytest.mark.whole
 
@@ -80,10 +80,7 @@ def test_huge_gradients_are_finite() -> None:
 
 
 def _train_as_on_a_gpu(cfg: Any) -> str:
-    from lockstep.training import loop
-    from lockstep.training.exchange import Exchange
-
-    loop.Exchange = lambda *parts, delayed: Exchange(*parts, delayed=True)  # type: ignore[assignment,misc]
+    delay_exchanges()
     return _train_all([cfg])[0]
 
 

@@ -1,4 +1,4 @@
-"""strategy=fsdp and tensor_parallel: what a rank holds, and the numbers of one process."""
+"""strategy=fsdp and tensor_parallel: what a rank holds, computes and writes, and what reads such a snapshot."""
 
 import copy
 import gc
@@ -14,41 +14,35 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import lockstep
+from lockstep.config.check import instantiate
 from lockstep.data.loader import LoadedPart
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import gpt
 from lockstep.models.tutorial import convnet
+from lockstep.snapshots import files
+from lockstep.snapshots.files import list_snapshots
+from lockstep.snapshots.initial_weights import load_initial_weights
 from lockstep.strategies.base import Strategy, local_part
 from lockstep.strategies.sharded import Sharded, blocks_to_wrap, styles_of_plan
 from lockstep.tasks.base import Task
-from support.commands import ema, own_data
-from support.configs import composed, parts_of, with_values
-from support.logged import read_rows
-from support.models import WATCHED, TinyGPT
-from support.run_folders import newest_snapshot
-from support.small_text import small_gpt
-from support.worlds import distance, in_world, train, train_all, weights
-
-
-class Nested(nn.Module):
-    """Layers inside of every kind of container."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.stages = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.ModuleDict({"a": nn.Linear(8, 8)})])
-        self.last = nn.Linear(8, 2)
-
+from support.commands import ema
+from support.configs import composed, parts_of
+from support.digits import FEW_ON_TEST
+from support.models import TinyGPT
+from support.worlds import distance, in_world, refusal, same_bits, train, train_all, weights
 
 TIED = TinyGPT(vocabulary=11, width=8, depth=2, length=6)
+STAGES = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.ModuleDict({"a": nn.Linear(8, 8)})])
+NESTED = nn.ModuleDict({"first": nn.Linear(8, 8), "stages": STAGES, "last": nn.Linear(8, 2)})
 
 
 @pytest.mark.parametrize(
     ("model", "classes", "least", "names"),
     [
-        (Nested(), [], 1, ["first", "stages.0.0", "stages.1.a", "last"]),  # containers are lists of blocks
-        (Nested(), [], 30, ["first", "stages.0.0", "stages.1.a"]),
-        (Nested(), [], 10_000, []),
+        (NESTED, [], 1, ["first", "stages.0.0", "stages.1.a", "last"]),  # containers are lists of blocks
+        (NESTED, [], 30, ["first", "stages.0.0", "stages.1.a"]),
+        (NESTED, [], 10_000, []),
         (convnet([1, 8, 8], 10), [], 1000, ["layer2.0", "fc"]),
         (TIED, ["Block"], 10**9, ["blocks.1", "blocks.0"]),
         (TIED, [], 1, ["positions", "blocks.0", "blocks.1", "norm"]),  # tied weights are the whole model's
@@ -118,7 +112,6 @@ def bytes_after_setup(cfg: Any) -> tuple[int, int]:
         read = [loader.reader.dataset for loader in (loaders.train, loaders.test)]
         data = sum(tensor.nbytes for dataset in read for tensor in (dataset.inputs, dataset.targets))
         whole = sum(parameter.numel() * 8 for parameter in instantiate(cfg.model).parameters())
-        WATCHED.clear()
         gc.collect()
         return live_bytes() - before - data, whole
 
@@ -131,48 +124,31 @@ def live_bytes() -> int:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
 def test_nothing_keeps_the_whole_model_after_setup(strategy: str) -> None:
-    words = ["model=mlp", "model._target_=support.models.watched_layers", "model.width=200", "model.depth=4"]
-    words += ["trainer.precision=fp64", "dataset=random", "dataset.samples=10", f"strategy={strategy}"]
+    words = ["model=mlp", "model.width=200", "model.depth=5", "dataset=random"]
+    words += ["trainer.precision=fp64", "dataset.samples=10", f"strategy={strategy}"]
     for held, whole in in_world(2, bytes_after_setup, composed(*words)):
         assert 0.3 * whole < held < 0.7 * whole
 
 
-def objectives_and_gathers(configs: list[Any]) -> list[tuple[float | None, int]]:
-    """Trainings in this rank -> for each the objective, and how often torch gathered weights."""
+def gathers(configs: list[Any]) -> list[int]:
+    """Trainings in this rank -> how often torch gathered weights in each."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     found = []
     for cfg in configs:
         with CommDebugMode() as communication:
-            objective = train(cfg)
+            train(cfg)
         counts = {str(name): number for name, number in communication.get_comm_counts().items()}
-        found.append((objective, sum(number for name, number in counts.items() if "allgather_base" in name)))
+        found.append(sum(number for name, number in counts.items() if "allgather_base" in name))
     return found
 
 
-def test_tied_weights_and_odd_parameters_have_ddps_numbers(tmp_path: Path) -> None:
-    tied = ["model=linear", "model._target_=support.models.TinyGPT", "+model.vocabulary=11", "+model.width=16"]
-    tied += ["+model.depth=2", "+model.length=6", *own_data("support.models.tokens"), "dataset.classes=11"]
-    tied += [
-        f"+dataset.{half}={{samples:{count},vocabulary:11,length:6}}" for half, count in (("train", 64), ("test", 21))
-    ]
-    tied += ["trainer.batch_size=16", "trainer.epochs=1", "optimizer=adamw", "trainer.max_grad_norm=0.5"]
-    tied += ["trainer.gradient_accumulation_steps=2", "loader.validation=16"]
-    odd = ["dataset=random", "model=linear", "model._target_=support.models.OddParameters", "trainer.max_steps=3"]
-    runs = {
-        "tied": [*tied],
-        "children": [*tied, "strategy=fsdp"],
-        "blocks": [*tied, "strategy=fsdp", "strategy.wrap_classes=[Block]"],
-        "kept": [*tied, "strategy=fsdp", "strategy.reshard_after_forward=false"],
-        "odd": [*odd],
-        "cut": [*odd, "strategy=fsdp", "strategy.wrap_min_parameters=1"],
-    }
-    same = ["trainer.precision=fp64", "optimizer.fused=false", "logger=[]"]
-    configs = [composed(*run, *same, f"run_dir={tmp_path / name}") for name, run in runs.items()]
-    (ddp, children, _, kept, *_), _ = in_world(2, objectives_and_gathers, configs)
-    assert ddp[1] == 0 < kept[1] < children[1]  # weights that are kept are not gathered again for the backward pass
-    for name, of in (("children", "tied"), ("blocks", "tied"), ("kept", "tied"), ("cut", "odd")):
-        assert distance(weights(tmp_path / of), weights(tmp_path / name)) < 1e-9, name
+def test_weights_that_are_kept_are_not_gathered_again_for_the_backward_pass(tmp_path: Path) -> None:
+    words = ["model=mlp", "trainer.max_steps=3", "logger=[]"]
+    ways = [["strategy=ddp"], ["strategy=fsdp", "strategy.reshard_after_forward=false"], ["strategy=fsdp"]]
+    configs = [composed(*words, *way, f"run_dir={tmp_path / str(number)}") for number, way in enumerate(ways)]
+    ddp, kept, again = in_world(2, gathers, configs)[0]
+    assert ddp == 0 < kept < again
 
 
 OPTIMIZERS = {name: [] for name in ("Adadelta", "Adagrad", "Adamax", "AdamW", "NAdam", "RAdam")}
@@ -199,52 +175,6 @@ def test_optimizers_of_torch_step_on_parts_as_on_whole_weights(tmp_path: Path) -
     for name in OPTIMIZERS:
         for folder in (moved, together):
             assert distance(weights(alone / name), weights(folder / name)) < 1e-12, (folder, name)
-
-
-class InOrderOfRanks(nn.Module):
-    """The rank decides which of two layers of one shape comes first, as a router of experts may by its samples."""
-
-    def __init__(self, shape: list[int], classes: int) -> None:
-        super().__init__()
-        self.pair = nn.ModuleList([nn.Linear(shape[0], shape[0]) for _ in range(2)])
-        self.last = nn.Linear(shape[0], classes)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        first, second = self.pair if torch.distributed.get_rank() == 0 else reversed(self.pair)
-        outputs: torch.Tensor = self.last(first(inputs) + second(inputs))
-        return outputs
-
-
-def refusal(cfg: Any) -> str:
-    with pytest.raises(ConfigError) as refused:
-        train(cfg)
-    return str(refused.value)
-
-
-def test_ranks_that_call_blocks_in_another_order_are_refused_before_the_update(tmp_path: Path) -> None:
-    words = ["dataset=random", "model=linear", f"model._target_={__name__}.InOrderOfRanks", "strategy=fsdp"]
-    cfg = composed(*words, "strategy.wrap_min_parameters=1", "logger=[]", f"run_dir={tmp_path}")
-    for sentence in in_world(2, refusal, cfg):
-        assert "the same blocks in the same order on all ranks, in all steps; type strategy=ddp" in sentence
-
-
-def test_two_groups_of_two_ranks_have_one_processs_numbers(tmp_path: Path) -> None:
-    options = [ema(0.8), "trainer.gradient_accumulation_steps=2", "trainer.max_steps=6", "logging.every=1"]
-    base = small_gpt(tmp_path, *options, "logger=[csv]", "trainer.max_grad_norm=0.1", "optimizer.fused=false")
-    in_world(1, train_all, [composed(*base, f"run_dir={tmp_path / 'alone'}")])
-    alone, norms = newest_snapshot(tmp_path / "alone"), grad_norms(tmp_path / "alone")
-    assert len(norms) == 6
-    for way in ("replicate", "shard"):  # the two groups hold the same, or fsdp cuts what they hold
-        cfg = composed(*base, "strategy=tensor_parallel", f"strategy.{way}=2")
-        in_world(4, train_all, [with_values(cfg, f"run_dir={tmp_path / way}")])
-        assert distance(weights(tmp_path / "alone"), weights(tmp_path / way)) < 1e-11
-        assert grad_norms(tmp_path / way) == pytest.approx(norms, rel=1e-9)
-        totals = newest_snapshot(tmp_path / way)["meter"]["totals"].tolist()
-        assert totals == pytest.approx(alone["meter"]["totals"].tolist(), rel=1e-12)
-
-
-def grad_norms(folder: Path) -> list[float]:
-    return [value for _, tag, value in read_rows(folder) if tag == "train/grad_norm"]
 
 
 class Recomputed(nn.Sequential):
@@ -320,3 +250,47 @@ def test_ranks_draw_masks_of_their_own_between_cut_layers() -> None:
     (inside, outside), (inside_too, outside_too) = in_world(2, masks)
     assert inside != inside_too
     assert outside == outside_too
+
+
+# 360 training samples in batches of 64: 6 steps an epoch.
+SAVED = ["model=mlp", "logger=[]", "evaluation.batch_size=360", "strategy=fsdp", ema(0.9)]
+SAVED += ["trainer.precision=fp64", "optimizer=adamw", "trainer.epochs=3", FEW_ON_TEST]
+
+
+def test_each_rank_writes_its_part_and_all_read_it(tmp_path: Path) -> None:
+    run, again, snapshots = tmp_path / "run", tmp_path / "again", tmp_path / "run" / "snapshots"
+    snapshots.mkdir(parents=True)
+    (snapshots / "step_00000012.tmp").touch()  # where a folder should be: this one cannot be written
+    in_world(2, train, composed(f"run_dir={run}", *SAVED, "snapshot.keep_last=9"))
+    assert "no snapshot step_00000012: " in (run / "train.log").read_text()
+    assert [path.name for path in list_snapshots(snapshots)] == ["step_00000018", "step_00000006"]
+    model = torch.load(run / "model.pt", weights_only=True)
+    numbers = 4 * sum(value.numel() for value in model.values())  # weights, two moments and the average
+    paths = [*list_snapshots(snapshots), *list_snapshots(snapshots, "best")]
+    for path in paths:
+        sizes = [file.stat().st_size for file in path.glob("*.safetensors")]
+        assert len(sizes) == 2
+        assert max(sizes) < 0.6 * sum(sizes)
+        assert 8 * numbers <= sum(sizes) < 8.2 * numbers
+        assert (path / "state.pt").stat().st_size < 0.2 * sum(sizes)
+    net = lockstep.load(run)
+    assert all(torch.equal(value, model[name]) for name, value in net.net.state_dict().items())
+    cfg = composed(f"run_dir={again}", *SAVED, f"resume={run}", "strategy=ddp")
+    begun = instantiate(cfg.model).double()
+    load_initial_weights(begun, str(paths[0]), [])
+    assert all(torch.equal(value, model[name]) for name, value in begun.state_dict().items())
+    in_world(1, train, cfg)  # nothing is left to train
+    assert same_bits(run, again)
+    (snapshots / "step_00000001").touch()  # an older one that cannot be removed
+    in_world(2, train, composed(f"run_dir={run}", *SAVED, "trainer.epochs=4", "snapshot.keep_last=1"))
+    assert [path.name for path in list_snapshots(snapshots)][0] == "step_00000024"
+
+
+def without_safetensors(cfg: Any) -> str:
+    files.find_spec = lambda name: None  # type: ignore[attr-defined]
+    return refusal(cfg)
+
+
+def test_without_safetensors_it_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    for said in in_world(2, without_safetensors, composed(f"run_dir={tmp_path}", *SAVED)):
+        assert said.endswith("holds a part of the weights needs safetensors; type pip install safetensors")

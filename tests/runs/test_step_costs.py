@@ -1,22 +1,69 @@
-"""What a default step costs above a bare loop, counted without a clock: calls of Python, and operators of torch.
+"""What a default step costs above a bare loop, counted without a clock: calls of Python and operators of torch; and how
+many calls of this project lie between `main` and a backward pass.
 
 A GPU is as fast as the host that feeds it: on small nets each operator takes the host 3 to 10 us, each call 0.1 us.
 """
 
+import sys
+import traceback
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.training.callbacks import Callback
+from support.commands import ROOT
 from support.configs import composed, parts_of
-from support.step_costs import STEPS, Counter, Counting
 from support.worlds import in_world
 
 BATCH = 4
+STEPS = 100  # in which calls are counted, and in as many later ones operators: each changes what the other counts
 CALLS, OPERATORS = 34, 1  # more than the bare loop has, at most
+FRAMES = [
+    "train.py:main",
+    "lockstep/launchers/env.py:launch",
+    "lockstep/modes/train.py:work",
+    "lockstep/training/loop.py:fit",
+    "lockstep/training/step.py:__call__",
+    "lockstep/strategies/base.py:forward_backward",
+]
+
+
+class Counter(TorchDispatchMode, Callback):
+    """Counts in the steps after `first`: in the second epoch, whose steps find what the first epoch has made."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first, self.calls, self.operators = first, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += 1
+        return func(*args, **(kwargs or {}))
+
+    def on_step_end(self, run: Any) -> None:
+        self.after(run.progress.step)
+
+    def after(self, step: int) -> None:
+        """`step` steps are done."""
+        match step - self.first:
+            case 0:
+                sys.setprofile(self._count)
+            case n if n == STEPS:
+                sys.setprofile(None)
+                self.__enter__()
+            case n if n == 2 * STEPS:
+                self.__exit__(None, None, None)
+
+    def _count(self, frame: Any, event: str, arg: Any) -> None:
+        self.calls += event == "call" and frame.f_code.co_name not in ("after", "on_step_end")
+
+    @property
+    def found(self) -> tuple[float, float]:
+        return self.calls / STEPS, self.operators / STEPS
 
 
 def bare_steps() -> tuple[float, float]:
@@ -45,9 +92,9 @@ def our_steps(config: Any) -> tuple[float, float]:
     snapshots = MagicMock(every_steps=0, due_by_clock=lambda: False, due_after_step=lambda: False)
     with join_world("gloo", 60) as world:
         run = build.build_run(config, world, parts_of(config))
-        run.callbacks = [counting := Counting(first=run.epoch_samples // BATCH + 10)]
+        run.callbacks = [counter := Counter(first=run.epoch_samples // BATCH + 10)]
         fit(run, [], None, snapshots, Loggers([]), RunInfo(run, {"sweep": None}))
-    return counting.counter.found
+    return counter.found
 
 
 def test_a_step_has_few_calls_and_no_operators_above_a_bare_loop(tmp_path: Path) -> None:
@@ -57,3 +104,29 @@ def test_a_step_has_few_calls_and_no_operators_above_a_bare_loop(tmp_path: Path)
     print(f"calls: {bare[0]:.1f} bare, {calls:+.1f}; operators: {bare[1]:.1f} bare, {operators:+.1f}")
     assert calls <= CALLS
     assert operators <= OPERATORS
+
+
+class Noting(nn.Linear):
+    """It writes down the stack of its newest backward pass."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(64, classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs.flatten(1))
+        if outputs.requires_grad:
+            outputs.register_hook(lambda gradient: self.note())
+        return outputs
+
+    def note(self) -> None:
+        stack = traceback.extract_stack()
+        Path("frames.txt").write_text("\n".join(f"{frame.filename}:{frame.name}" for frame in stack))
+
+
+def test_a_backward_pass_is_six_calls_below_main(train: Any, tmp_path: Path) -> None:
+    """In the first step one more looks at what the net draws, and in all steps of a net that has dropout."""
+    words = ["model=linear", "~model.shape", "model._target_=test_step_costs.Noting", "trainer.max_steps=2"]
+    train(*words, "hydra.run.dir=run", PYTHONPATH=ROOT / "tests" / "runs")
+    places = [line.partition(f"{ROOT}/src/") for line in (tmp_path / "frames.txt").read_text().splitlines()]
+    own = [place for _, found, place in places if found]
+    assert own[own.index("train.py:main") :] == FRAMES

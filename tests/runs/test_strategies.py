@@ -1,4 +1,5 @@
-"""Every strategy trains to the numbers of one process, and a snapshot moves between all of them."""
+"""What strategies do beside the numbers of one process, which test_same_numbers.py has: a snapshot moves between all of
+them, a server has workers, devices get uneven shares, and what a strategy cannot train is refused on all ranks."""
 
 import os
 import signal
@@ -7,53 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from lockstep.errors import StoppedEarly
-from support.commands import ON_TEST, ema, wait_for
+from lockstep.config.check import instantiate
+from lockstep.data.loader import LoadedPart
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError, StoppedEarly
+from lockstep.snapshots.files import list_snapshots
+from lockstep.strategies.one_process import UnevenDataParallel
+from support.commands import ema, wait_for
 from support.configs import composed
 from support.digits import PAIRS_ON_TEST
+from support.event_files import scalars
+from support.models import WithConstants
 from support.run_folders import newest_snapshot
-from support.worlds import distance, in_world, train, train_all, weights
+from support.worlds import distance, in_world, refusal, train, train_all, weights
 
-# 61 test samples by 20: with three ranks one of them evaluates one more batch than the others.
-SMALL = [
-    PAIRS_ON_TEST,
-    "dataset=random",
-    "dataset.samples=61",
-    "model=mlp",
-    "trainer.batch_size=16",
-    "evaluation.batch_size=20",
-]
-DOUBLE = ["trainer.precision=fp64", "trainer.epochs=2", "optimizer.fused=false", "logger=[]"]
-AVERAGED = [*SMALL, *DOUBLE, "optimizer=adamw", "trainer.max_grad_norm=0.3", ema(0.8), "monitor=val/loss"]
-IMAGES = [
-    ON_TEST, *DOUBLE, "model=convnet", "sync_bn=on", "trainer.batch_size=200", "trainer.gradient_accumulation_steps=2",
-    "loader.augment={_target_:lockstep.data.augment.ShiftFlip,pad:1}", "trainer.max_grad_norm=1.0", ema(0.8),
-]  # fmt: skip
-HALVES = [ON_TEST, *DOUBLE, "model=toy_parallel", "trainer.batch_size=200"]
-
-
-def trained(size: int, folder: Path, *runs: list[str]) -> list[tuple[float, torch.Tensor]]:
-    """[(objective, weights), ...] of `runs`, each a list of overrides, trained one after the other in one world."""
-    folders = [folder / f"{size}_{number}" for number in range(len(runs))]
-    configs = [composed(f"run_dir={place}", *run) for place, run in zip(folders, runs, strict=True)]
-    answers = in_world(size, train_all, configs)
-    assert all(answer == answers[0] for answer in answers)
-    return list(zip(answers[0], map(weights, folders), strict=True))
-
-
-def test_every_strategy_trains_to_the_numbers_of_one_process(tmp_path: Path) -> None:
-    averaged, images, halves = trained(1, tmp_path, AVERAGED, IMAGES, HALVES)
-    fsdp, piped, together = ([f"strategy={name}"] for name in ("fsdp", "pipeline", "model_parallel"))
-    one = trained(1, tmp_path / "data_parallel", [*AVERAGED, "strategy=data_parallel"])
-    two = trained(2, tmp_path, [*IMAGES, *fsdp], [*HALVES, *together], [*HALVES, *piped, "trainer.max_grad_norm=1e3"])
-    three = trained(3, tmp_path, [*AVERAGED, *fsdp, "strategy.reshard_after_forward=false"], [*AVERAGED, *piped])
-    four = trained(4, tmp_path, [*AVERAGED, *fsdp, "strategy.replicate=2", "trainer.gradient_accumulation_steps=2"])
-    expected = [averaged, images, halves, halves, averaged, averaged, averaged]
-    pairs = zip(expected, [*one, *two, *three, *four], strict=True)
-    for (objective, values), (found_objective, found) in pairs:
-        assert found_objective == pytest.approx(objective, rel=1e-9)
-        assert distance(values, found) < 1e-9
+SMALL = [PAIRS_ON_TEST, "dataset=random", "dataset.samples=61", "model=mlp", "trainer.batch_size=16"]
+SMALL += ["trainer.precision=fp64", "trainer.epochs=2", "optimizer=adamw", "optimizer.fused=false", ema(0.8)]
+SERVER = "strategy=async_parameter_server"
 
 
 def stop_after_two_steps(cfg: Any) -> str:
@@ -80,10 +53,9 @@ def stop_after_two_steps(cfg: Any) -> str:
 
 
 def test_a_snapshot_moves_between_strategies_and_world_sizes(tmp_path: Path) -> None:
-    from lockstep.snapshots.files import list_snapshots
-
-    moving = [*AVERAGED, "scheduler=one_cycle", "trainer.epochs=12"]  # 48 steps, and seven stops after up to 6
-    objective, whole = trained(1, tmp_path, moving)[0]
+    moving = [*SMALL, "trainer.max_grad_norm=0.3", "monitor=val/loss", "scheduler=one_cycle", "logger=[]"]
+    moving += ["trainer.epochs=12"]  # 48 steps, and seven stops after up to 6
+    ((objective,),) = in_world(1, train_all, [composed(f"run_dir={tmp_path / 'whole'}", *moving)])
     cfg = [f"run_dir={tmp_path / 'moved'}", *moving]
     stops = [("data_parallel", 1, "DataParallel"), ("fsdp", 2, "Sharded"), ("ddp", 3, "DDP"), ("fsdp", 4, "Sharded")]
     tensors = [("tensor_parallel", size, "Sharded") for size in (2, 4)]
@@ -99,17 +71,110 @@ def test_a_snapshot_moves_between_strategies_and_world_sizes(tmp_path: Path) -> 
     saved = newest_snapshot(tmp_path / "moved")
     assert list(saved["optimizer"]) == list(saved["model"])
     assert answers == [pytest.approx(objective, rel=1e-9)] * 2
-    assert distance(whole, weights(tmp_path / "moved")) < 1e-9
+    assert distance(weights(tmp_path / "whole"), weights(tmp_path / "moved")) < 1e-9
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
-def test_half_precision_and_sync_bn_stay_near_ddps_numbers(tmp_path: Path, strategy: str) -> None:
-    few = [ON_TEST, "trainer.max_steps=3", "logger=[]", "model=mlp" if strategy == "pipeline" else "sync_bn=on"]
-    runs = [["trainer.precision=bf16"], ["trainer.precision=fp32", "optimizer=adamw", "trainer.batch_size=61"]]
-    if strategy == "fsdp":
-        # fp32 for the large net: a processor without bf16 takes minutes for it.
-        runs += [["trainer.precision=fp16"], ["model=resnet18", "trainer.precision=fp32", "trainer.max_steps=2"]]
-    spread = trained(2, tmp_path / "spread", *[[*few, *run, f"strategy={strategy}"] for run in runs])
-    plain = trained(2, tmp_path / "plain", *[[*few, *run] for run in runs])
-    for (_, found), (_, expected) in zip(spread, plain, strict=True):
-        assert distance(expected, found) < 0.05
+def steps_between_synchronisations(configs: list[Any]) -> list[list[int]]:
+    """Trainings in this rank -> after which steps of each the ranks synchronised."""
+    from lockstep.strategies.async_server import ServedStep
+
+    bring, found = ServedStep._bring_weights, list[list[int]]()
+
+    def noted(step: ServedStep, after: int) -> None:
+        found[-1].append(after)
+        bring(step, after)
+
+    ServedStep._bring_weights = noted  # type: ignore[method-assign]
+    for cfg in configs:
+        found.append([])
+        train(cfg)
+    return found
+
+
+def test_an_asynchronous_server_with_one_worker_is_one_process_and_sends_every_type_exactly(tmp_path: Path) -> None:
+    same = [*SMALL, "trainer.gradient_accumulation_steps=2", "trainer.max_grad_norm=0.5", "trainer.max_steps=7"]
+    served = composed(*same, SERVER, "strategy.sync_every=3", "logger=[]", f"run_dir={tmp_path / 'served'}")
+    constants = ["dataset=random", "model=linear", "model._target_=support.models.WithConstants", "optimizer=adamw"]
+    constants += [SERVER, "trainer.max_steps=3", "logger=[]", ema(0.9)]  # which leaves an infinite mask as it is
+    in_world(1, train_all, [composed(*same, "logger=[]", f"run_dir={tmp_path / 'alone'}")])
+    configs = [served, composed(*constants, f"run_dir={tmp_path / 'constants'}")]
+    for steps, _ in in_world(2, steps_between_synchronisations, configs):
+        assert steps == [3, 4, 6, 7]  # an epoch has four steps
+    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "served")) < 1e-12
+    saved = torch.load(tmp_path / "constants" / "model.pt", weights_only=True)
+    WithConstants([saved["layer.weight"].shape[1]], 1).assert_constant(saved)
+    assert saved["seen"] == 3 * 64
+
+
+def test_with_two_workers_every_step_is_taken_and_all_ranks_evaluate_the_same_weights(tmp_path: Path) -> None:
+    answers = in_world(3, train_all, [composed(*SMALL, SERVER, "logger=[tensorboard]", f"run_dir={tmp_path}")])
+    assert answers[0] == answers[1] == answers[2]
+    assert [step for step, _ in scalars(tmp_path)["train/loss"]] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("samples", "devices", "first_share", "sizes"),
+    [(7, 1, 0.5, [7]), (9, 3, 1.0, [3, 3, 3]), (7, 3, 0.5, [1, 3, 3]), (10, 4, 0.5, [1, 3, 3, 3]), (1, 3, 0.1, [1])],
+)
+def test_the_first_gpu_may_take_fewer_samples(samples: int, devices: int, first_share: float, sizes: list[int]) -> None:
+    """In their order; a GPU without samples is left out."""
+    layer = UnevenDataParallel(nn.Linear(1, 1), first_share)
+    sent, options = layer.scatter((torch.arange(samples).view(-1, 1),), None, ["cpu"] * devices)
+    assert [len(batch) for (batch,) in sent] == sizes
+    assert torch.cat([batch for (batch,) in sent]).flatten().tolist() == list(range(samples))
+    assert len(options) == len(sizes)
+
+
+@pytest.mark.parametrize(("inputs", "targets"), [("dict", "tensor"), ("tensor", "dict")])
+def test_stages_take_one_tensor_and_draw_masks_of_their_own(inputs: str, targets: str) -> None:
+    values: dict[str, Any] = {"tensor": torch.ones(4, 2), "dict": {"left": torch.ones(4, 2)}}
+    strategy, numbers = instantiate(composed("strategy=pipeline").strategy), set[int]()
+    for rank in (0, 1):
+        strategy.world = World(rank, 2, torch.device("cpu"), None, 60, None)  # type: ignore[arg-type]
+        numbers |= {part.number for part in strategy.parts(0, 8, 2)}
+        part = LoadedPart(0, 0, values[inputs], values[targets], torch.arange(4))
+        with pytest.raises(ConfigError, match="samples or targets here are several; type strategy=fsdp"):
+            strategy.forward_backward(part, None, torch.ones(()), True)
+    assert len(numbers) == 4
+
+
+class InOrderOfRanks(nn.Module):
+    """The rank decides which of two layers of one shape comes first, as a router of experts may by its samples."""
+
+    def __init__(self, shape: list[int], classes: int) -> None:
+        super().__init__()
+        self.pair = nn.ModuleList([nn.Linear(shape[0], shape[0]) for _ in range(2)])
+        self.last = nn.Linear(shape[0], classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        first, second = self.pair if torch.distributed.get_rank() == 0 else reversed(self.pair)
+        outputs: torch.Tensor = self.last(first(inputs) + second(inputs))
+        return outputs
+
+
+WORDS = ["model=linear", "model._target_=support.models.Words", "~model.shape", "~model.classes", "+model.sparse=true"]
+ORDER = ["dataset=random", "model=linear", f"model._target_={__name__}.InOrderOfRanks", "strategy=fsdp"]
+REFUSED = [
+    (["strategy=pipeline", "model=resnet18"], "type model=convnet"),
+    (["strategy=pipeline", "model=linear"], "type model=mlp"),
+    (WORDS, "several ranks add up dense gradients"),
+    (
+        [ema(0.9), "callbacks=[{_target_: support.damage.Replaces}]", "logging.every=1", "model=mlp"],
+        "is another tensor now than when trainer.ema began to average it; change it in place",
+    ),
+    (
+        [*ORDER, "strategy.wrap_min_parameters=1"],
+        "the same blocks in the same order on all ranks, in all steps; type strategy=ddp",
+    ),
+]
+
+
+def refusals(configs: list[Any]) -> list[str]:
+    return [refusal(cfg) for cfg in configs]
+
+
+def test_what_a_strategy_cannot_train_is_refused_by_all_ranks_with_what_to_type(tmp_path: Path) -> None:
+    configs = [composed(*words, "logger=[]", f"run_dir={tmp_path / str(n)}") for n, (words, _) in enumerate(REFUSED)]
+    for sentences in in_world(2, refusals, configs):
+        for (words, said), sentence in zip(REFUSED, sentences, strict=True):
+            assert said in sentence, words

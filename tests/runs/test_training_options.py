@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.data.vision import RandomPairs
-from lockstep.errors import ConfigError
 from lockstep.models.tutorial import mlp
-from support.commands import ema
 from support.configs import composed, with_values
 from support.event_files import scalars
 from support.reference import Reference, saved_parameters, train_reference
@@ -31,6 +29,14 @@ def cosine(steps: int, warmup: int, final: float, number: int) -> float:
     if number < warmup:
         return (number + 1) / warmup
     return final + (1 - final) * (1 + math.cos(math.pi * (number - warmup) / (steps - warmup))) / 2
+
+
+def pos_weight(target: str) -> tuple[list[str], Any, dict[str, Any]]:
+    """A loss whose factors are a node; they get the type of the run."""
+    factors = "{_target_: torch.tensor, data: [3.0]}"
+    node = f"task.loss={{_target_: torch.{target}, reduction: none, pos_weight: {factors}}}"
+    loss = partial(F.binary_cross_entropy_with_logits, pos_weight=torch.tensor([3.0]).double())
+    return [node], SGD, {"loss_function": loss}
 
 
 # name: (overrides, the optimizer of the plain loop, its other options)
@@ -64,6 +70,8 @@ RUNS = {
         SGD,
         {"lr_factor": lambda number: 1.0 if number < 4 else 0.25},
     ),
+    "a loss that is a class": pos_weight("nn.BCEWithLogitsLoss"),
+    "a loss that is a function": pos_weight("nn.functional.binary_cross_entropy_with_logits, _partial_: true"),
 }
 
 
@@ -74,10 +82,12 @@ def reference(name: str) -> Reference:
     torch.manual_seed(seed)
     model = mlp([20], 1, width=8, depth=2, dropout=0.0).double()
     pairs = (data.inputs.double(), data.targets.double())
-    return train_reference(model, pairs, F.mse_loss, optimizer, **{"epochs": 2, "batch_size": 16, **options})
+    typed = {"loss_function": F.mse_loss, "epochs": 2, "batch_size": 16} | options
+    return train_reference(model, pairs, make_optimizer=optimizer, **typed)
 
 
 ON_TWO_RANKS = [
+    "a loss that is a class",
     "sgd", "adamw's options", "trainer.max_steps", "trainer.max_grad_norm", "trainer.gradient_accumulation_steps"
 ]  # fmt: skip
 
@@ -138,15 +148,3 @@ def tf32_flags(cfg):
 def test_float32_on_gpus_is_as_exact_as_asked_for(words, flags, tmp_path):
     short = ["model=linear", "trainer.max_steps=1", "logger=[]", f"run_dir={tmp_path}"]
     assert in_world(1, tf32_flags, composed(*short, *words)) == [flags]
-
-
-def replaced(cfg: Any) -> str:
-    with pytest.raises(ConfigError) as refused:
-        train(cfg)
-    return str(refused.value)
-
-
-def test_a_weight_that_becomes_another_tensor_is_not_averaged(tmp_path: Path) -> None:
-    cfg = composed(*BASE, ema(0.9), "callbacks=[{_target_: support.damage.Replaces}]", f"run_dir={tmp_path}")
-    for said in in_world(2, replaced, cfg):
-        assert "is another tensor now than when trainer.ema began to average it; change it in place" in said

@@ -12,10 +12,11 @@ from lockstep.distributed.shared_memory import tree_sum
 from lockstep.tasks.base import Task
 from support.configs import composed, with_values
 from support.models import WithConstants
-from support.worlds import distance, in_world, same_bits, train_all, weights
+from support.run_folders import newest_snapshot
+from support.worlds import in_world, same_bits, train_all
 
 SHORT = ["strategy=virtual_ranks", "strategy.count=8", "optimizer=adamw", "trainer.epochs=1", "trainer.max_steps=5"]
-SHORT += ["trainer.batch_size=61", "logger=[]"]
+SHORT += ["scheduler=constant", "trainer.batch_size=61", "logger=[]"]
 CONSTANTS = ["dataset=random", "model=linear", "model._target_=support.models.WithConstants"]
 MODELS = {
     "batch norm": ["model=convnet"],
@@ -24,34 +25,23 @@ MODELS = {
 }
 
 
-def test_any_number_of_ranks_ends_in_identical_bits(tmp_path: Path) -> None:
+@pytest.mark.whole
+def test_any_number_of_ranks_and_stops_end_in_identical_bits(tmp_path: Path, train: Any) -> None:
     bases = {name: composed(*SHORT, *model) for name, model in MODELS.items()}
-    for size in (1, 2, 4, 8):
+    stopped, spawn = tmp_path / "stopped", ["launch=spawn", "launch.nproc_per_node=2", "trainer.max_steps=2"]
+    for size, last in ((1, 1), (2, 2), (4, 4), (8, 5)):
         runs = [with_values(cfg, f"run_dir={tmp_path / name / str(size)}") for name, cfg in bases.items()]
-        in_world(size, train_all, runs)
+        goes_on = with_values(bases["batch norm"], f"run_dir={stopped}", f"trainer.max_steps={last}")
+        in_world(size, train_all, [*runs, *([goes_on] if size != 2 else [])])
+        if size == 2:  # another launcher
+            train(*SHORT, *MODELS["batch norm"], *spawn, f"hydra.run.dir={stopped}")
         assert all(same_bits(tmp_path / name / "1", tmp_path / name / str(size)) for name in MODELS), size
+    assert same_bits(tmp_path / "batch norm" / "1", stopped)
+    moments, expected = (newest_snapshot(run)["optimizer"] for run in (stopped, tmp_path / "batch norm" / "1"))
+    assert all(torch.equal(moments[name][key], value) for name in expected for key, value in expected[name].items())
     saved = torch.load(tmp_path / "constants" / "2" / "model.pt", weights_only=True)
     WithConstants([saved["layer.weight"].shape[1]], 1).assert_constant(saved)
     assert saved["seen"] == 5 * 7  # of the last virtual rank: 61 samples in five parts of 8 and three of 7
-
-
-def test_without_batch_norm_and_dropout_virtual_ranks_are_plain_training(tmp_path: Path) -> None:
-    plain = ["model=mlp", "trainer.precision=fp64", "trainer.max_steps=5", "trainer.batch_size=61", "logger=[]"]
-    runs = {"plain": [], "three": ["strategy=virtual_ranks", "strategy.count=3"]}
-    in_world(1, train_all, [composed(f"run_dir={tmp_path / name}", *plain, *more) for name, more in runs.items()])
-    assert 0 < distance(weights(tmp_path / "plain"), weights(tmp_path / "three")) < 1e-12
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 8])
-def test_a_tree_sum_does_not_depend_on_who_computed_the_rows(count: int) -> None:
-    rows = torch.randn(count, 100, generator=torch.Generator().manual_seed(0))
-    total = tree_sum(list(rows.clone()))
-    torch.testing.assert_close(total, rows.sum(0))
-    if count == 3:
-        assert torch.equal(total, (rows[0] + rows[1]) + rows[2])
-    if count == 7:
-        first, last = (rows[0] + rows[1]) + (rows[2] + rows[3]), (rows[4] + rows[5]) + rows[6]
-        assert torch.equal(total, first + last)
 
 
 def sums_are_those_of_one_rank(counts: list[int]) -> list[bool]:

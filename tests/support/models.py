@@ -1,7 +1,6 @@
 """Models and data sets of a user, which are not part of this project."""
 
 import math
-import weakref
 from itertools import pairwise
 from typing import Any
 
@@ -12,8 +11,6 @@ from torch import Tensor, nn
 
 from lockstep.data import Tensors
 from lockstep.tasks.tasks import CrossEntropy
-
-WATCHED: list[weakref.ref[nn.Parameter]] = []  # the parameters of the last `watched_layers`
 
 
 class ByLoss(CrossEntropy):
@@ -111,6 +108,22 @@ class OddParameters(nn.Module):
         return outputs
 
 
+class Viewing(nn.Module):
+    """`view(len(x), -1)`, as many models have it, cannot be computed for no samples. norms: how many it has."""
+
+    def __init__(self, shape: list[int], classes: int, norms: int = 2) -> None:
+        super().__init__()
+        self.conv, self.norm2d = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4) if norms else nn.Identity()
+        self.fc1, self.norm1d = nn.Linear(144, 12), nn.BatchNorm1d(12) if norms > 1 else nn.Identity()
+        self.fc2 = nn.Linear(12, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.norm2d(self.conv(images)).relu()
+        rows = features.view(len(features), -1)
+        logits: Tensor = self.fc2(self.norm1d(self.fc1(rows)).relu())
+        return logits
+
+
 class Recurrent(nn.Module):
     """Calls its layers with None, with a tuple and by keyword."""
 
@@ -192,14 +205,6 @@ class CountingSGD(torch.optim.SGD):
         for group in self.param_groups:
             group["steps"] = group["next"](group["steps"])
         return super().step(closure)
-
-
-def watched_layers(shape: list[int], classes: int, width: int = 128, depth: int = 2) -> nn.Sequential:
-    """`depth` equal linear layers, a first and a last one. WATCHED refers to their parameters."""
-    middle = [nn.Linear(width, width) for _ in range(depth)]
-    model = nn.Sequential(nn.Linear(shape[0], width), *middle, nn.Linear(width, classes))
-    WATCHED[:] = [weakref.ref(parameter) for parameter in model.parameters()]
-    return model
 
 
 def of_any_size(shape: list[int], classes: int) -> nn.Sequential:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.runs.record import read_run
 from lockstep.snapshots.files import list_snapshots
-from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command
+from support.commands import LAUNCHERS, PYTHON_TRAIN, TORCHRUN, TRAIN, Command
 from support.configs import composed
 from support.ports import free_port
 from support.run_folders import contents
@@ -23,13 +23,8 @@ TRAINING = [
     "trainer.epochs=3", "optimizer.lr=0.01", "snapshot.every=1steps", "snapshot.keep_last=1000",
     "loader.validation=null", "evaluation.test=every",
 ]  # fmt: skip
-STARTERS = {
-    "torchrun": [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN],
-    "torch.distributed.launch": [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2", TRAIN],
-    "launch=torchrun": [sys.executable, TRAIN, "launch=torchrun"],
-    "launch=spawn": [sys.executable, TRAIN, "launch=spawn"],
-    "mpirun": ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", sys.executable, TRAIN],
-}
+STARTERS = {"torch.distributed.launch": [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2", TRAIN]}
+STARTERS |= {name: LAUNCHERS[name] for name in ("torchrun", "launch=torchrun", "launch=spawn", "mpirun")}
 STEPS = 72
 # What the tutorials build or name: (system, ranks, words). All train one net, a plain sequence of layers.
 NET = [

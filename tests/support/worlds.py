@@ -79,6 +79,30 @@ def train_all(configs: list[Any]) -> list[float | None]:
     return [train(config) for config in configs]
 
 
+def delay_exchanges() -> None:
+    """As on a GPU, what the ranks of this process tell each other is read at the next exchange."""
+    from lockstep.training import exchange
+
+    create = exchange.Exchange.__init__
+
+    def delayed(self: Any, *arguments: Any, **options: Any) -> None:
+        create(self, *arguments, **options | {"delayed": True})
+
+    exchange.LONG = float("inf")  # a slow machine reads at once
+    exchange.Exchange.__init__ = delayed  # type: ignore[method-assign]
+
+
+def refusal(config: Any) -> str:
+    """The sentence with which a training is refused in this rank."""
+    from lockstep.errors import ConfigError
+
+    try:
+        train(config)
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
+
 def weights(folder: Path) -> Any:
     """All weights and buffers of a run's model.pt in one float64 vector."""
     import torch
