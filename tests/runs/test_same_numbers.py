@@ -217,8 +217,7 @@ def observed(configs: list[Any]) -> list[tuple[float | None, Counter[str]]]:
 
 def logged(folder: Path) -> dict[tuple[int, str], float]:
     """What the CSV logger got, times aside."""
-    path = folder / "metrics.csv"
-    rows = read_rows(path) if path.exists() else []
+    rows = read_rows(folder) if (folder / "metrics.csv").exists() else []
     return {(step, tag): value for step, tag, value in rows if not tag.startswith("speed/")}
 
 
