@@ -150,8 +150,7 @@ def reader_of(
 
 
 def with_mask(sample: Any) -> Any:
-    """A class for each pixel as torchvision's Mask: transforms of v2 leave a plain tensor as it is, and move the image
-    alone."""
+    """A class for each pixel as torchvision's Mask, which transforms of v2 move with the image."""
     if not isinstance(sample, tuple) or not isinstance(sample[1], Tensor) or sample[1].dim() < 2:
         return sample
     from torchvision.tv_tensors import Mask, TVTensor  # takes half a second

@@ -69,8 +69,7 @@ class Pair(DataSource):
 
 @dataclass(eq=False)
 class Tensors(Dataset[Any]):
-    """Samples in memory: inputs and targets (N, ...). The others are as of `DataSource.splits`. files: names, for
-    reports."""
+    """Samples in memory: inputs and targets (N, ...). The others are as of `DataSource.splits`. files: for reports."""
 
     inputs: Tensor
     targets: Tensor
