@@ -103,8 +103,7 @@ def check_value(kind: Any, value: Any, key: str = "") -> Any:
 
 
 def _validate(value: Any, kind: Any) -> tuple[Any, list[Any]]:
-    """What pydantic makes of a value, and its errors. In JSON a whole number may be a float, but the text "3" is no
-    number."""
+    """What pydantic makes of a value, and its errors. In JSON a whole number may be a float, and "3" is no number."""
     from pydantic import ValidationError
 
     try:
@@ -175,6 +174,8 @@ def check_nodes(value: object, section: str = "") -> None:
     """Raise ConfigError if a node inside `value`, a config or a section, names nothing, or has wrong arguments."""
     for key, node in nodes_in(value, section):
         target, path = locate(key, node["_target_"]), str(node["_target_"])
+        # Hydra changes no item of a list.
+        whole = f"{key.partition('[')[0]}='[{{_target_:{path},<arguments>}}]'" if "[" in key else ""
         parameters = parameters_of(target)
         given = {name: value for name, value in node.items() if name not in HYDRA_KEYS}
         names = [name for name, one in parameters.items() if one.kind not in ANY_NUMBER]
@@ -183,12 +184,12 @@ def check_nodes(value: object, section: str = "") -> None:
             words = [f"~{join(key, name)}" for name in unknown]
             words += [f"+{join(key, one)}={show(given[unknown[0]])}" for one in get_close_matches(unknown[0], free, 1)]
             other = f", but {', '.join(free)}" if free else ""
-            raise ConfigError(f"{path} takes no {' or '.join(unknown)}{other}; type {' '.join(words)}")
+            raise ConfigError(f"{path} takes no {' or '.join(unknown)}{other}; type {whole or ' '.join(words)}")
         needed = [name for name in free[key in GET_FIRST :] if name not in PASSED and key != "step"]
         missing = [name for name in needed if parameters[name].default is inspect.Parameter.empty]
         if missing and (key in GET_FIRST or not node.get("_partial_")):
             words = [f"+{join(key, name)}=<value>" for name in missing]
-            raise ConfigError(f"{path} needs {' and '.join(missing)}; type {' '.join(words)}")
+            raise ConfigError(f"{path} needs {' and '.join(missing)}; type {whole or ' '.join(words)}")
         if path.startswith(CHECKED_BY_TYPE) or (key == "dataset" and is_dataclass(target)):
             function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
             annotations = inspect.get_annotations(function, eval_str=True)
