@@ -42,7 +42,7 @@ def draw_tiles(tiles: Sequence[tuple[Tensor, str, str]]) -> Image.Image:
     draw = ImageDraw.Draw(canvas)
     for number, (sample, predicted, true) in enumerate(tiles):
         left, top = GAP + number % COLUMNS * (TILE + GAP), GAP + number // COLUMNS * height
-        values = sample.cpu().double() - sample.min().item()
+        values = sample.cpu().double() - float(sample.min())
         pixels = (values * (255 / values.max().clamp(min=1e-12))).to(torch.uint8)  # they may be normalised
         picture = Image.fromarray(pixels.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy())
         canvas.paste(picture.resize((TILE, TILE), Image.Resampling.NEAREST), (left, top))
