@@ -141,7 +141,7 @@ optimizer=adamw | optimizer.betas=[0.9,1.5] | (Invalid beta parameter at index 1
  | loader.transforms=[{_target_:torchvision.transforms.v2.Nope}] | loader.transforms[0]._target_=
  | +dataset.nois=3 | lockstep.data.vision.Digits takes no nois; type ~dataset.nois
  | task.loss={_target_:torch.nn.HuberLoss,dleta:3} | takes no dleta, but
- | callbacks=[{_target_:own_net.Net,width:3}] | needs shape and classes; type callbacks='[{_target_:own_net.Net,<arguments>}]'
+ | callbacks=[{_target_:own_net.Net,width:3}] | needs shape and classes; type callbacks='[{_target_:own_net.Net,
  | loader.test_transforms=[{_target_:torchvision.transforms.v2.Resize}] | v2.Resize needs size; type
 model=mlp | ~model.width | mlp needs width; type +model.width=<value>
 """
