@@ -21,7 +21,7 @@ from lockstep.distributed.world import join_world
 from lockstep.errors import ConfigError
 from lockstep.failures.record import heartbeat
 from support.configs import composed
-from support.worlds import in_world, train
+from support.worlds import in_world, refusals
 
 OPTIONS = {"timeout": 17, "socket_ifname": "lo", "debug": "WARN", "p2p_disable": True, "ib_disable": False}
 VARIABLES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN"}
@@ -87,15 +87,6 @@ def test_ranks_speak(size: int, tmp_path: Path) -> None:
         }
 
 
-def _sentences(configs: list[Any]) -> list[str]:
-    sentences = []
-    for cfg in configs:
-        with pytest.raises(ConfigError) as refused:
-            train(cfg)
-        sentences.append(str(refused.value))
-    return sentences
-
-
 def test_other_data_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
     words, configs = ["model=mlp", "model.width=16", "logger=[]", "dataset=pair"], []
     for half in ("train", "test"):
@@ -103,7 +94,7 @@ def test_other_data_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
     for half, fault in (("train", "short"), ("train", "other"), ("test", "short"), ("test", "other")):
         options = [f"+dataset.{each}.{key}" for each in ("train", "test") for key in (f"half={half}", f"fault={fault}")]
         configs.append(composed(f"run_dir={tmp_path / half / fault}", *words, *options))
-    for short, other, test_short, test_other in in_world(2, _sentences, configs):
+    for short, other, test_short, test_other in in_world(2, refusals, configs):
         assert short.startswith("the training data has 1436 samples on rank 1 and 1437 on rank 0; copy the same data")
         assert other.startswith("the training data of rank 1 is not that of rank 0: as many samples, but other ones")
         assert test_short.startswith("the test data has 359 samples on rank 1 and 360 on rank 0; copy the same data")

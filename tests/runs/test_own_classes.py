@@ -5,16 +5,14 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lockstep.errors import ConfigError
 from support.commands import PYTHON_TRAIN, Command
 from support.configs import composed
-from support.worlds import in_world, train, weights
+from support.worlds import in_world, refusals, weights
 
 OWN_MODULE = """
 import torch
@@ -100,15 +98,6 @@ def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def sentences(configs: list[Any]) -> list[str]:
-    found = []
-    for cfg in configs:
-        with pytest.raises(ConfigError) as refused:
-            train(cfg)
-        found.append(str(refused.value))
-    return found
-
-
 MASKS = ["task=segmentation", "dataset=pair", "dataset.classes=2"]
 MASKS += [f"dataset.{half}._target_=own_nets.MaskInADict" for half in ("train", "test")]
 FIRST_STEP = [
@@ -123,7 +112,7 @@ FIRST_STEP = [
 
 def test_what_does_not_fit_is_refused_in_the_first_step(tmp_path: Path) -> None:
     configs = [composed("logger=[]", f"run_dir={tmp_path}", *words) for words, _ in FIRST_STEP]
-    for found in in_world(2, sentences, configs):
+    for found in in_world(2, refusals, configs):
         for (words, said), sentence in zip(FIRST_STEP, found, strict=True):
             assert said in sentence, words
 

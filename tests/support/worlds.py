@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,11 @@ def refusal(config: Any) -> str:
     except ConfigError as error:
         return str(error)
     raise AssertionError("it was not refused")
+
+
+def refusals(configs: Sequence[Any]) -> list[str]:
+    """Of several trainings, one after the other."""
+    return [refusal(config) for config in configs]
 
 
 def weights(folder: Path) -> Any:
