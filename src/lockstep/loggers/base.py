@@ -92,7 +92,7 @@ class Logger:
 class Loggers(Logger):
     """Hands every call to each logger. The first exception of one is a warning; one that cannot start is left out.
 
-    members: loggers, and the RunRecord, which has some of their methods.
+    members: loggers, and the RunRecord, which has their methods.
     """
 
     def __init__(self, members: Sequence[Any]) -> None:
@@ -160,7 +160,7 @@ class Loggers(Logger):
                 self.image(tag, image, step)
 
     def _each(self, method: str, *arguments: Any) -> None:
-        for member in [member for member in self.members if hasattr(member, method)]:
+        for member in self.members:
             self._call(member, method, *arguments)
 
     def _call(self, receiver: object, method: str, *arguments: Any) -> bool:

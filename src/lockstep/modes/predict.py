@@ -74,7 +74,8 @@ def predict(trained: TrainedRun, split: str) -> list[Columns]:
             if signals.stop_requested():
                 stop()
     # Of what all batches have: a loss that the model adds has no row for each sample.
-    return [{name: part[name] for name in part if all(name in other for other in parts)} for part in parts]
+    names = set[str]().union(*parts[:1]).intersection(*parts)
+    return [{name: part[name] for name in part if name in names} for part in parts]
 
 
 def _columns(values: Any, name: str = "") -> "Iterator[tuple[str, Tensor]]":

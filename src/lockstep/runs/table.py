@@ -36,7 +36,7 @@ run has no such value.
 
 
 def is_repeat(word: str) -> bool:
-    """Whether an override, such as seed=3, gives another run of the same configuration, which the others name."""
+    """Whether an override, such as seed=3, gives another run of the same configuration. The others say of which."""
     return word.lstrip("+").partition("=")[0] in REPEATS
 
 
