@@ -55,7 +55,7 @@ def reading(augment: Any = None, *transforms: Any) -> Callable[..., Loader]:
 def moved(image: Tensor, pad: int, dy: int, dx: int, mirrored: bool) -> Tensor:
     """One image (C, H, W), as plain torch moves it."""
     _, height, width = image.shape
-    window = F.pad(image, [pad] * 4)[:, dy : dy + height, dx : dx + width]
+    window = F.pad(image.float(), [pad] * 4, "reflect").to(image.dtype)[:, dy : dy + height, dx : dx + width]
     return window.flip(2) if mirrored else window
 
 

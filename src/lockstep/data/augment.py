@@ -38,7 +38,7 @@ def drawn_at(places: Tensor, high: Sequence[int], seed: int) -> Tensor:
 
 @dataclass(kw_only=True)
 class ShiftFlip:
-    """Random shifts by up to `pad` pixels, and mirror images, of images (N, C, H, W). Beyond the edge pixels are 0.
+    """Random shifts by up to `pad` pixels, and mirror images, of images (N, C, H, W), which go on mirrored.
 
     flip: "alternating" mirrors half of the images in an epoch and the others in the next, so that two epochs have each
     image both ways (Jordan 2024, arXiv:2404.00498).
@@ -61,7 +61,9 @@ class ShiftFlip:
             mirrored = drawn_at(where.numbers, [2], fold_in(where.seed, 0, FLIPS))[:, 0] ^ (where.epoch % 2)
         if self.pad:
             _, _, height, width = images.shape
-            windows = F.pad(images, [self.pad] * 4).unfold(2, height, 1).unfold(3, width, 1)
+            rows, columns = (_beyond_edges(side, self.pad, images.device) for side in (height, width))
+            padded = images.index_select(2, rows).index_select(3, columns)
+            windows = padded.unfold(2, height, 1).unfold(3, width, 1)
             images = windows[torch.arange(len(images), device=images.device), :, dy, dx]
         return torch.where(mirrored.bool()[:, None, None, None], images.flip(3), images) if self.flip else images
 
@@ -72,6 +74,13 @@ class ShiftFlip:
         size = self.sizes[min(((epoch + 1) * len(self.sizes) - 1) // self.epochs, len(self.sizes) - 1)]
         wide = images.to(torch.promote_types(images.dtype, torch.float32))  # a CPU scales no half numbers
         return F.interpolate(wide, (size, size), mode="bilinear", antialias=True).to(images.dtype)
+
+
+def _beyond_edges(side: int, pad: int, device: torch.device) -> Tensor:
+    """(side + 2 pad,) int64: which pixels stand where an image goes on as its mirror image. F.pad takes no bytes."""
+    period = max(2 * side - 2, 1)
+    places = torch.arange(-pad, side + pad, device=device) % period
+    return torch.minimum(places, period - places)
 
 
 class BatchWide:
