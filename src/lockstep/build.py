@@ -36,11 +36,15 @@ from lockstep.snapshots.fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.strategies.base import model_dtype
 from lockstep.tasks.base import Task
-from lockstep.training import metrics, nonfinite, rng, schedules, setup
+from lockstep.training import setup
 from lockstep.training.callbacks import Callback
 from lockstep.training.evaluate import Evaluator
-from lockstep.training.optimizers import can_fuse, give_momentum, parameter_groups, require_fit, rules_of
+from lockstep.training.metrics import Meter
+from lockstep.training.nonfinite import SkipNonFinite
+from lockstep.training.optimizers import build_optimizer, can_fuse
+from lockstep.training.rng import Draws
 from lockstep.training.run import Clock, Loaders, Progress, Run, time_limit
+from lockstep.training.schedules import Schedule, TorchSchedule
 from lockstep.training.step import Step
 
 LONGEST = 2000  # names of classes, or numbers of validation samples, in run.json
@@ -132,25 +136,24 @@ def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, prog
     total_steps = min(trainer.epochs * steps_per_epoch, trainer.max_steps or trainer.epochs * steps_per_epoch)
     objective = objective_of(config, task)
     direction = "min" if objective is None else direction_of(config, task, objective)
-    rules, node = rules_of(config.parameters), dict(config.optimizer)
+    node = dict(config.optimizer)
     if "fused" in node and node["fused"] is None:
         node["fused"] = can_fuse(strategy.model)
-    optimizer = instantiate_as(torch.optim.Optimizer, node, "optimizer", parameter_groups(strategy.model, world, rules))
-    require_fit(optimizer, rules)
-    if not parts.mode.needs_run:
-        give_momentum(optimizer)
+    make = partial(instantiate_as, torch.optim.Optimizer, node, "optimizer")
+    optimizer = build_optimizer(make, config.parameters, strategy.model, world, trains=not parts.mode.needs_run)
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     average = None if trainer.ema is None else instantiate_as(object, trainer.ema, "trainer.ema", strategy.model)
     options = {"steps_per_epoch": steps_per_epoch, "total_steps": total_steps, "direction": direction}
     made = instantiate_as(object, config.scheduler, "scheduler", optimizer, **options)
-    schedule, meter = schedules.as_schedule(made, optimizer), metrics.Meter(task, world)
+    schedule = made if isinstance(made, Schedule) else TorchSchedule(optimizer, 1, lambda _: made, "step")
+    meter = Meter(task, world)
     scaler = torch.amp.GradScaler(world.device.type, enabled=trainer.precision == "fp16")
     shared: dict[str, Any] = {"strategy": strategy, "task": task, "optimizer": optimizer, "schedule": schedule}
     shared |= {"scaler": scaler, "meter": meter, "progress": progress, "average": average}
     # Ranks that compute the same samples draw for their own parts of the model.
     by_sample = not trainer.compile and strategy.data_share_of(world.size) == world.size
-    own = {"draws": rng.Draws(config.seed, world.device, by_sample), "max_grad_norm": trainer.max_grad_norm}
-    skip = nonfinite.SkipNonFinite(strategy) if config.watch.nan == "skip" else None
+    own = {"draws": Draws(config.seed, world.device, by_sample), "max_grad_norm": trainer.max_grad_norm}
+    skip = SkipNonFinite(strategy) if config.watch.nan == "skip" else None
     step = instantiate_as(Step, config.step, "step", **shared, **own, skip=skip, ignores=not loaders.train.is_whole)
     nodes = [*config.callbacks, *([] if trainer.profiler is None else [trainer.profiler])]
     callbacks = [instantiate_as(Callback, node, f"callbacks[{place}]") for place, node in enumerate(nodes)]

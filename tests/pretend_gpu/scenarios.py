@@ -24,7 +24,7 @@ ALL += ["loader.augment={_target_:lockstep.data.augment.ShiftFlip,pad:1,flip:tru
 FP16 = ["trainer.precision=fp16", "sync_bn=off"]
 
 # Once in 5 steps, as watch.weights_every says, the ranks' weights are compared.
-COMPARED = {"replicas.py:require_same_weights": 0.2}
+COMPARED = {"exchange.py:require_same_weights": 0.2}
 # torch's GradScaler reads whether a gradient was infinite where the optimizer is not fused.
 UNFUSED = {"grad_scaler.py:<genexpr>": 1.0} | COMPARED
 # A share of one value or none is compared with the count of all ranks.

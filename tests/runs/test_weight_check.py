@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.errors import RanksDiffer
-from lockstep.training.replicas import hash_of
+from lockstep.training.exchange import hash_of
 from support.commands import STARTERS, Command, ema
 from support.configs import composed
 from support.digits import FEW

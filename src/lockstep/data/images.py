@@ -3,11 +3,8 @@ size into another. Ranks map both into memory, and walk through no folder."""
 
 import io
 import os
-import signal
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +14,7 @@ from torch import Tensor
 
 from lockstep.config.schema import Count
 from lockstep.data.source import DataSource, Splits, Tensors
-from lockstep.data.vision import read_image
-from lockstep.distributed.host import cpu_count, end_with_parent
+from lockstep.data.vision import on_all_cores, read_image
 from lockstep.errors import ConfigError
 from lockstep.files import one_at_a_time, short_hash, write_whole
 from lockstep.text import first_line
@@ -36,13 +32,17 @@ def read_file(path: str, size: int | None) -> Tensor:
         raise OSError(f"{path}: {first_line(error)}") from error
 
 
+@dataclass(eq=False)
 class Images(torch.utils.data.Dataset[Any]):
     """The images of a split, decoded when they are read. files: (N,) bytes, below `root`. targets: None without labels;
     those of samples are then torch's ignore_index."""
 
-    def __init__(self, root: str, size: int | None, files: Any, targets: Tensor | None, **others: Any) -> None:
-        self.root, self.size, self.files, self.targets = root, size, files, targets
-        self.classes, self.groups = map(others.get, ("classes", "groups"))
+    root: str
+    size: int | None
+    files: Any
+    targets: Tensor | None
+    classes: Any = None
+    groups: Any = None
 
     def __len__(self) -> int:
         return len(self.files)
@@ -100,7 +100,6 @@ class ImageSource(DataSource):
     def _pixels(self, names: Any) -> str | None:
         """The name of a file with the pixels of these images, made if it is not there; None if they are not kept."""
         from PIL import __version__
-        from tqdm import tqdm
 
         size, limit = self.size, {"auto": LARGEST, True: float("inf"), False: 0}[self.cache]
         if size is None or len(names) * 3 * size**2 > limit:
@@ -115,9 +114,8 @@ class ImageSource(DataSource):
             np.lib.format.open_memmap(temporary, "w+", np.uint8, (len(names), 3, size, size))
             parts = range(0, len(paths), 64)
             read_file(paths[0], size)  # imports what decodes, before the forks
-            with ProcessPoolExecutor(cpu_count(), get_context("fork"), end_with_parent, (signal.SIGKILL,)) as pool:
-                done = pool.map(partial(_decode, temporary, size), parts, (paths[at : at + 64] for at in parts))
-                list(tqdm(done, f"decoding {self.root} once", len(parts), disable=None))
+            pieces = [paths[at : at + 64] for at in parts]
+            on_all_cores(partial(_decode, temporary, size), f"decoding {self.root} once", parts, pieces)
             os.replace(temporary, path)
         return path.name
 

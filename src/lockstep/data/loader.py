@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count as numbers_from
 from itertools import tee
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.augment import BatchWide, Places, ShiftFlip
-from lockstep.data.partition import Order, Part, fold_in
+from lockstep.data.partition import Array, Order, Part, fold_in
 from lockstep.data.reader import EVALUATION, Request, SampleReader, batches, request_of
 from lockstep.data.source import map_tensors, of_each_sample, unwrapped, without_samples
 
@@ -136,7 +135,7 @@ class Loader:
 
     def batches(self, position: Position) -> Iterator[Batch]:
         """The batches from `position` on, without end: workers read ahead beyond the end of an epoch."""
-        asked, waiting = tee(self._plan(position))
+        asked, waiting = tee(self._plan(position.epoch, position.samples))
         loaded = self._loaded(request for _, _, requests in asked for request in requests)
         for number, count, requests in waiting:
             yield Batch(number, count, [next(loaded) for _ in requests])
@@ -160,10 +159,9 @@ class Loader:
 
     def requests_at(self, epoch: int, start: int) -> list[Request]:
         """This rank's parts of the batch that begins after `start` samples of the epoch."""
-        order = self.order.epoch(epoch).numpy()
-        return self._requests(epoch, start, min(self.batch_size, len(order) - start), order)
+        return next(self._plan(epoch, start))[2]
 
-    def whole(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def whole(self, numbers: Array) -> Array:
         """The numbers that these samples (n,) have in the whole data set, of which this may be a part."""
         return numbers if self.indices is None else self.indices[numbers]
 
@@ -172,22 +170,18 @@ class Loader:
         inputs, _ = self.reader.read(request_of([number]))
         return inputs[0] if isinstance(inputs, Tensor) else torch.empty(0)
 
-    def _plan(self, position: Position) -> Iterator[tuple[int, int, list[Request]]]:
-        """(number, samples, this rank's requests) of each batch."""
-        skip = position.samples
-        for epoch in numbers_from(position.epoch):
+    def _plan(self, epoch: int, done: int) -> Iterator[tuple[int, int, list[Request]]]:
+        """(number, samples, this rank's requests) of each batch after `done` samples of the epoch."""
+        while True:
             order = self.order.epoch(epoch).numpy()
-            for start in range(skip, len(order), self.batch_size):
-                count = min(self.batch_size, len(order) - start)
-                yield start // self.batch_size, count, self._requests(epoch, start, count, order)
-            skip = 0
-
-    def _requests(self, epoch: int, start: int, count: int, order: np.ndarray[Any, Any]) -> list[Request]:
-        found = []
-        for part in self.parts(start // self.batch_size, count):
-            places = np.arange(part.start - self.before, part.stop) % count + start  # with those that are mixed in
-            found.append(Request(epoch, start, part, places, order[places]))
-        return found
+            for start in range(done, len(order), self.batch_size):
+                number, count = start // self.batch_size, min(self.batch_size, len(order) - start)
+                requests = []
+                for part in self.parts(number, count):
+                    places = np.arange(part.start - self.before, part.stop) % count + start  # and those to mix in
+                    requests.append(Request(epoch, start, part, places, order[places]))
+                yield number, count, requests
+            epoch, done = epoch + 1, 0
 
     def _loaded(self, requests: Iterator[Request]) -> Iterator[LoadedPart]:
         """Each part, as model and task take it."""
@@ -197,9 +191,14 @@ class Loader:
             if len(group) > 1:
                 sizes = [len(request.numbers) for request in group]
                 of_each = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
-            for request, (inputs, targets) in zip(group, of_each, strict=True):
-                pair, numbers = self._mixed(request, inputs, targets), torch.from_numpy(request.numbers[self.before :])
-                yield LoadedPart(request.part.number, request.part.start, *pair, numbers)
+            for (epoch, start, part, _, numbers), (inputs, targets) in zip(group, of_each, strict=True):
+                if self.augment is not None:
+                    inputs = self.augment.resized(inputs, epoch)
+                for number, transform in enumerate(self.transforms):
+                    inputs, targets = transform(inputs, targets, fold_in(self.seed, epoch, start, MIX, number))
+                if self.before:
+                    inputs, targets = inputs[self.before :], targets[self.before :]
+                yield LoadedPart(part.number, part.start, inputs, targets, torch.from_numpy(numbers[self.before :]))
 
     def _converted(self, raw: tuple[Any, Any], augmented: Sequence[Request] = ()) -> tuple[Any, Any]:
         """augmented: which parts these are, if they are to be."""
@@ -209,13 +208,6 @@ class Loader:
             rows = self._to_device([torch.from_numpy(np.concatenate(column)).long() for column in columns])
             inputs = self.augment(inputs, Places(self.seed, augmented[0].epoch, *rows))
         return self.converter(inputs), map_tensors(self.converter.target, targets)
-
-    def _mixed(self, request: Request, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        if self.augment is not None:
-            inputs = self.augment.resized(inputs, request.epoch)
-        for number, transform in enumerate(self.transforms):
-            inputs, targets = transform(inputs, targets, fold_in(self.seed, request.epoch, request.start, MIX, number))
-        return (inputs[self.before :], targets[self.before :]) if self.before else (inputs, targets)
 
     def _read(self, requests: Iterator[Request]) -> Iterator[tuple[list[Request], tuple[Any, Any]]]:
         """Raw inputs and targets, and of which parts they are: of several at once from memory."""

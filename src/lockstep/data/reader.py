@@ -9,7 +9,6 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import connection
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lockstep.data.partition import Part, fold_in, random_states_kept, seed_all
+from lockstep.data.partition import Array, Part, fold_in, random_states_kept, seed_all
 from lockstep.data.source import TARGET_KEYS, unwrapped
 from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.signals import STOP_SIGNALS
@@ -43,8 +42,8 @@ class Request(NamedTuple):
     epoch: int
     start: int
     part: Part
-    places: np.ndarray[Any, Any]
-    numbers: np.ndarray[Any, Any]
+    places: Array
+    numbers: Array
 
 
 def request_of(numbers: Sequence[int], epoch: int = EVALUATION) -> Request:
@@ -154,8 +153,13 @@ def batches(reader: SampleReader, requests: Iterable[Request], workers: int, pin
     before = multiprocessing.active_children()
     read = iter(loader)
     started = [child for child in multiprocessing.active_children() if child not in before]
-    end = partial(_end, started)
-    atexit.register(end)  # Python would wait for ever for workers that ignore its SIGTERM
+
+    @atexit.register  # Python would wait for ever for workers that ignore its SIGTERM
+    def end() -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error
+        for worker in started:
+            worker.kill()
+
     with suppress(GeneratorExit):
         try:
             for found in read:
@@ -168,12 +172,6 @@ def batches(reader: SampleReader, requests: Iterable[Request], workers: int, pin
                 raise RuntimeError(f"a DataLoader worker exited ({type(error).__name__})") from error
             raise
     atexit.unregister(end)  # not after an error, whose traceback may hold the workers
-
-
-def _end(workers: Iterable[Any]) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error
-    for worker in workers:
-        worker.kill()
 
 
 def _prepare_worker(_: int) -> None:

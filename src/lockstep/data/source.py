@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lockstep.config.schema import Count, Positive, Shape
+from lockstep.data.partition import Array
 from lockstep.errors import ConfigError
 
 TARGET_KEYS = ("target", "targets", "label", "labels")  # of samples that are dicts
@@ -102,7 +103,7 @@ def fits(device: torch.device, *tensors: Tensor) -> bool:
     return sum(tensor.nbytes for tensor in tensors) <= torch.cuda.mem_get_info(device)[0] // 4
 
 
-def unwrapped(dataset: Any) -> tuple[Any, np.ndarray[Any, Any] | None]:
+def unwrapped(dataset: Any) -> tuple[Any, Array | None]:
     """The whole data set of which `dataset` may be a part, and the part's indices in it; None: all of them."""
     indices = None
     while isinstance(dataset, Subset):
@@ -132,7 +133,7 @@ def class_names(dataset: Any) -> list[str]:
     return list(names) if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names) else []
 
 
-def class_numbers(dataset: Any) -> np.ndarray[Any, Any] | None:
+def class_numbers(dataset: Any) -> Array | None:
     """(N,) of each sample; None where they are not known without reading samples."""
     targets = of_each_sample(dataset, "targets")
     return targets if targets is not None and targets.ndim == 1 and targets.dtype.kind in "iu" else None

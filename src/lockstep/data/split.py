@@ -37,25 +37,19 @@ def hold_out(
     classes, groups = class_numbers(dataset), None if grouping == "off" else of_each_sample(dataset, "groups")
     if groups is not None:
         chosen = _of_groups(np.unique(groups, return_inverse=True)[1].reshape(-1), classes, count, fold, seed, typed)
-    else:
-        chosen = _of_samples(samples, classes, count, fold, seed)
+    else:  # at even distances, in a random order that is sorted by class
+        order = torch.randperm(samples, generator=generator(seed), dtype=torch.int32)
+        if classes is not None:
+            small = torch.from_numpy(classes.astype(np.int16 if classes.max() < 2**15 else np.int32))  # sorted faster
+            order = order.index_select(0, small.index_select(0, order).sort(stable=True).indices)
+        places = torch.arange(count) * 2 + 1
+        chosen = order[fold[0] :: fold[1]] if fold is not None else order[places * samples // (2 * count)]
     is_held_out, numbers = np.zeros(samples, bool), np.arange(samples, dtype=np.int32)
     is_held_out[chosen] = True
     parts = [numbers[~is_held_out], numbers[is_held_out]]
     if hasattr(dataset, "fit"):  # a table is scaled by the rows that are trained on
         dataset.fit(parts[0])
     return Subset(dataset, parts[0]), Subset(dataset, parts[1])  # type: ignore[arg-type]  # an array is enough
-
-
-def _of_samples(samples: int, classes: Any, count: int, fold: tuple[int, int] | None, seed: int) -> Tensor:
-    """The samples to hold out: at even distances, in a random order that is sorted by class."""
-    order = torch.randperm(samples, generator=generator(seed), dtype=torch.int32)
-    if classes is not None:
-        small = torch.from_numpy(classes.astype(np.int16 if classes.max() < 2**15 else np.int32))  # sorted faster
-        order = order.index_select(0, small.index_select(0, order).sort(stable=True).indices)
-    if fold is not None:
-        return order[fold[0] :: fold[1]]
-    return order[(2 * torch.arange(count) + 1) * samples // (2 * count)]
 
 
 def _of_groups(groups: Any, classes: Any, count: int, fold: tuple[int, int] | None, seed: int, typed: str) -> Tensor:

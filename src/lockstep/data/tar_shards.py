@@ -6,13 +6,11 @@ An index, made once, says where the members lie, so that any sample is read by i
 import json
 import os
 import re
-import signal
 import tarfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,10 @@ import fsspec
 import numpy as np
 import torch
 from torch.utils.data import Dataset
-from tqdm import tqdm
 
 from lockstep.config.schema import Count
 from lockstep.data.source import DataSource, Splits
-from lockstep.data.vision import read_image
-from lockstep.distributed.host import cpu_count, end_with_parent
+from lockstep.data.vision import on_all_cores, read_image
 from lockstep.errors import ConfigError
 from lockstep.files import is_url, one_at_a_time, short_hash, write_whole
 
@@ -89,9 +85,7 @@ class TarShards(DataSource):
                 # Not without need: another machine may have the file mapped, and NFS would end its ranks.
                 if place.exists() and torch.load(place, mmap=True, weights_only=True)["tars"] == tars:
                     continue
-                with ProcessPoolExecutor(cpu_count(), get_context("fork"), end_with_parent, (signal.SIGKILL,)) as pool:
-                    found = pool.map(scan, range(len(tars)), tars)
-                    rows = np.concatenate([NO_ROWS, *tqdm(found, "indexing tars", len(tars), disable=None)])
+                rows = np.concatenate([NO_ROWS, *on_all_cores(scan, "indexing tars", range(len(tars)), tars)])
                 columns = torch.from_numpy(np.ascontiguousarray(rows.T))  # without threads: ranks are forked
                 write_whole(place, partial(torch.save, {"tars": tars, "columns": columns}))
 

@@ -1,10 +1,14 @@
-"""Small data sets in memory: digits, those that torchvision downloads, random pairs; and how an image file is read."""
+"""Small data sets in memory: digits, those that torchvision downloads, random pairs; and how image files are read."""
 
 import gzip
 import io
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +19,7 @@ from torch import Tensor
 from lockstep.compat import decoded_jpeg
 from lockstep.config.schema import Count, Seed
 from lockstep.data.source import DataSource, Splits, Tensors
+from lockstep.distributed.host import cpu_count, end_with_parent
 from lockstep.files import one_at_a_time
 
 LARGE_JPEG = 2**15  # bytes, from which on Pillow may be faster: it decodes a far too large image at a part of its size
@@ -71,6 +76,14 @@ class RandomPairs(DataSource):
         draws = [torch.Generator().manual_seed(2 * self.seed + number) for number in (0, 1)]
         pairs = [[torch.rand(self.samples, width, generator=draw) for width in (self.features, 1)] for draw in draws]
         return Splits(*(Tensors(inputs, targets) for inputs, targets in pairs))
+
+
+def on_all_cores(function: Callable[..., Any], what: str, *columns: Sequence[Any]) -> list[Any]:
+    """`function` of each row, by forks that end with this process. what: for the progress bar."""
+    from tqdm import tqdm
+
+    with ProcessPoolExecutor(cpu_count(), get_context("fork"), end_with_parent, (signal.SIGKILL,)) as pool:
+        return list(tqdm(pool.map(function, *columns), what, len(columns[0]), disable=None))
 
 
 def read_image(stored: bytes, size: int | None) -> Tensor:

@@ -25,8 +25,8 @@ from lockstep.snapshots import files
 from lockstep.snapshots.files import list_snapshots, load_first_good, load_state, step_of
 from lockstep.snapshots.state import collect, restore, restore_weights, trained_weights
 from lockstep.text import differing
+from lockstep.training.exchange import require_same_weights
 from lockstep.training.nonfinite import SMALLER_STEPS, are_finite, diverged
-from lockstep.training.replicas import require_same_weights
 from lockstep.training.run import Run
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ any other run; with one worker the numbers are, too. Rank 0 does not train, whic
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,18 +24,17 @@ from lockstep.strategies.base import Strategy, from_bytes, to_bytes
 from lockstep.training.step import Step
 
 
+@dataclass
 class AsyncParameterServer(Strategy):
     """Ranks hold different weights between two synchronisations: every `sync_every` steps, and at an epoch's end."""
 
+    sync_every: Count
     name = "async_parameter_server"
     # Workers compute different batches at the same time, and no rank knows all gradients.
     refused = (*Strategy.refused, "one rank", "snapshot.every=<n>steps", "sync_bn=on", "trainer.deterministic=true")
     refused += ("trainer.precision=fp16", "watch.nan=skip")
     replicas_equal = False
     passes_whole_batches = False
-
-    def __init__(self, sync_every: Count) -> None:
-        self.sync_every = sync_every
 
     def data_share_of(self, world_size: int) -> int:
         return 1  # a worker computes whole batches

@@ -192,16 +192,6 @@ class Strategy:
         """One forward pass without gradients; `count(outputs, targets)` takes its outputs."""
         count(forward(self.evaluated, part.inputs), part.targets)
 
-    def replicated_tensors(self) -> dict[str, Tensor]:
-        """{name: weight} that has the same bits on all ranks after every step, or on those `ranks_per_model` apart."""
-        some_equal = self.replicas_equal or 1 < self.ranks_per_model < self.world.size
-        return dict(self.model.named_parameters()) if some_equal and self.gradient_sync.replicas_bitwise_equal else {}
-
-    def sync_buffers(self) -> None:
-        """Copy rank 0's buffers to every rank. Running statistics of ranks with samples of their own may differ."""
-        if self.data_share_of(self.world.size) > 1:
-            broadcast(list(self.model.buffers()))
-
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor as it is. Without the import of DTensor, which takes long."""

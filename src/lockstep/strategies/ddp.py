@@ -2,6 +2,7 @@
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,20 +14,19 @@ ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 BUFFERS_IN_FORWARD = "forward_sync_buffers" if "forward_sync_buffers" in ARGUMENTS else "broadcast_buffers"
 
 
+@dataclass
 class DDP(Strategy):
     """A replica per rank (Li et al. 2020). `gradient_sync` says how gradients are averaged.
 
     In a world of one rank, and without trainable parameters, nothing is averaged and the model stays a plain module.
-    Buffers are not broadcast before every forward pass, because batch norm does not read them in training;
-    `sync_buffers` does it before an evaluation.
+    Buffers are not broadcast before every forward pass, because batch norm does not read them in training, but before
+    an evaluation.
     """
 
+    bucket_cap_mb: Positive
+    find_unused_parameters: bool
     name = "ddp"
     refused = ()
-    wrapper: DistributedDataParallel | None = None
-
-    def __init__(self, bucket_cap_mb: Positive, find_unused_parameters: bool) -> None:
-        self.bucket_cap_mb, self.find_unused_parameters = bucket_cap_mb, find_unused_parameters
 
     def spread(self) -> None:
         world, parameters = self.world, list(self.model.parameters())
@@ -35,7 +35,7 @@ class DDP(Strategy):
         for tensor in (*parameters, *self.model.buffers()):
             broadcast([tensor])  # DDP does so with few types
         on_one_gpu = world.device.type == "cuda" and {parameter.device for parameter in parameters} == {world.device}
-        self.module = self.wrapper = DistributedDataParallel(
+        self.module = wrapper = DistributedDataParallel(
             self.module,
             device_ids=[world.device.index] if on_one_gpu else None,
             init_sync=False,
@@ -46,7 +46,7 @@ class DDP(Strategy):
         )
         self.gradient_divisor = world.size
         self.waits_for_gradients = not self.find_unused_parameters
-        self.gradient_sync.attach(self.wrapper, world)
+        self.gradient_sync.attach(wrapper, world)
 
     def accumulating(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.wrapper is None else self.wrapper.no_sync()
+        return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()

@@ -6,6 +6,7 @@ A communication hook gets one bucket of gradients after the other, the same on e
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -123,19 +124,19 @@ class BFloat16(Float16):
     hook = staticmethod(default_hooks.bf16_compress_hook)
 
 
+@dataclass
 class PowerSGD(GradientSync):
     """Low-rank gradients with error feedback (Vogels, Karimireddy and Jaggi 2019), by torch.
 
     rank: rank of the matrices that approximate the gradients. start_step: steps of plain all-reduce at first.
     """
 
+    rank: Count
+    start_step: Annotated[int, Ge(2)]
     name = "powersgd"
     replicas_bitwise_equal = False  # on some CPUs a few weights differ between ranks in their last bit
     needs_hooks = True
     refused = ("watch.nan=skip",)  # it adds the error of each step to the next, a NaN too
-
-    def __init__(self, rank: Count, start_step: Annotated[int, Ge(2)]) -> None:
-        self.rank, self.start_step = rank, start_step
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook

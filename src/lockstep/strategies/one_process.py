@@ -1,11 +1,12 @@
 """One process, several devices: a model spread over them (model_parallel), or a copy on each (data_parallel)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.config.schema import Count, Positive
 from lockstep.data.partition import cut
@@ -14,6 +15,7 @@ from lockstep.strategies.base import Strategy, layer_groups
 from lockstep.strategies.ddp import DDP
 
 
+@dataclass
 class ModelParallel(DDP):
     """Puts the children of the model, in equal groups of neighbours, on several devices of this rank.
 
@@ -21,12 +23,9 @@ class ModelParallel(DDP):
     device, where inputs start. With several ranks each holds a replica, averaged as by DDP.
     """
 
+    devices: Count
     name = "model_parallel"
     binds_one_device = False
-
-    def __init__(self, devices: Count, **options: Any) -> None:
-        super().__init__(**options)
-        self.devices = devices
 
     def spread(self) -> None:
         world, mine = self.world, [self.world.device] * self.devices
@@ -45,16 +44,15 @@ def move(device: torch.device, module: nn.Module, *tensors: Any) -> Any:
     return map_tensors(lambda tensor: tensor.to(device), tensors)
 
 
+@dataclass
 class DataParallel(Strategy):
     """Copies the model to every GPU for each batch, and sends each GPU a part of it. Without a GPU, a plain module."""
 
+    first_share: Positive
     name = "data_parallel"
     # A copy normalises its part by itself, and a compiled one has the wrong weights.
     refused = (*Strategy.refused, "several ranks", "sync_bn=on", "trainer.compile")
     binds_one_device = False
-
-    def __init__(self, first_share: Positive) -> None:
-        self.first_share = first_share
 
     def spread(self) -> None:
         if self.world.device.type == "cuda":
@@ -73,9 +71,10 @@ class UnevenDataParallel(nn.DataParallel[nn.Module]):
         samples, others = count_samples(inputs[0]), len(device_ids) - 1
         first = min(samples, max(1, round(samples * self.first_share / (others + self.first_share))))
         rest = [cut(samples - first, others, number) for number in range(others)]
-        places = [(0, first), *((first + start, first + stop) for start, stop in rest if start < stop)]
-        sent = [
-            (map_tensors(lambda t, a=start, b=stop, d=device: t[a:b].to(d, non_blocking=True), inputs[0]),)  # type: ignore[misc]
-            for (start, stop), device in zip(places, device_ids, strict=False)
-        ]
+        sizes = [first, *(stop - start for start, stop in rest if start < stop)]
+
+        def part(tensor: Tensor, number: int) -> Any:
+            return tensor.split(sizes)[number].to(device_ids[number], non_blocking=True)
+
+        sent = [(map_tensors(partial(part, number=number), inputs[0]),) for number in range(len(sizes))]
         return sent, [kwargs or {}] * len(sent)

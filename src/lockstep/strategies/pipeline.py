@@ -6,6 +6,7 @@ Every rank reads every batch. The first stage uses its inputs, the last one its 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from lockstep.errors import ConfigError
 from lockstep.strategies.base import Computed, Loss, Outputs, Strategy, layer_groups
 
 
+@dataclass
 class Pipeline(Strategy):
     """Each rank holds one stage of a torch.nn.Sequential and passes micro-batches on, by torch's schedules.
 
@@ -27,15 +29,13 @@ class Pipeline(Strategy):
     Batch norm, as in any pipeline, normalises each micro-batch by itself. A world of one rank keeps a plain module.
     """
 
+    schedule: Literal["1F1B", "GPipe"]
+    micro_batches: Count
     name = "pipeline"
     # Each layer is on one rank, which has all of its statistics; only the last rank has a loss to scale.
     refused = (*Strategy.refused, "a step of your own", "sync_bn=on", "trainer.compile", "trainer.precision=fp16")
     replicas_equal = False  # each rank holds its own layers
     cut_on_cpu = True
-
-    def __init__(self, schedule: Literal["1F1B", "GPipe"], micro_batches: Count) -> None:
-        self.schedule_name, self.micro_batches = schedule, micro_batches
-        self.schedules: dict[tuple[int, torch.Size, bool], PipelineScheduleSingle] = {}
 
     def spread(self) -> None:
         model, world = self.model, self.world
@@ -59,6 +59,7 @@ class Pipeline(Strategy):
         self.model, self.ranks_per_model = self.module.model, world.size
         # This rank needs the shapes that enter its stage, so it keeps the stages before it without their weights.
         self.shapes = [deepcopy(stage).to("meta").eval() for stage in stages[: world.rank + 1]]
+        self.schedules: dict[tuple[int, torch.Size, bool], PipelineScheduleSingle] = {}
 
     def data_share_of(self, world_size: int) -> int:
         return 1
@@ -113,6 +114,6 @@ class Pipeline(Strategy):
             world = self.world
             stage = PipelineStage(self.module, world.rank, world.size, world.device, entering, leaving)
             # 1F1B needs at least as many micro-batches as ranks.
-            chosen: Any = ScheduleGPipe if count < world.size else get_schedule_class(self.schedule_name)
+            chosen: Any = ScheduleGPipe if count < world.size else get_schedule_class(self.schedule)
             self.schedules[key] = chosen(stage, count, lambda *of: self.loss_function(*of), scale_grads=False)
         return self.schedules[key]

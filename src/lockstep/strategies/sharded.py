@@ -8,6 +8,7 @@ parallel (Shoeybi et al. 2019; torch's parallelize_module) cuts layers, and each
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from math import prod
@@ -31,6 +32,7 @@ from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, Loss, Outputs, Strategy, local_part
 
 
+@dataclass
 class Sharded(Strategy):
     """Ranks are in `replicate` groups of neighbours with a model each, in parts. A world of one has a plain module.
 
@@ -40,22 +42,18 @@ class Sharded(Strategy):
     outputs on every rank. Of several patterns that match a module the last one wins.
     """
 
+    replicate: Count
+    reshard_after_forward: bool
+    wrap_classes: Sequence[str]
+    wrap_min_parameters: Count
+    parallelize_plan: Sequence[Mapping[Any, Any]] = ()
+    shard: Count = 1
     replicas_equal = False  # each rank holds its own part
     cut_on_cpu = True
-    outside: Tensor | None = None  # the generator's state, while this rank computes between cut layers
 
-    def __init__(
-        self,
-        replicate: Count,
-        reshard_after_forward: bool,
-        wrap_classes: Sequence[str],
-        wrap_min_parameters: Count,
-        parallelize_plan: Sequence[Mapping[Any, Any]] = (),
-        shard: Count = 1,
-    ) -> None:
-        self.replicate, self.shard, self.reshard_after_forward = replicate, shard, reshard_after_forward
-        self.wrap_classes, self.wrap_min_parameters = list(wrap_classes), wrap_min_parameters
-        self.plan = [(str(pattern), style) for entry in parallelize_plan for pattern, style in entry.items()]
+    def __post_init__(self) -> None:
+        self.outside: Tensor | None = None  # the generator's state, while this rank computes between cut layers
+        self.plan = [(str(pattern), style) for entry in self.parallelize_plan for pattern, style in entry.items()]
         self.name = "tensor_parallel" if self.plan else "fsdp"
         if self.plan:
             self.refused = (*self.refused, "sync_bn=on", "trainer.precision=fp16", "trainer.compile")
@@ -159,24 +157,20 @@ class Sharded(Strategy):
         if self.blocks:
             self.module.set_requires_gradient_sync(last)  # type: ignore[operator]
         super().forward_backward(part, loss, weight, last, outputs)
-        if last and self.blocks:
+        if last and self.blocks:  # before the update: ranks that call blocks in another order have gathered wrong parts
             self.require_gradients()
-            self._require_same_calls()
+            calls, self.calls = self.calls, []
+            everyone = [calls] if self.expected else self.world.all_gather_json(calls)
+            self.expected = self.expected or everyone[0]
+            if any(there != self.expected for there in everyone):
+                what = f"strategy={self.name} needs the same blocks in the same order on all ranks, in all steps"
+                raise ConfigError(f"{what}; type strategy=ddp strategy.find_unused_parameters=true")
         if last and self.tensor > 1:
             with torch.no_grad():
                 for gradient in [local_part(parameter.grad) for parameter in self.whole if parameter.grad is not None]:
                     total = gradient.contiguous()
                     dist.all_reduce(total, group=self.shares_layers)
                     gradient.copy_(total / self.tensor)
-
-    def _require_same_calls(self) -> None:
-        """Before the update: ranks that call blocks in another order have gathered parts of several blocks as one."""
-        calls, self.calls = self.calls, []
-        everyone = [calls] if self.expected else self.world.all_gather_json(calls)
-        self.expected = self.expected or everyone[0]
-        if any(there != self.expected for there in everyone):
-            what = f"strategy={self.name} needs the same blocks in the same order on all ranks, in all steps"
-            raise ConfigError(f"{what}; type strategy=ddp strategy.find_unused_parameters=true")
 
     def evaluate(self, part: LoadedPart, count: Callable[[Any, Any], None]) -> None:
         super().evaluate(part, count)

@@ -7,6 +7,7 @@ batch statistics, on one thread. The results are added in one fixed tree, whiche
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, Loss, Outputs, Strategy, broadcast
 
 
+@dataclass
 class VirtualRanks(Strategy):
     """Trains `count` virtual ranks, each real rank computing some of them one after the other.
 
@@ -31,14 +33,12 @@ class VirtualRanks(Strategy):
     integers that of the last virtual rank: one step counts once.
     """
 
+    count: Count
     name = "virtual_ranks"
     # Each virtual rank is computed by itself, and a step is in parts already.
     refused = (*Strategy.refused, "sync_bn=on", "trainer.gradient_accumulation_steps")
     passes_whole_batches = False
     waits_for_gradients = True
-
-    def __init__(self, count: Count) -> None:
-        self.count = count
 
     def validate(self, job: JobSpec) -> None:
         super().validate(job)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config.schema import Count
-from lockstep.data.loader import Batch
+from lockstep.data.loader import Batch, LoadedPart
 from lockstep.data.source import map_tensors, tensors_in
 from lockstep.errors import ConfigError
 from lockstep.training.rng import Draws
@@ -22,32 +22,35 @@ class GraphedStep(Step):
 
     def __init__(self, *, warmup: Count, **parts: Any) -> None:
         super().__init__(**parts)
-        device = self.strategy.world.device
+        device, groups = self.strategy.world.device, self.optimizer.param_groups
         if device.type != "cuda" or self.strategy.world.size > 1:
             raise ConfigError("step=cuda_graph records what one rank computes on a GPU; type step=default")
         if self.scales or self.skip is not None:  # the host would have to wait for a value
             raise ConfigError("step=cuda_graph cannot leave out updates; type watch.nan=stop trainer.precision=bf16")
         self.draws = Draws(self.draws.seed, device, by_sample=False)
-        for group in self.optimizer.param_groups:  # a plain number would be recorded
-            group["lr"] = torch.full((), float(group["lr"]), device=device)
+        for group in groups:
             if "capturable" in group:
                 group["capturable"] = True
+        self.rates = torch.zeros(len(groups), device=device).unbind()  # of the groups: plain numbers would be recorded
         self.stream, self.warmup, self.warm = torch.cuda.Stream(device), warmup, 0
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.recorded: Any = None  # the batch whose tensors the graph reads
+        self.recorded: list[LoadedPart] = []  # whose tensors the graph reads
         self.measured: list[Any] = []  # what the graph gives to the meter
         self.norm: Tensor | None = None
 
     def __call__(self, batch: Batch) -> None:
-        if self.warm < self.warmup or (self.graph is not None and _forms(batch) != _forms(self.recorded)):
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate.fill_(group["lr"])
+        if self.warm < self.warmup or (self.graph is not None and _forms(batch.parts) != _forms(self.recorded)):
             self.warm += 1
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 super().__call__(batch)
+            torch.cuda.current_stream().wait_stream(self.stream)
             return
         if self.graph is None:
             self._record(batch)
-        for now, place in zip(_tensors(batch), _tensors(self.recorded), strict=True):
+        for now, place in zip(tensors_in(batch.parts), tensors_in(self.recorded), strict=True):
             place.copy_(now, non_blocking=True)
         for part in batch.parts:
             self.draws.of_part(self.progress.step, part, batch.count)
@@ -60,11 +63,8 @@ class GraphedStep(Step):
 
     def _record(self, batch: Batch) -> None:
         """Nothing is computed yet."""
-        parts = [
-            part._replace(inputs=map_tensors(torch.clone, part.inputs), targets=map_tensors(torch.clone, part.targets))
-            for part in batch.parts
-        ]
-        self.recorded, weight = Batch(batch.number, batch.count, parts), self.begin(batch)
+        self.recorded = [LoadedPart(*map_tensors(torch.clone, part)) for part in batch.parts]
+        weight = self.begin(batch)
         if self.pending is not None:
             what = "step=cuda_graph replays a step, and this task counts targets by their values"
             raise ConfigError(f"{what}, another number in each step; type step=default")
@@ -72,20 +72,12 @@ class GraphedStep(Step):
         self.optimizer.zero_grad()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=self.stream):
-            for part in parts:
-                self.strategy.forward_backward(part, self.loss, weight, part is parts[-1])
-            if self.max_grad_norm is not None:
-                self.norm = self.strategy.clip_grad_norm(self.parameters, self.max_grad_norm)
-            self.optimizer.step()
-            if self.average is not None:
-                self.average.update()
-        self.measured = [entry[1:] for entry in self.meter.waiting]
+            for part in self.recorded:
+                self.strategy.forward_backward(part, self.loss, weight, part is self.recorded[-1])
+            self.update()
+        self.norm, self.measured = self.grad_norm, [entry[1:] for entry in self.meter.waiting]
         self.meter.discard(self.progress.step + 1)
 
 
-def _tensors(batch: Any) -> list[Tensor]:
-    return [tensor for part in batch.parts for tensor in (*tensors_in(part.inputs), *tensors_in(part.targets))]
-
-
-def _forms(batch: Any) -> list[Any]:
-    return [(tensor.shape, tensor.dtype) for tensor in _tensors(batch)]
+def _forms(parts: list[LoadedPart]) -> list[Any]:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors_in(parts)]

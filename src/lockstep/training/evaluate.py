@@ -24,6 +24,7 @@ from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly, Trainin
 from lockstep.failures.record import heartbeat
 from lockstep.files import write_whole
 from lockstep.loggers.base import Loggers
+from lockstep.strategies.base import broadcast
 from lockstep.tasks.base import Task, as_float64
 from lockstep.training.metrics import Meter
 from lockstep.training.nonfinite import SMALLER_STEPS
@@ -81,7 +82,8 @@ def evaluating(run: Run, loader: Loader) -> Iterator[None]:
     strategy, modules = run.strategy, [*run.model.modules()]
     # Not inference_mode: buffers that FSDP creates inside it could not be used for training afterwards.
     with run.averaged_weights(), torch.no_grad(), seeded(fold_in(loader.seed, EVALUATION, loader.share[0])):
-        strategy.sync_buffers()
+        if strategy.data_share_of(run.world.size) > 1:  # running statistics of ranks with samples of their own differ
+            broadcast([*run.model.buffers()])
         # Some modules change buffers, or the weights of an embedding with max_norm, in an evaluation, too.
         owned = [(module, name) for module in modules for name, _ in module.named_buffers(recurse=False)]
         embeddings = (module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag))

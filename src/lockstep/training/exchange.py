@@ -1,17 +1,19 @@
-"""What ranks tell each other while they train: in one all-reduce now and then, never in a step."""
+"""What ranks tell each other while they train: in one all-reduce now and then, never in a step. And now and then their
+weights are compared: a flipped bit on one rank is found and named."""
 
 import math
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lockstep.distributed import signals
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, RanksDiffer, first_of
 from lockstep.loggers.base import Loggers
+from lockstep.strategies.base import local_part
 from lockstep.training.nonfinite import diverged
-from lockstep.training.replicas import require_same_weights
 from lockstep.training.run import Run
 from lockstep.training.step import Step
 
@@ -22,6 +24,7 @@ PAUSE = 0.25  # seconds between two exchanges: a stop is heard within two of the
 LONG = 2.0  # seconds of a stride from which on a result is read at once
 
 
+@dataclass(eq=False)
 class Exchange:
     """Sums of the losses, a wish to stop, rank 0's clock, and whether a weight was frozen or unfrozen.
 
@@ -29,14 +32,19 @@ class Exchange:
     which that is, the same on all ranks.
     """
 
-    def __init__(self, run: Run, loggers: Loggers, snapshots: "Checkpointer", delayed: bool) -> None:
-        self.run, self.loggers, self.snapshots, self.delayed = run, loggers, snapshots, delayed
-        self.every, self.weights_every = run.config.logging.every, run.config.watch.weights_every
-        self.parameters = [*run.model.parameters()]
+    run: Run
+    loggers: Loggers
+    snapshots: "Checkpointer"
+    delayed: bool
+
+    def __post_init__(self) -> None:
+        config = self.run.config
+        self.every, self.weights_every = config.logging.every, config.watch.weights_every
+        self.parameters = [*self.run.model.parameters()]
         self.flags = [parameter.requires_grad for parameter in self.parameters]
         self.pending: tuple[Any, Tensor, int, dict[str, Any]] | None = None  # (what waits, the vector, step, its log)
         self.stride, self.last_seconds, self.is_first = 1, 0.0, True
-        self.reported = [0.0] * 2 * len(run.meter.names)  # the sums at the last log of this epoch
+        self.reported = [0.0] * 2 * len(self.run.meter.names)  # the sums at the last log of this epoch
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
@@ -83,7 +91,7 @@ class Exchange:
     def _start(self) -> None:
         run, step, now = self.run, self.run.progress.step, time.perf_counter()
         has_changed = [parameter.requires_grad for parameter in self.parameters] != self.flags
-        words = [float(signals.stop_requested()), float(has_changed), 0.0, 0.0, 0.0, 0.0]
+        words = [float(signals.stop_requested()), float(has_changed), *[0.0] * 4]
         if run.world.is_rank_zero:  # whose clock alone counts
             seconds = now - self.last[1]
             fitting = int(PAUSE * (step - self.last[0]) / max(seconds, 1e-9))
@@ -120,12 +128,17 @@ class Exchange:
             raise diverged(run, f"the loss is {recent[0]}", run.meter.first_non_finite())
         if has_changed:
             what = "a weight was frozen or unfrozen since the training began, which no rank can follow"
-            advice = "type parameters.freeze=[<it>], or leave it trained, with a learning rate of its own"
-            raise ConfigError(f"{what}; {advice}")
+            raise ConfigError(f"{what}; type parameters.freeze=[<it>], or leave it trained with an lr of its own")
         self.stride = int(stride)
         if logged:
-            self._log(step, run.meter.means(recent), logged)
-            self.reported = told[:width]
+            norm, means, self.reported = logged.pop("train/grad_norm"), run.meter.means(recent), told[:width]
+            if norm is not None and bool(norm.isfinite()):
+                logged["train/grad_norm"] = float(norm)
+            if means:  # where all updates were left out, nothing is counted
+                logged["train/running_loss"] = means["loss"]
+            if run.step.skip is not None:
+                logged["watch/skipped_steps"] = run.step.skip.skipped
+            self.loggers.log(logged, step)
         if is_over:
             run.clock.end_at(run.progress.step)
         if is_due:
@@ -133,12 +146,34 @@ class Exchange:
         if stop:
             self.snapshots.stop_before_evaluation()
 
-    def _log(self, step: int, means: dict[str, float], logged: dict[str, Any]) -> None:
-        norm, skip = logged.pop("train/grad_norm"), self.run.step.skip
-        if norm is not None and bool(norm.isfinite()):
-            logged["train/grad_norm"] = float(norm)
-        if means:  # where all updates were left out, nothing is counted
-            logged["train/running_loss"] = means["loss"]
-        if skip is not None:
-            logged["watch/skipped_steps"] = skip.skipped
-        self.loggers.log(logged, step)
+
+def require_same_weights(run: Run) -> None:
+    """Raise RanksDiffer, on all ranks, if those hold different weights that shall hold the same ones. A collective."""
+    strategy, world, tensors = run.strategy, run.world, dict(run.model.named_parameters())
+    apart = strategy.ranks_per_model  # ranks so far apart hold the same
+    some_equal = strategy.gradient_sync.replicas_bitwise_equal and (strategy.replicas_equal or 1 < apart < world.size)
+    if world.size == 1 or not (run.config.watch.weights_every and some_equal and tensors):
+        return
+    hashes = torch.stack([hash_of(local_part(tensor)).to(world.device) for tensor in tensors.values()]).tolist()
+    of_all = world.all_gather_json(hash(tuple(hashes)))
+    if all(total == of_all[rank % apart] for rank, total in enumerate(of_all)):
+        return
+    of_each, found = world.all_gather_json(hashes), list[str]()
+    for rank, own in enumerate(of_each):
+        first = rank % apart
+        names = [name for name, ours, theirs in zip(tensors, own, of_each[first], strict=True) if ours != theirs]
+        if names:
+            found.append(f"rank {rank} has other values in {first_of(names, 3)} than rank {first}")
+    what = f"the weights differ between ranks at step {run.progress.step}: {'; '.join(found)}"
+    advice = "type the command again to go on from the last snapshot, with watch.weights_every=0"
+    raise RanksDiffer(f"{what}; {advice} if ranks compute on different hardware")
+
+
+def hash_of(tensor: Tensor) -> Tensor:
+    """0-d int64 on the same device: every bit of `tensor` counts, and the order of values does not."""
+    values = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    real = torch.view_as_real(values) if values.is_complex() else values
+    if not real.numel():
+        return torch.zeros((), dtype=torch.int64, device=real.device)
+    exact = real.float() if real.element_size() < 4 else real  # it takes no float8
+    return torch.hash_tensor(exact).view(torch.int64)

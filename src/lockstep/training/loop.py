@@ -38,18 +38,18 @@ def fit(
     """
     exchange = Exchange(run, loggers, snapshots, delayed=run.world.device.type == "cuda")
     batches, evaluated = run.loaders.train.batches(run.progress), Evaluated()
-    split, _, name = (run.objective or "").partition("/")
-    run.clock.start(run.clock.before, run.progress.step)
+    progress, (split, _, name) = run.progress, (run.objective or "").partition("/")
+    run.clock.start(run.clock.before, progress.step)
     for callback in run.callbacks:
         callback.on_fit_start(run, loggers)
     while not run.finished:
         begin_epoch(run, exchange)
         for batch in islice(batches, run.steps_left):
             run.step(batch)
-            run.progress.advance(batch)
+            progress.advance(batch)
             for callback in run.callbacks:
                 callback.on_step_end(run)
-            if run.progress.step >= exchange.due and exchange():
+            if progress.step >= exchange.due and exchange():
                 break
         summary = end_epoch(run, exchange)
         if run.finished or run.evaluates_each_time:
@@ -57,8 +57,8 @@ def fit(
             summary.metrics.update(evaluated)
             if run.objective is not None and run.update_best(evaluated[split][name]):
                 snapshots.save("best")
-            if run.objective is not None and run.progress.best is not None:
-                summary.metrics["best"] = {name: run.progress.best}
+            if run.objective is not None and progress.best is not None:
+                summary.metrics["best"] = {name: progress.best}
         loggers.epoch(summary)
         snapshots.after_epoch()
         for callback in run.callbacks:
@@ -68,15 +68,23 @@ def fit(
     heartbeat.enter("export")
     snapshots.export()
     is_paused, result = run.reached_limit == "trainer.pause_after", None
-    if tester is not None and not is_paused:
-        result = test(run, tester, evaluated, snapshots, loggers, tested)
+    if tester is not None and not is_paused:  # the test set is read once
+        chosen, is_logged = progress.step if progress.best_step is None else progress.best_step, True
+        if tested is not None and tested["step"] == chosen:
+            result = tested
+        elif chosen == progress.step and "test" in evaluated:
+            result = {"step": chosen, "metrics": evaluated["test"], **tester.facts}
+        else:
+            is_logged, chosen = "test" in evaluated, snapshots.take_best()
+            result = {"step": chosen, "metrics": tester(snapshots.stop_before_test, chosen), **tester.facts}
+        loggers.test(result, is_logged)
     for callback in run.callbacks:
         callback.on_fit_end(run)
     last = {} if run.objective is None else evaluated["val"]
     loggers.end(replace(info, last=last, test=result), PAUSED if is_paused else FINISHED)
     if run.objective is None:
         return None
-    return run.progress.best if run.progress.best is not None else evaluated[split][name]
+    return progress.best if progress.best is not None else evaluated[split][name]
 
 
 def begin_epoch(run: Run, exchange: Exchange) -> None:
@@ -110,26 +118,3 @@ def end_epoch(run: Run, exchange: Exchange) -> EpochSummary:
         metrics={"train": means} if means else {},  # all updates may have been left out
         speeds=speeds,
     )
-
-
-def test(
-    run: Run,
-    tester: Evaluator,
-    evaluated: Evaluated,
-    snapshots: "Checkpointer",
-    loggers: Loggers,
-    tested: Mapping[str, Any] | None,
-) -> Mapping[str, Any]:
-    """The number of the run, as `RunInfo.test`: of the test set, with the weights that were chosen. It is read once."""
-    step, best_step = run.progress.step, run.progress.best_step
-    chosen, is_logged = step if best_step is None else best_step, True
-    if tested is not None and tested["step"] == chosen:
-        found = tested
-    elif chosen == step and "test" in evaluated:
-        found = {"step": step, "metrics": evaluated["test"], **tester.facts}
-    else:
-        is_logged, chosen = "test" in evaluated, snapshots.take_best()
-        metrics = tester(snapshots.stop_before_test, chosen)
-        found = {"step": chosen, "metrics": metrics, **tester.facts}
-    loggers.test(found, is_logged)
-    return found

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ AT_ONCE = 64  # entries that are added up together: the calls for a sum of two n
 LOSSES_KEPT = 1000
 
 
+@dataclass(eq=False)
 class Meter:
     """Adds up a task's values and what they are divided by, in float64.
 
@@ -23,8 +25,11 @@ class Meter:
     names: of the values. totals: (2 n,) of this rank: the n values, and then the n counts.
     """
 
-    def __init__(self, task: Task, world: World) -> None:
-        self.task, self.world, self.names, self.device = task, world, task.names, float64_device(world.device)
+    task: Task
+    world: World
+
+    def __post_init__(self) -> None:
+        self.names, self.device = self.task.names, float64_device(self.world.device)
         self.clear()
 
     def clear(self) -> None:

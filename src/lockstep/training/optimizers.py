@@ -1,7 +1,7 @@
 """The optimizer of a run: parameter groups by rule, and Muon beside another one."""
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -16,51 +16,48 @@ from lockstep.strategies.base import local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration: they bring all singular values near 1
 
-Rule = tuple[str, list[str], dict[str, Any]]
-"""(the key that says it, patterns of parameters, their hyperparameters)."""
 
+def build_optimizer(
+    make: Callable[[Any], Optimizer], parameters: Parameters, model: nn.Module, world: World, trains: bool
+) -> Optimizer:
+    """What `make` gives for the trained parameters, in groups as `parameters` says; of rules the last one wins.
 
-def rules_of(parameters: Parameters) -> list[Rule]:
-    """What `parameters` says of hyperparameters of their own."""
-    rules = list[Rule]()
+    A collective: groups and their order are the same on all ranks, though a rank may hold only some layers, and none of
+    a group. Raises ConfigError for a pattern that no rank has, and for a hyperparameter that the optimizer has not:
+    torch would keep it, and never read it.
+    """
+    rules = list[tuple[str, list[str], dict[str, Any]]]()  # (the key, patterns of parameters, their hyperparameters)
     for group in parameters.groups:
         match, values = group["match"], {name: value for name, value in group.items() if name != "match"}
         rules.append(("parameters.groups", [*map(str, match if isinstance(match, list | tuple) else [match])], values))
     if parameters.no_decay:
         rules.append(("parameters.no_decay", [*map(str, parameters.no_decay)], {"weight_decay": 0.0}))
-    return rules
-
-
-def require_fit(optimizer: Optimizer, rules: Sequence[Rule]) -> None:
-    """Raise ConfigError for a rule with a hyperparameter that the optimizer does not have: torch would keep it, and
-    never read it."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    groups: list[Any] = list(trained.values()) or [{"params": []}]  # a pipeline's rank may hold frozen layers only
+    if rules:
+        matched = [[matching_parameters(model, pattern) for pattern in patterns] for _, patterns, _ in rules]
+        kinds = {name: [name in set().union(*found) for found in matched] for name in trained}
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        flags = [[bool(some) for some in found] for found in matched]
+        of_ranks, of_names, of_kinds = zip(*world.all_gather_json([flags, names, [*kinds.values()]]), strict=True)
+        for (key, patterns, _), *found in zip(rules, *of_ranks, strict=True):
+            require_matches(key, patterns, map(any, zip(*found, strict=True)), [*chain(*of_names)])
+        groups = []
+        for kind in sorted({tuple(kind) for kind in chain(*of_kinds)}):
+            groups.append({"params": [trained[name] for name in trained if tuple(kinds[name]) == kind]})
+            for _, _, values in compress(rules, kind):
+                groups[-1] |= values
+    optimizer = make(groups)
     for key, _, values in rules:
         for name in values.keys() - optimizer.defaults.keys():
             what = f"{key}: {type(optimizer).__name__} has no {name}, but {', '.join(optimizer.defaults)}"
             raise ConfigError(f"{what}; type {key}=[] or one of these")
-
-
-def parameter_groups(model: nn.Module, world: World, rules: Sequence[Rule]) -> list[Any]:
-    """What an optimizer takes: the trained parameters, in groups if there are rules, of which the last one wins. A
-    collective: groups and their order are the same on all ranks, though a rank may hold only some layers, and none of a
-    group. Raises ConfigError for a pattern that no rank has."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if not rules:
-        return list(trained.values()) or [{"params": []}]  # a rank of a pipeline may hold frozen layers only
-    matched = [[matching_parameters(model, pattern) for pattern in patterns] for _, patterns, _ in rules]
-    kinds = {name: [name in set().union(*found) for found in matched] for name in trained}
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    flags = [[bool(some) for some in found] for found in matched]
-    of_ranks, of_names, of_kinds = zip(*world.all_gather_json([flags, names, [*kinds.values()]]), strict=True)
-    for (key, patterns, _), *found in zip(rules, *of_ranks, strict=True):
-        require_matches(key, patterns, map(any, zip(*found, strict=True)), [*chain(*of_names)])
-    groups = []
-    for kind in sorted({tuple(kind) for kind in chain(*of_kinds)}):
-        group: dict[str, Any] = {"params": [trained[name] for name in trained if tuple(kinds[name]) == kind]}
-        for (_, _, values), applies in zip(rules, kind, strict=True):
-            group |= values if applies else {}
-        groups.append(group)
-    return groups
+    # torch's fused kernel of SGD fails where one weight has its first gradient later than another: momentum begins at
+    # zero, which is what the first step makes of it.
+    for group in optimizer.param_groups if trains and type(optimizer) is torch.optim.SGD else ():
+        for parameter in group["params"] if group["fused"] and group["momentum"] and not group["dampening"] else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def can_fuse(model: nn.Module) -> bool:
@@ -68,15 +65,6 @@ def can_fuse(model: nn.Module) -> bool:
     no sparse gradients."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return not sparse_parameters(model) and all(p.is_floating_point() and local_part(p) is p for p in trained)
-
-
-def give_momentum(optimizer: Optimizer) -> None:
-    """Begin the momentum of torch's SGD at zero, which is what its first step makes of it: torch's fused kernel fails
-    where one weight has its first gradient later than another."""
-    for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
-        if group["fused"] and group["momentum"] and not group["dampening"]:
-            for parameter in group["params"]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 class Muon(Optimizer):
@@ -122,24 +110,20 @@ class Muon(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups[: len(self.param_groups) // 2]:
             for weight in group["params"]:
-                if weight.grad is not None:
-                    self._step_of(weight, weight.grad, group["lr"], group["momentum"], group["weight_decay"])
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(weight)
+                velocity = state["momentum_buffer"].mul_(group["momentum"]).add_(weight.grad)
+                direction = weight.grad.add(velocity, alpha=group["momentum"]).flatten(1)  # Nesterov's
+                scale = max(1.0, direction.shape[0] / direction.shape[1]) ** 0.5
+                if self.normalised:
+                    norm, scale = weight.norm(), 1.0  # of zeros, as a last layer may begin with them, none is scaled
+                    weight.mul_(torch.where(norm > 0, len(weight) ** 0.5 / norm, 1.0))
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.sub_(orthogonalised(direction, self.steps).view(weight.shape), alpha=group["lr"] * scale)
         self.others.step()
-
-    def _step_of(self, weight: Tensor, gradient: Tensor, lr: float, momentum: float, weight_decay: float) -> None:
-        state = self.state[weight]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(weight)
-        velocity: Tensor = state["momentum_buffer"]
-        velocity.mul_(momentum).add_(gradient)
-        direction = gradient.add(velocity, alpha=momentum).flatten(1)  # Nesterov's
-        if self.normalised:
-            norm = weight.norm()  # of zeros, as a last layer may begin with them, nothing is scaled
-            weight.mul_(torch.where(norm > 0, len(weight) ** 0.5 / norm, 1.0))
-        weight.mul_(1 - lr * weight_decay)
-        rows, columns = direction.shape
-        scale = 1.0 if self.normalised else max(1.0, rows / columns) ** 0.5
-        weight.sub_(orthogonalised(direction, self.steps).view(weight.shape), alpha=lr * scale)
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:

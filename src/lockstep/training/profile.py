@@ -1,6 +1,7 @@
 """A trace of a few steps by torch's profiler, for TensorBoard and Perfetto: `trainer.profiler`, a node."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +15,15 @@ if TYPE_CHECKING:
     from lockstep.training.run import Run
 
 
+@dataclass(eq=False)
 class Profiler(Callback):
     """Traces `steps` steps of each rank after `after` steps of this process, which warm up.
 
     A trace is <run folder>/trace/rank<R>.<step>.<time>.pt.trace.json.
     """
 
-    def __init__(self, after: Count, steps: Count) -> None:
-        self.after, self.steps = after, steps
-        self.profiler: Any = None
+    after: Count
+    steps: Count
 
     def on_fit_start(self, run: "Run", logger: "Logger") -> None:
         # Kineto writes to the console at every start, also about GPUs that do not exist.
@@ -31,7 +32,7 @@ class Profiler(Callback):
         name = f"rank{run.world.rank}.{run.progress.step + self.after}"
         write = tensorboard_trace_handler(str(Path(run.config.run_dir, "trace")), name)
         plan = schedule(wait=max(0, self.after - 1), warmup=1, active=self.steps, repeat=1)
-        self.profiler = profile(activities=activities, schedule=plan, on_trace_ready=write)
+        self.profiler: Any = profile(activities=activities, schedule=plan, on_trace_ready=write)
         self.profiler.start()
 
     def on_step_end(self, run: "Run") -> None:

@@ -7,8 +7,9 @@ first dimension, or second one, is the batch. A model needs no change.
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -24,14 +25,15 @@ from lockstep.data.partition import fold_in, seed_numpy_and_random, seeded
 
 BLOCKS = 8  # of a global batch, at most: each is drawn from a seed of its own
 BLOCK_SIZE = 16384  # numbers in a block, at least: a call takes as long as these
+FILLS = {"rand": "uniform_", "randn": "normal_", "randint": "random_"}  # what makes a tensor, and what fills one
 FILLERS = ("bernoulli_", "uniform_", "normal_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_")
 WORDS = re.compile(
     "rand|normal|uniform|bernoulli|multinomial|poisson|binomial|exponential|cauchy|geometric|gamma|dirichlet|"
     "dropout|rrelu|lstm|gru|rnn|attention|gumbel|fractional"
 )
 # Their operations are looked at one by one, which takes some microseconds for each.
-MAY_DRAW = {getattr(place, name) for place in (torch, F, Tensor) for name in dir(place) if WORDS.search(name)}
-MAY_DRAW = {function for function in MAY_DRAW if callable(function)}
+NAMED = (getattr(place, name) for place in (torch, F, Tensor) for name in dir(place) if WORDS.search(name))
+MAY_DRAW = {function for function in NAMED if callable(function)}
 BATCH_DIMENSIONS = {  # those of what they draw inside, if not the first or the second
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), (1,)),
     F.multi_head_attention_forward: (0,),
@@ -69,12 +71,17 @@ class SampleDraws(TorchFunctionMode):
         with self.operators:
             return func(*args, **kwargs)
 
-    def fill(self, tensor: Tensor, fill: Callable[[Tensor, torch.Generator], Any]) -> Tensor:
-        """`tensor` with this rank's rows of what `fill` would draw into one of the global batch."""
-        seed, dimension = self.new_seed(), self._batch_dimension(tensor.shape)
+    def fill(self, tensor: Tensor, name: str, *numbers: Any, **options: Any) -> Tensor:
+        """`tensor` with this rank's rows of what its method `name` would draw into one of the global batch."""
+        self.has_drawn, seed, dimension = True, self.new_seed(), self._batch_dimension(tensor.shape)
+        if tensor.device not in self.generators:
+            self.generators[tensor.device] = torch.Generator(tensor.device)
+        generator = self.generators[tensor.device]
+        draw = methodcaller(FILLS.get(name.removesuffix("_like"), name), *numbers, **options, generator=generator)
         if dimension is None:
             is_shared = self.of_weight or tensor.numel() == 1
-            fill(tensor, self._seeded(tensor.device, seed if is_shared else fold_in(seed, self.start)))
+            generator.manual_seed(seed if is_shared else fold_in(seed, self.start))
+            draw(tensor)
             return tensor
         rows = tensor.movedim(dimension, 0).unflatten(0, (self.rows, -1))
         blocks = min(BLOCKS, self.count, max(1, self.count * rows[:1].numel() // BLOCK_SIZE))
@@ -83,7 +90,8 @@ class SampleDraws(TorchFunctionMode):
             first, last = (min(max(0, edge - self.start), self.rows) for edge in (begin, end))
             if first < last:
                 whole = tensor.new_empty(end - begin, *rows.shape[1:])
-                fill(whole, self._seeded(tensor.device, fold_in(seed, number)))
+                generator.manual_seed(fold_in(seed, number))
+                draw(whole)
                 rows[first:last] = whole[self.start + first - begin :][: last - first]
         return tensor
 
@@ -108,12 +116,6 @@ class SampleDraws(TorchFunctionMode):
 
     def new_seed(self) -> int:
         return int(torch.randint(2**62, (), device="cpu"))
-
-    def _seeded(self, device: torch.device, seed: int) -> torch.Generator:
-        self.has_drawn = True
-        if device not in self.generators:
-            self.generators[device] = torch.Generator(device)
-        return self.generators[device].manual_seed(seed)
 
 
 class Draws(SampleDraws):
@@ -160,37 +162,31 @@ class _Operators(dispatch_mode()):  # type: ignore[misc]
         self.draws = draws
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, fill = kwargs or {}, self.draws.fill
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         name = str(func.overloadpacket).removeprefix("aten.")
         match name, args:
             case (("rand_like" | "randn_like" | "randint_like"), (like, *bounds)):
-                return self._fill(torch.empty_like(like, **kwargs), name, *bounds)
+                return fill(torch.empty_like(like, **kwargs), name, *bounds)
             case (("rand" | "randn" | "randint"), (*bounds, size)):
                 kwargs = {"dtype": torch.int64, **kwargs} if name == "randint" else kwargs
-                return self._fill(torch.empty(size, **kwargs), name, *bounds)
+                return fill(torch.empty(size, **kwargs), name, *bounds)
             case "bernoulli", (Tensor() as p,):
-                return (self._fill(torch.empty(p.shape, device=p.device), "uniform_") < p).to(p.dtype)
+                return (fill(torch.empty(p.shape, device=p.device), "rand") < p).to(p.dtype)
             case "normal", (mean, std, *size):
                 tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
                 shape = size[0] if size else torch.broadcast_shapes(*(value.shape for value in tensors))
                 drawn = tensors[0].new_empty(shape) if tensors else torch.empty(shape, **kwargs)
-                return self._fill(drawn, "normal_") * std + mean
+                return fill(drawn, "randn") * std + mean
             case "native_dropout", (input, p, True) if 0 < p < 1:
-                mask = self._fill(torch.empty_like(input), "bernoulli_", 1 - p)
+                mask = fill(torch.empty_like(input), "bernoulli_", 1 - p)
                 return input * mask / (1 - p), mask.bool()
             case _, (Tensor() as tensor, *numbers) if name in FILLERS:
-                return self._fill(tensor, name, *numbers, **kwargs)
+                return fill(tensor, name, *numbers, **kwargs)
             case (("_sample_dirichlet" | "multinomial" | "_standard_gamma"), (row, *_)):
                 # One draw, as MixUp's, is the same on all ranks: of a row of weights, or of one number.
                 if row.numel() == (1 if name == "_standard_gamma" else row.shape[-1]):
                     self.draws.has_drawn = True
                     return func(*args, **kwargs)
         return self.draws.by_rank(func, *args, **kwargs)
-
-    def _fill(self, tensor: Tensor, name: str, *numbers: Any, **kwargs: Any) -> Tensor:
-        name = {"rand": "uniform_", "randn": "normal_", "randint": "random_"}.get(name.removesuffix("_like"), name)
-        return self.draws.fill(
-            tensor, lambda part, generator: getattr(part, name)(*numbers, **kwargs, generator=generator)
-        )

@@ -146,8 +146,3 @@ class TorchSchedule(Schedule):
             self.moves += 1
             self.move()
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-
-
-def as_schedule(made: Any, optimizer: Optimizer) -> Schedule:
-    """What the function of `scheduler._target_` has returned, as a Schedule."""
-    return made if isinstance(made, Schedule) else TorchSchedule(optimizer, 1, lambda _: made, "step")

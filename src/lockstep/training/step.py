@@ -4,6 +4,7 @@ To write a step of your own: a class derived from `Step` with `__call__`, and `c
 `_target_` and its keys, see docs/experiments.md.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lockstep.training.run import Progress
 from lockstep.training.schedules import Schedule
 
 
+@dataclass(kw_only=True, eq=False)
 class Step:
     """Forward, backward, averaging, clipping, update. A subclass passes on the keyword arguments that it does not take.
 
@@ -26,30 +28,24 @@ class Step:
     progress: `progress.step` steps are done. average: as `lockstep.training.ema.Average`. skip: for watch.nan=skip.
     """
 
+    strategy: Strategy
+    task: Task
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    scaler: torch.amp.GradScaler
+    meter: Meter
+    draws: Draws
+    progress: Progress
+    max_grad_norm: float | None = None
+    average: Any = None
+    skip: SkipNonFinite | None = None
+    ignores: bool = True
     unit = 1  # after how many steps all ranks hold the same
 
-    def __init__(
-        self,
-        *,
-        strategy: Strategy,
-        task: Task,
-        optimizer: torch.optim.Optimizer,
-        schedule: Schedule,
-        scaler: torch.amp.GradScaler,
-        meter: Meter,
-        draws: Draws,
-        progress: Progress,
-        max_grad_norm: float | None = None,
-        average: Any = None,
-        skip: SkipNonFinite | None = None,
-        ignores: bool = True,
-    ) -> None:
-        self.strategy, self.task, self.optimizer, self.schedule = strategy, task, optimizer, schedule
-        self.scaler, self.meter, self.draws, self.progress = scaler, meter, draws, progress
-        self.max_grad_norm, self.average, self.skip = max_grad_norm, average, skip
-        self.ignores, self.scales = ignores, scaler.is_enabled()
-        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.has_own_zero_grad = type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
+    def __post_init__(self) -> None:
+        self.scales = self.scaler.is_enabled()
+        self.parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self.has_own_zero_grad = type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
         self.grad_norm: Tensor | None = None  # of the last step, before it was clipped
         self.targets_per_sample = 0  # where all targets count; 0 where it is not known
         self.weights: dict[int, Tensor] = {}  # {samples of a batch: what multiplies the sum of the losses}
