@@ -1,19 +1,20 @@
 """Snapshots on the disk: whole or not at all, whatever moment a run is killed at; any part of a tensor can be read."""
 
-import builtins
 import json
 import os
 import re
+import resource
+import signal
+import sys
 from collections.abc import Callable
-from functools import partial
+from itertools import chain, count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import lockstep.files
 from lockstep.errors import ConfigError
 from lockstep.snapshots import files, sharded
 from lockstep.snapshots.checkpointer import compared, interval
@@ -48,101 +49,48 @@ def loaded(paths: list[Path]) -> tuple[int, Path]:
     return saved["value"], path
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL: once it is raised, no later file operation has any effect."""
+OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
-class KilledFile:
-    """A file that is open for writing."""
-
-    def __init__(self, file: BinaryIO, disk: "Disk") -> None:
-        self.file, self.disk = file, disk
-        self.flush, self.fileno = file.flush, file.fileno
-
-    def write(self, content: Any) -> None:
-        self.disk.write(self.file, lambda file: file.write(content))
-
-    def __enter__(self) -> "KilledFile":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.file.close()
-
-
-class Disk:
-    """Counts the file operations of lockstep.snapshots, and raises Killed from number `last` on."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, self.last = 0, 0
-        for module in (lockstep.files, files):
-            monkeypatch.setattr(module, "open", self.open, raising=False)
-        for owner, name in ((os, "replace"), (os, "fsync"), (os, "unlink"), (os, "rmdir"), (os, "rename")):
-            monkeypatch.setattr(owner, name, self.guarded(getattr(owner, name)))
-        for name in ("unlink", "rename"):
-            monkeypatch.setattr(Path, name, self.guarded(getattr(Path, name)))
-        torch_save = torch.save
-        monkeypatch.setattr(torch, "save", lambda value, file: self.write(file.file, partial(torch_save, value)))
-
-    def killed_now(self) -> bool:
-        self.count += 1
-        return self.count > self.last
-
-    def guarded(self, operation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self.killed_now():
-                raise Killed
-            return operation(*args, **kwargs)
-
-        return call
-
-    def open(self, path: Any, mode: str = "r") -> Any:
-        file = self.guarded(builtins.open)(path, mode)
-        return KilledFile(file, self) if mode == "wb" else file
-
-    def write(self, file: BinaryIO, write: Callable[[BinaryIO], Any]) -> None:
-        """A write that is killed in the middle leaves some bytes."""
-        if self.killed_now():
-            file.write(b"half")
-            raise Killed
-        write(file)
-
-    def save(self, save: Callable[[], object], last: int) -> bool:
-        """Whether `save` came to its end, with at most `last` file operations."""
-        self.count, self.last = 0, last
+def ends(save: Callable[[], None], operation: int, size: int) -> bool:
+    """Whether a process ends `save`. It is killed at its file operation of this number, or by a file of this size."""
+    if (child := os.fork()) == 0:
+        left = iter(range(operation))
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        sys.addaudithook(lambda event, _: os._exit(1) if event in OPERATIONS and next(left, None) is None else None)
         try:
             save()
-            return True
-        except Killed:
-            return False
+            os._exit(0)
         finally:
-            self.last = 10**9
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize("name", ["best_{:08d}", "step_{:08d}", "step_00000001"])
-def test_killed_at_any_moment_a_whole_snapshot_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, cut: bool
-) -> None:
-    disk, kind = Disk(monkeypatch), name[:4]
-
-    def save_and_prune(value: int) -> None:
-        save(tmp_path, name.format(value), value, cut)
+def test_killed_at_any_moment_a_whole_snapshot_is_left(tmp_path: Path, caplog: Any, name: str, cut: bool) -> None:
+    def save_and_prune() -> None:
+        save(tmp_path, name.format(value + 1), value + 1, cut)
         files.prune(tmp_path, 1)
 
-    assert disk.save(partial(save_and_prune, 0), last=1000)
-    value, moments, finished = 0, 0, False
-    while not finished:
-        finished = disk.save(partial(save_and_prune, value + 1), last=moments)
+    kind, value = name[:4], 0
+    save(tmp_path, name.format(0), 0, cut)
+    in_mid_file = [(10**6, size) for size in range(0, 1200, 150)]
+    for moment, (operation, size) in enumerate(chain(in_mid_file, ((number, -1) for number in count()))):
+        finished = ends(save_and_prune, operation, size)
         now, path = loaded(list_snapshots(tmp_path, kind))
         assert path == list_snapshots(tmp_path, kind)[0]  # nothing was passed over
-        assert now in (value, value + 1), f"killed at file operation {moments}"
-        assert now == value + 1 or not finished
-        if moments % 2:  # it is started again
+        assert now == value + 1 or (now == value and not finished), f"killed at {operation} or {size}"
+        if moment % 2:  # it is started again
             files.remove_leftovers(tmp_path)
             assert not [*tmp_path.glob("*.tmp"), *tmp_path.glob("*.old")]
             assert loaded(list_snapshots(tmp_path, kind))[0] == now
-        value, moments = now, moments + 1
-    assert moments > 6  # files were opened, written, synced and replaced, folders were renamed and removed
+        value = now
+        if finished and size < 0:
+            break
+    assert operation > 6  # files were opened and replaced, folders were renamed and removed
     assert len(list_snapshots(tmp_path, kind)) == 1
     assert "passed over" not in caplog.text
 
@@ -172,8 +120,7 @@ def told(path: Path, **changed: Any) -> None:
 
 
 class Evil:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch harm",)
+    __reduce__ = lambda self: (os.system, ("touch harm",))  # noqa: E731
 
 
 SHARD = "shard-00003-model-00001-of-00001.safetensors"
@@ -244,24 +191,23 @@ def test_what_resume_a_mode_and_python_name(tmp_path: Path, monkeypatch: pytest.
             snapshots_to_try(name, which, "evaluate")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.uint16, torch.complex128])
 def test_any_window_of_a_tensor_in_parts_can_be_read_and_what_is_missing_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharded, "FILE_BYTES", 40)
-    matrix = MATRIX.remainder(5).to(dtype)
-    names = set[str]()
-    for rank in range(4):
-        names |= {*save_shards({f"a/{n}": in_four(matrix, rank) for n in range(3)}, tmp_path, rank)}
-    assert names == {path.name for path in tmp_path.iterdir()}
-    assert len(names) > 4 or dtype.itemsize < 4
-    for rows, columns in ((slice(0, 7), slice(0, 4)), (slice(2, 5), slice(0, 1)), (slice(4, 7), slice(1, 3))):
-        found = torch.empty_like(matrix[rows, columns])
-        load_shards(tmp_path, {"a/1": (found, (rows.start, columns.start))})
-        assert found.tolist() == matrix[rows, columns].tolist()
-    for name, shape in (("a/1", (9, 4)), ("b", (7, 4))):
-        with pytest.raises(ValueError, match=name):
-            load_shards(tmp_path, {name: (torch.empty(shape, dtype=dtype), (0, 0))})
+    for dtype in (torch.float64, torch.bfloat16, torch.bool, torch.uint16, torch.complex128):
+        folder, matrix, names = tmp_path / str(dtype), MATRIX.remainder(5).to(dtype), set[str]()
+        for rank in range(4):
+            names |= {*save_shards({f"a/{n}": in_four(matrix, rank) for n in range(3)}, folder, rank)}
+        assert names == {path.name for path in folder.iterdir()}
+        assert len(names) > 4 or dtype.itemsize < 4
+        for rows, columns in ((slice(0, 7), slice(0, 4)), (slice(2, 5), slice(0, 1)), (slice(4, 7), slice(1, 3))):
+            found = torch.empty_like(matrix[rows, columns])
+            load_shards(folder, {"a/1": (found, (rows.start, columns.start))})
+            assert found.tolist() == matrix[rows, columns].tolist()
+        for name, shape in (("a/1", (9, 4)), ("b", (7, 4))):
+            with pytest.raises(ValueError, match=name):
+                load_shards(folder, {name: (torch.empty(shape, dtype=dtype), (0, 0))})
 
 
 def test_when_a_snapshot_is_due_and_what_is_no_change_of_the_config() -> None:

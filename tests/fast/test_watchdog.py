@@ -39,10 +39,7 @@ def record(*calls: Any, finished: bool = False, group: str = "0") -> str:
     return json.dumps({"entries": entries})
 
 
-def facts(
-    rank: int, stack: Any = USER, *records: str, values: int = 0, phase: str = "train", busy: bool = False,
-    mute: str = "", worker: int = 0,
-) -> Facts:  # fmt: skip
+def facts(rank, stack=USER, *records, values=0, phase="train", busy=False, mute="", worker=0) -> Facts:
     place = PHASES.index(phase), 0, 0, 1, 5
     return Facts(rank, "h", 100 + rank, place, busy, mute, worker, stack, parse_calls(records, values))
 
@@ -80,7 +77,7 @@ def test_one_rank_is_not_where_the_others_wait(guilty: Facts, kind: str) -> None
 
 
 PAST, NCCL = STEP * 3, record(*STEP, ("all_reduce", [7]))
-DONE, SPUN = record(*PAST, finished=True), record(*STEP, finished=True)
+DONE, SPUN, ONE = (record(*calls, finished=True) for calls in (PAST, STEP, STEP[:1]))
 BOTH = [facts(rank, IN_TORCH, record(*STEP, finished=True), record(*STEP, group="1")) for rank in (0, 1)]
 
 
@@ -93,11 +90,7 @@ BOTH = [facts(rank, IN_TORCH, record(*STEP, finished=True), record(*STEP, group=
         ([waits(rank, *PAST, ("all_gather", [3 + (rank == 1)])) for rank in range(3)], verdicts.OTHER_SHAPE, (1,)),
         # Nothing says which of them is right.
         ([waits(rank, ("all_reduce", [3 + rank])) for rank in (0, 1)], verdicts.OTHER_SHAPE, (0, 1)),
-        (
-            [*(waits(rank, *STEP) for rank in (0, 2, 3)), facts(1, IN_TORCH, record(*STEP[:1], finished=True))],
-            verdicts.MISSING_CALL,
-            (1,),
-        ),
+        ([*(waits(rank, *STEP) for rank in (0, 2, 3)), facts(1, IN_TORCH, ONE)], verdicts.MISSING_CALL, (1,)),
         # The network was cut off after rank 1 sent its part: the others have ended its call, and wait in the next one.
         ([waits(0, *STEP[:1] * 5), waits(1, *STEP[:1] * 4)], verdicts.UNKNOWN, ()),
         ([waits(0, *STEP[:1] * 5), waits(1, *STEP[:1] * 3, ("all_reduce", [9]))], verdicts.OTHER_SHAPE, (1,)),
@@ -164,45 +157,36 @@ def dog(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     heartbeat.begin()
 
 
-@pytest.mark.parametrize(
-    ("phase", "steps", "timeout", "silent", "examined"),
-    [
-        ("train", 5, 10.0, 12, True),
-        ("train", 5, 10.0, 9, False),
-        ("train", 5, 280.0, 278, False),  # more than 80 % of backend.timeout, but typed
-        ("train", 5, 280.0, 283, True),
-        ("train", 0, 10.0, 12, True),  # the first step: a line says where it is
-        ("evaluation", 5, 10.0, 12, True),
-        ("snapshot", 5, 10.0, 90, False),
-        ("snapshot", 5, 30.0, 238, False),
-        ("snapshot", 5, 30.0, 243, True),  # 80 % of backend.timeout
-        ("prepare", 0, 10.0, 290, False),
-        ("disk", 5, 10.0, 290, False),
-        ("disk", 5, 10.0, 303, True),
-        ("end", 5, 10.0, 1000, False),
-        ("train", 5, None, int(SILENCE) - 2, False),
-        ("train", 5, None, int(SILENCE) + 3, True),
-    ],
-)
-def test_how_long_a_rank_may_be_silent(
-    phase: str, steps: int, timeout: float | None, silent: int, examined: bool, dog: Any
-) -> None:
-    dog.timeout, now = timeout, dog.last_look
-    for step in range(steps):
+# The phase, the steps before it, watch.timeout, the seconds of silence, and whether the ranks are looked at then.
+# Where backend.timeout, 300 s, ends a wait, a look comes at 80 % of it; a typed watch.timeout may be longer.
+SILENCES = """
+train 5 10 12 yes | train 5 10 9 no | train 5 280 278 no | train 5 280 283 yes | train 0 10 12 yes
+evaluation 5 10 12 yes | snapshot 5 10 90 no | snapshot 5 30 238 no | snapshot 5 30 243 yes | prepare 0 10 290 no
+disk 5 10 290 no | disk 5 10 303 yes | end 5 10 1000 no
+"""
+ROWS = [row.split() for row in SILENCES.strip().replace("\n", "|").split("|")]
+ROWS += [["train", 5, None, SILENCE - 2, "no"], ["train", 5, None, SILENCE + 3, "yes"]]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_how_long_a_rank_may_be_silent(row: list[Any], dog: Any) -> None:
+    phase, steps, timeout, silent, examined = row
+    dog.timeout, now = timeout and float(timeout), dog.last_look
+    for step in range(int(steps)):
         heartbeat.step_ended(1, step)
         dog.look(now)
     heartbeat.enter(phase)
-    dog.look(now)
-    for second in range(1, silent + 1):
+    for second in range(int(silent) + 1):
         dog.look(now + second)
-    assert bool(dog.examined) == examined
+    assert bool(dog.examined) == (examined == "yes")
 
 
-def test_a_slow_first_step_is_told_once_with_its_line(dog: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Only that step may take longer."""
+def test_a_slow_first_step_is_told_once_and_a_pause_is_no_silence(dog: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Only that step may take longer. After Ctrl-Z, or a laptop's sleep, a look counts as one second."""
     heartbeat.enter("train")
-    dog.look(dog.last_look)
-    assert dog.limit() == 100.0
+    for seconds in (0, 1, 1, 1, 300, 300, 300):
+        dog.look(dog.last_look + seconds)
+    assert (dog.examined, dog.limit()) == ([], 100.0)
     for silence in (12.0, 14.0):
         dog.silence = silence
         (thread := threading.Thread(target=Watchdog.examine, args=(dog,))).start()
@@ -212,11 +196,3 @@ def test_a_slow_first_step_is_told_once_with_its_line(dog: Any, caplog: pytest.L
     heartbeat.step_ended(1, 1)
     dog.look(dog.last_look)
     assert dog.limit() == 10.0
-
-
-def test_a_pause_is_no_silence(dog: Any) -> None:
-    """Ctrl-Z, or a laptop that sleeps: a look after a long time counts as one second."""
-    heartbeat.enter("train")
-    for seconds in (1, 1, 1, 300, 300, 300):
-        dog.look(dog.last_look + seconds)
-    assert not dog.examined
