@@ -2,13 +2,10 @@
 
 import math
 import sys
-import time
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
-from support.commands import ROOT, wait_for
+from support.commands import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
 
@@ -16,8 +13,6 @@ import harness  # noqa: E402
 import race  # noqa: E402
 import scaling  # noqa: E402
 from scaling import Machine, Wire, Work  # noqa: E402
-
-SILENT = Wire(0.0, math.inf)
 
 
 def test_ratios_are_of_runs_of_the_same_round():
@@ -33,8 +28,7 @@ def test_ratios_are_of_runs_of_the_same_round():
         (0, "sweep by launch=torchrun", 2, {"wall": 20.0}),
         (0, "--help", 1, {"wall": 0.25}),
     ]
-    common = {"load": 0.5, "exit": 0}
-    rows = [{"round": number, "name": name, "ranks": ranks} | common | found for number, name, ranks, found in runs]
+    rows = [dict(round=n, name=name, ranks=ranks, load=0.5, exit=0) | found for n, name, ranks, found in runs]
     page = race.report(rows, race.Settings("data"), "torch 2")
     for row in (
         "| Lockstep | 1 | tutorial | 1 | 137.50 (75.00-200.00) | 1.75 (1.50-2.00) | - | - | - | - | 10.00 | 0.50 |",
@@ -63,50 +57,27 @@ def test_rounds_take_turns_in_being_first():
     assert "".join(order) == "abcbcacab"
 
 
-def test_a_command_at_its_limit_ends_with_its_processes_of_other_sessions(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "of_the_user")
-    words, began = "echo $PYTHONPATH; setsid sleep 60 & echo $! > left; wait", time.monotonic()
-    assert harness.run_on_terminal(["bash", "-c", words], tmp_path, limit=1) == 124
-    assert time.monotonic() - began < 50  # its output would end with the last process that holds the terminal
-    assert (tmp_path / "console.log").read_text().strip().endswith(":of_the_user")
-    left = Path("/proc") / (tmp_path / "left").read_text().strip() / "cmdline"
-
-    def has_ended():
-        with suppress(OSError):
-            return not left.read_bytes()  # a zombie has no words
-        return True
-
-    wait_for(has_ended, "end of the process", limit=5)
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8, 4096])
-def test_collectives_send_the_bytes_of_the_textbook(ranks):
+def test_times_of_steps_end_where_textbooks_do():
     free, late = Wire(0.0, 1.0), Wire(1.0, math.inf)  # a byte a second, and a second a message
-    share = 2 * (ranks - 1) / ranks * 1e6
-    of_bytes = {"ring": share, "tree": share, "server": share * ranks}
-    of_messages = {"ring": 2 * (ranks - 1), "tree": 2 * math.log2(ranks), "server": 2}
-    for name in of_bytes:
-        assert getattr(scaling, name)(free, 1e6, ranks) == pytest.approx(of_bytes[name])
-        assert getattr(scaling, name)(late, 1e6, ranks) == of_messages[name]
-
-
-def test_nodes_add_up_their_own_gradients_first_and_a_backward_pass_hides_all_but_the_last_bucket():
-    eight = Machine(Wire(0.0, 100.0), Wire(0.0, 1.0), local=8, spread=0.0)
+    for ranks in (2, 4, 8, 4096):
+        share = 2 * (ranks - 1) / ranks * 1e6
+        messages = {"ring": 2 * (ranks - 1), "tree": 2 * math.log2(ranks), "server": 2}
+        for name, size in {"ring": share, "tree": share, "server": share * ranks}.items():
+            assert getattr(scaling, name)(free, 1e6, ranks) == pytest.approx(size)
+            assert getattr(scaling, name)(late, 1e6, ranks) == messages[name]
+    eight = Machine(Wire(0.0, 100.0), free, local=8, spread=0.0)  # nodes add up their own gradients first
     whole = 2 * 7 / 8 * 8e6 / 100 + 2 * 7 / 8 * 1e6
     assert eight.combine(scaling.ring, 8e6, 64) == pytest.approx(whole)
     assert eight.combine(scaling.gather, 8e6, 64) == pytest.approx(whole / 2)
-    assert scaling.overlapped(1.0, 2.0, (1.0,) * 4, lambda size: 0.25) == pytest.approx(3.25)
-    assert scaling.overlapped(1.0, 2.0, (1.0,) * 4, lambda size: 1.0) == pytest.approx(1 + 0.5 + 4)
-
-
-def test_a_pipeline_has_the_bubble_of_gpipe_and_the_slowest_of_many_is_the_expected_maximum():
+    for seconds, expected in ((0.25, 3.25), (1.0, 5.5)):  # a backward pass hides all but the last bucket
+        assert scaling.overlapped(1.0, 2.0, (1.0,) * 4, lambda size, of=seconds: of) == pytest.approx(expected)
     work = Work(fixed=0.0, each=1e-3, buckets=(1e8,) * 4, groups=10, stages=8, micro_batches=8, cut=1e3)
-    silent = Machine(SILENT, SILENT, 1, 0.0)
-    for ranks in (2, 4, 8):
+    silent = Machine(Wire(0.0, math.inf), Wire(0.0, math.inf), 1, 0.0)
+    for ranks in (2, 4, 8):  # the bubble of GPipe
         found = scaling.efficiency(scaling.pipeline, work, silent, 64, ranks, weak=True)
         assert found == pytest.approx(8 / (8 + ranks - 1))
     assert scaling.pipeline(work, silent, 64, 9) == math.inf
-    spread = 0.01  # so small that the log-normal is normal; the mean maximum of 2 and of 3 normals is known
-    two, three, many = ((scaling.slowest(ranks, spread) - 1) / spread for ranks in (2, 3, 4096))
+    # So small a spread that the log-normal is normal; the mean maximum of 2 and of 3 normals is known.
+    two, three, many = ((scaling.slowest(ranks, 0.01) - 1) / 0.01 for ranks in (2, 3, 4096))
     assert (two, three) == pytest.approx((1 / math.sqrt(math.pi), 1.5 / math.sqrt(math.pi)), rel=0.02)
     assert 3.4 < many < 3.8

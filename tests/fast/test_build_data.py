@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from lockstep.data import DataSource, Splits, Tensors
 from lockstep.data.build import build_data, completed, prepare_first
 from lockstep.data.partition import seed_all
-from lockstep.data.vision import Digits, RandomPairs
+from lockstep.data.vision import Digits
 from lockstep.errors import ConfigError
 from lockstep.snapshots import fingerprint as fingerprint_module
 from lockstep.snapshots.fingerprint import data_fingerprint
@@ -68,15 +69,13 @@ TOLD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "shape", "classes", "words"), TOLD)
-def test_the_data_tells_the_shape_and_the_number_of_classes(
-    name: str, shape: list[int], classes: int, words: list[str]
-) -> None:
-    config = own(name, *words)
-    found = completed(config, build_data(config))
-    assert (found.model["shape"], found.model["classes"], found.dataset["shape"]) == (shape, classes, shape)
-    typed = with_values(config, f"dataset.classes={classes + 3}")
-    assert completed(typed, build_data(typed)).model["classes"] == classes + 3
+def test_the_data_tells_the_shape_and_the_number_of_classes() -> None:
+    for name, shape, classes, words in TOLD:
+        config = own(name, *words)
+        found = completed(config, build_data(config))
+        assert (found.model["shape"], found.model["classes"], found.dataset["shape"]) == (shape, classes, shape)
+        typed = with_values(config, f"dataset.classes={classes + 3}")
+        assert completed(typed, build_data(typed)).model["classes"] == classes + 3
 
 
 REFUSED = [
@@ -89,13 +88,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("config", "kind", "said"), REFUSED)
-def test_data_that_cannot_be_used_is_refused(config: Any, kind: Any, said: str) -> None:
-    with pytest.raises(kind, match=said):
-        completed(config, build_data(config))
-
-
-def test_training_data_that_is_not_needed_may_be_gone_and_fewer_classes_be_tested() -> None:
+def test_data_that_cannot_be_used_is_refused_and_what_is_not_needed_may_be_gone() -> None:
+    for config, kind, said in REFUSED:
+        with pytest.raises(kind, match=said):
+            completed(config, build_data(config))
     assert len(build_data(own("Names,names:''", test="Points"), needs_training_data=False).train) == 23
     assert len(build_data(own("Names", test="Names,names:ab")).test) == 6
 
@@ -141,36 +137,27 @@ def test_digits_are_those_of_sklearn_in_a_fixed_order() -> None:
     assert (len(splits.train), len(splits.test), images.dtype) == (1437, 360, torch.uint8)
 
 
-def test_random_pairs_differ_between_splits_and_seeds_alone() -> None:
-    one, again, other = (RandomPairs(samples=5, features=3, seed=seed).splits() for seed in (1, 1, 2))
-    assert torch.equal(one.train.inputs, again.train.inputs)
-    assert len({split.inputs.sum().item() for split in (one.train, one.test, other.train, other.test)}) == 4
-
-
 # The hash by which ranks and resumed runs see that their data is other data.
 
 
-@pytest.mark.parametrize("row", [0, 500, 999])
-def test_one_bit_in_any_row_in_memory_counts(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_bit_in_any_row_in_memory_counts_and_of_other_data_the_length_and_all_targets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     inputs, targets = torch.randint(0, 256, (1000, 1, 5, 5), dtype=torch.uint8), torch.arange(1000)
     before = data_fingerprint(Tensors(inputs, targets))
     assert before.endswith(" of all samples and targets")
     assert before == data_fingerprint(Tensors(inputs.clone(), targets.clone()))
-    for changed in (0, 1):
+    for changed, row in product((0, 1), (0, 500, 999)):
         pair = [inputs.clone(), targets.clone()]
         pair[changed].view(1000, -1)[row, -1] ^= 1
         assert before != data_fingerprint(Tensors(*pair))
     assert before != data_fingerprint(Tensors(inputs, targets, weights=torch.ones(1000)))
     monkeypatch.setattr(fingerprint_module, "LARGEST_TENSOR", 100)
     assert data_fingerprint(Tensors(inputs, targets)).endswith(" of 64 of 1000 samples and targets")
-
-
-def test_of_other_data_the_length_and_all_targets_count() -> None:
     rows = [(torch.rand(3), number) for number in range(50)]
     assert data_fingerprint(rows) == data_fingerprint(rows[:]) != data_fingerprint([*rows, rows[0]])
-
-    def of(*targets: int) -> str:
-        return data_fingerprint(TensorDataset(torch.rand(3, 2), torch.tensor(targets)))
-
-    assert of(1, 2, 3).endswith(" of the length and targets")
-    assert of(1, 2, 3) == of(1, 2, 3) != of(1, 2, 4)
+    one, same, other = (
+        data_fingerprint(TensorDataset(torch.rand(3, 2), torch.tensor([1, 2, last]))) for last in (3, 3, 4)
+    )
+    assert one.endswith(" of the length and targets")
+    assert one == same != other

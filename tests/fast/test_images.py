@@ -1,6 +1,7 @@
 """Images: their pixels, which there are, and what is kept of them."""
 
 import os
+from itertools import product
 
 import numpy as np
 import pytest
@@ -33,26 +34,25 @@ def splits_of(kind, tree, **keys):
     return source.splits()
 
 
-@pytest.mark.parametrize("size", [None, 24, 30, 64])
-@pytest.mark.parametrize("turn", [1, 3, 6])
-@pytest.mark.parametrize(("mode", "ending"), [("RGB", "jpg"), ("L", "JPG"), ("CMYK", "jpeg"), ("P", "png")])
-def test_pixels_are_those_of_torchvision(tmp_path, mode, ending, turn, size):
-    path, exif = tmp_path / f"x.{ending}", Image.Exif()
-    exif[0x0112] = turn
-    Image.fromarray(PIXELS).convert(mode).save(path, exif=exif.tobytes())
-    image = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
-    plain = image if size is None else v2.Compose([v2.Resize(size), v2.CenterCrop(size)])(image)
-    assert torch.equal(read_image(path.read_bytes(), size), v2.functional.pil_to_tensor(plain))
-
-
-def test_16_bits_have_one_scale(tmp_path):
+def test_pixels_are_those_of_torchvision_and_16_bits_have_one_scale(tmp_path):
+    endings = {"RGB": "jpg", "L": "JPG", "CMYK": "jpeg", "P": "png"}
+    for mode, turn, size in product(endings, (1, 3, 6), (None, 24, 30, 64)):
+        path, exif = tmp_path / f"x.{endings[mode]}", Image.Exif()
+        exif[0x0112] = turn
+        Image.fromarray(PIXELS).convert(mode).save(path, exif=exif.tobytes())
+        image = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
+        plain = image if size is None else v2.Compose([v2.Resize(size), v2.CenterCrop(size)])(image)
+        assert torch.equal(read_image(path.read_bytes(), size), v2.functional.pil_to_tensor(plain)), (mode, turn, size)
     for brightest in (255, 65535):
         Image.fromarray(np.array([[0, brightest]], dtype=np.uint16)).save(tmp_path / "x.png")
         assert read_image((tmp_path / "x.png").read_bytes(), None)[0].tolist() == [[0, brightest // 256]]
 
 
 @pytest.mark.parametrize("cache", [False, True])
-def test_folders_are_numbered_by_the_training_classes(tree, cache):
+def test_folders_are_numbered_by_the_training_classes_and_a_list_has_no_labels(tree, cache):
+    images = splits_of(ImageList, tree / "train").test
+    assert (images.files.tolist()[0], images[2][1], class_names(images)) == (b"a/deep/y.png", -100, [])
+    assert class_count(images, -100) is None
     splits = splits_of(ImageFolders, tree, cache=cache)
     assert splits.train.files.tolist() == [b"train/a/deep/y.png", b"train/a/z.png", b"train/b/x.PNG"]
     assert (splits.train.classes, splits.train.targets.tolist()) == (["a", "b"], [0, 0, 1])
@@ -106,16 +106,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("rows", WRONG)
-def test_wrong_rows_are_refused(tree, rows):
-    (tree / "x.csv").write_text(f"file,label,split\n{rows}\n")
-    with pytest.raises(ValueError, match=WRONG[rows]):
-        splits_of(CsvImages, tree, **COLUMNS, csv_file=str(tree / "x.csv"))
-
-
-def test_a_list_has_no_labels(tree):
-    images = splits_of(ImageList, tree / "train").test
-    assert (len(images), images.files.tolist()[0], images[2][1]) == (3, b"a/deep/y.png", -100)
-    assert class_names(images) == []
-    assert class_count(images, -100) is None
-    assert splits_of(ImageList, tree / "test", size=None).test[0][0].shape == (3, 30, 41)
+def test_wrong_rows_are_refused(tree):
+    for rows, said in WRONG.items():
+        (tree / "x.csv").write_text(f"file,label,split\n{rows}\n")
+        with pytest.raises(ValueError, match=said):
+            splits_of(CsvImages, tree, **COLUMNS, csv_file=str(tree / "x.csv"))

@@ -1,35 +1,23 @@
 """Batches are the same on any number of ranks, with workers, in micro-batches, and after a stop in mid-epoch."""
 
 import random
-from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
 
 from lockstep.data import loader as loader_module
 from lockstep.data.augment import BatchWide, ShiftFlip
-from lockstep.data.loader import Batch, InputConverter, Loader
-from lockstep.data.partition import Order, Part, fold_in, generator, parts
-from lockstep.data.reader import SampleReader
+from lockstep.data.loader import Batch, InputConverter
+from lockstep.data.partition import Order, fold_in
 from lockstep.data.source import Tensors
-from support.loaders import BATCH, CPU, SEED, Position, loader
+from support.loaders import BATCH, SEED, Position, loader
 
 SAMPLES = 103  # the last batch of an epoch has 3 samples: fewer than ranks times micro-batches
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several threads take longer for these small tensors."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Drawing(Dataset[Any]):
@@ -125,50 +113,17 @@ def test_files_are_shuffled_and_samples_within_windows_of_files() -> None:
     assert (shards[order].diff() != 0).sum() > 400
 
 
-class Numbers(Dataset[Any]):
-    """Sample number n is [n], its target n."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.tensor([float(index)]), index
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_batches_of_a_long_epoch_are_planned_when_they_are_needed(workers: int) -> None:
-    """Rank 7 of 256 in an epoch of 10^6 samples. Nothing is made of the 122 batches in front."""
-    planned = list[int]()
-
-    def plan(number: int, count: int) -> list[Part]:
-        planned.append(number)
-        return parts(count, 1, 7, 256)
-
-    reader, converter = SampleReader(Numbers(10**6), "data", SEED), InputConverter(torch.float32)
-    read = Loader(reader, Order(10**6, SEED), converter, CPU, SEED, 8192, plan, (7, 256), workers=workers)
-    batches = read.batches(Position())
-    found = [next(batches).parts[0] for _ in range(2)]
-    assert len(planned) <= 5
-    order = torch.randperm(10**6, generator=generator(SEED, 0))
-    assert all(
-        one.targets.equal(rows.tensor_split(256)[7]) for one, rows in zip(found, order.split(8192), strict=False)
-    )
-    assert found[0].numbers.untyped_storage().nbytes() == 32 * 4  # no tensor of the whole batch is kept
-
-
-@pytest.mark.parametrize("of", [Numbers, lambda count: Tensors(torch.zeros(count, 1), torch.arange(count))])
-def test_every_sample_is_evaluated_once_for_any_size_and_world(of: Any) -> None:
-    for count in (1, 6, 7, 8, 22):
-        for size in (1, 2, 4):
-            of_ranks = [list(loader(of(count), rank, size, mean=None).evaluation(7)) for rank in range(size)]
-            assert len({len(found) for found in of_ranks}) == 1  # ranks may have to compute together
-            loaded = [part for found in of_ranks for part in found]
-            assert all(part.inputs.shape[1:] == (1,) for part in loaded)  # an empty part has its shape
-            assert sorted(torch.cat([part.targets for part in loaded]).tolist()) == list(range(count))
-            assert all(part.numbers.equal(part.targets) for part in loaded)
+@pytest.mark.parametrize("is_read", [True, False])
+def test_every_sample_is_evaluated_once_for_any_size_and_world(is_read: bool) -> None:
+    for count, size in product((1, 6, 7, 8, 22), (1, 2, 4)):
+        memory = Tensors(torch.zeros(count, 1), torch.arange(count))
+        data: Any = [memory[number] for number in range(count)] if is_read else memory
+        of_ranks = [list(loader(data, rank, size, mean=None).evaluation(7)) for rank in range(size)]
+        assert len({len(found) for found in of_ranks}) == 1  # ranks may have to compute together
+        loaded = [part for found in of_ranks for part in found]
+        assert all(part.inputs.shape[1:] == (1,) for part in loaded)  # an empty part has its shape
+        assert sorted(torch.cat([part.targets for part in loaded]).tolist()) == list(range(count))
+        assert all(part.numbers.equal(part.targets) for part in loaded)
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 4, 4), (5, 3), (5, 3, 7)])
@@ -188,11 +143,3 @@ def test_inputs_are_scaled_normalised_by_channel_and_brought_to_the_type_of_the_
         limit = 1e-6 if samples.dtype == torch.float32 else 1e-14
         torch.testing.assert_close(InputConverter(torch.float64)(samples), scaled, rtol=0, atol=limit)
         torch.testing.assert_close(InputConverter(torch.float64, std=std)(samples), scaled / stds, rtol=0, atol=limit)
-
-
-def test_tokens_stay_and_of_several_inputs_each_is_converted() -> None:
-    assert InputConverter(torch.float64)(tokens := torch.arange(6).view(2, 3)) is tokens
-    both = {"image": torch.arange(12).byte().view(1, 3, 2, 2), "place": torch.ones(1, 2)}
-    found = InputConverter(torch.float64, mean=[0.5], std=[0.5])(both)
-    torch.testing.assert_close(found["image"], both["image"].double() / 255 * 2 - 1)
-    assert found["place"].equal(both["place"].double())

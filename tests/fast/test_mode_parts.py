@@ -41,8 +41,8 @@ def test_names_of_classes_stand_for_predictions_and_targets_only():
     rows = table(columns, ["cat", "dog"]).to_csv()
     assert rows == ",prediction,length,sure,truth\n0,dog,1,False,dog\n1,cat,0,True,\n"
     wide = {"prediction": numbers == 0, "probability": torch.full((2, 2), 0.1, dtype=torch.bfloat16)}
-    head, first, _ = table(wide, ["cat", "dog"]).to_csv().splitlines()
-    assert (head, first) == (",prediction,probability_cat,probability_dog", "0,False,0.100097656,0.100097656")
+    rows = table(wide, ["cat", "dog"]).to_csv()
+    assert rows.startswith(",prediction,probability_cat,probability_dog\n0,False,0.100097656,0.100097656\n")
 
 
 def test_a_net_takes_arrays_and_lists_and_predicts_what_its_task_says():

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.models.airbench import Airbench
-from lockstep.models.base import WeightsFromData, matching_parameters, require_matches
 from lockstep.models.gpt import gpt
 from lockstep.models.library import timm_model, torchvision_model
 from lockstep.models.tutorial import convnet, linear, mlp, toy_parallel
@@ -74,18 +73,6 @@ def test_what_a_model_does_not_take_is_refused_by_its_own_name(monkeypatch: pyte
         timm_model("resnet18", [3, 64, 64], 10)
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "modern"])
-def test_a_gpt_sees_no_later_token_and_has_the_loss_of_a_guess_at_first(variant: Any) -> None:
-    model, tokens = small_gpt(variant), torch.randint(7, (3, 16))
-    loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten().roll(-1))
-    assert loss.item() == pytest.approx(math.log(7), abs=0.1)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    changed = torch.cat([tokens[:, :9], (tokens[:, 9:] + 1) % 7], 1)
-    assert torch.equal(model(tokens)[:, :9], model(changed)[:, :9])
-    assert not torch.allclose(model(tokens)[:, 9], model(changed)[:, 9])
-
-
 def test_the_smallest_gpt_of_nanogpt_has_as_many_parameters() -> None:
     model = gpt([64], 65, layers=4, heads=4, width=128, dropout=0.0, tied=True, variant="gpt2")
     assert sum(parameter.numel() for parameter in model.parameters()) == 804096
@@ -130,21 +117,3 @@ def test_a_gpt_is_the_formulas_of_its_papers(variant: Any) -> None:
         vectors = vectors + wide @ weights[f"{block}.mlp.projection.weight"].T
     logits = norm(vectors, "head.norm.weight") @ weights["embedding.tokens.weight"].T
     torch.testing.assert_close(model(tokens), logits, rtol=1e-6, atol=1e-6)  # its angles are float32's
-
-
-def test_patterns_name_parameters_by_kind_by_layer_and_by_any_name_of_a_shared_weight() -> None:
-    model = small_gpt("gpt2")
-    inside = {f"block{n}.attention.{name}.weight" for n in (1, 2) for name in ("queries_keys_values", "projection")}
-    for pattern, expected in [
-        ("norm", {name for name, _ in model.named_parameters() if "norm" in name}),
-        ("head.linear.weight", {"embedding.tokens.weight"}),
-        ("block*.attention", inside),
-        ("blok1", set()),
-    ]:
-        assert matching_parameters(model, pattern) == expected
-    assert matching_parameters(convnet([1, 8, 8], 4), "bias") == {
-        "layer1.0.bias", "layer1.1.bias", "layer2.0.bias", "layer2.1.bias", "fc.bias",
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match="parameters.freeze: the model has no blok1; the nearest names are block1, "):
-        require_matches("parameters.freeze", ["blok1"], [False], [name for name, _ in model.named_parameters()])
-    assert isinstance(Airbench([3, 9, 9], 10, [8, 8, 8], "one"), WeightsFromData)

@@ -6,46 +6,10 @@ import multiprocessing
 import os
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lockstep.distributed.run_folder import HeldFolder
-from lockstep.errors import ConfigError
-from lockstep.modes.train import Train
 from support.commands import wait_for
-from support.configs import composed, parts_of, record_of
-from support.digits import FEW
-from support.worlds import in_world
-
-SMALL = ["model=mlp", "logger=[]", "model.width=16", FEW, "trainer.max_steps=1"]
-
-
-def _train_with_records(cfg: Any, files: list[dict[str, str]]) -> list[str]:
-    """A training for each (files to record), in one rank, each a step longer. Returns how each was refused."""
-    sentences = []
-    for steps, recorded in enumerate(files, start=1):
-        changed = cfg.changed({"trainer.max_steps": steps})
-        try:
-            Train().work(changed, replace(record_of(changed), files=recorded), parts_of(changed))
-            sentences.append("")
-        except ConfigError as error:
-            sentences.append(str(error))
-    return sentences
-
-
-def test_the_record_of_a_run_belongs_to_the_run_that_holds_the_folder(tmp_path):
-    cfg = composed(f"run_dir={tmp_path}", *SMALL)
-    first, second = ({"config.yaml": text, "overrides.yaml": "[]"} for text in ("first", "second"))
-    other = HeldFolder(tmp_path)
-    assert other.lock() is None  # as another run would hold it
-    ((refusal,),) = in_world(1, _train_with_records, cfg, [first])
-    assert refusal.startswith(f"another run holds {tmp_path} (pid {os.getpid()} on ")
-    assert refusal.endswith("wait for its end, or type hydra.run.dir=<another folder>")
-    assert not (tmp_path / ".hydra").exists()
-    other.release()
-    assert in_world(1, _train_with_records, cfg, [first, second]) == [["", ""]]
-    assert {path.name: path.read_text() for path in (tmp_path / ".hydra").iterdir()} == second
 
 
 def _hold_and_fork(folder: str) -> None:

@@ -15,7 +15,7 @@ import lockstep
 import runs as runs_py
 from lockstep.errors import ConfigError
 from lockstep.loggers.base import EpochSummary
-from lockstep.runs.record import RunRecord, code_facts, read_run, seconds_of, settle, state_of
+from lockstep.runs.record import RunRecord, read_run, seconds_of, settle, state_of
 from lockstep.runs.table import choosing, rows_of, settings
 from support.commands import ROOT
 from support.logged import run_info
@@ -71,16 +71,11 @@ def test_a_run_of_a_process_that_is_gone_was_killed_and_one_elsewhere_is_unknown
         assert seconds_of(read_run(folder)) == pytest.approx(5, abs=1)
 
 
-def started(folder, step=0, **config):
-    record = RunRecord(folder, ("val/loss", "min"))
-    record.start(run_info(folder, step, start=START, config=config))
-    return record
-
-
-def test_a_run_that_is_killed_before_its_first_snapshot_keeps_its_start(tmp_path):
+def test_a_run_that_is_killed_before_its_first_snapshot_keeps_its_start_and_a_long_history_stays_short(tmp_path):
     for epochs in (1, 2):
         settle(tmp_path)
-        record = started(tmp_path, epochs=epochs)
+        record = RunRecord(tmp_path, ("val/loss", "min"))
+        record.start(run_info(tmp_path, start=START, config={"epochs": epochs}))
         record.progress.best, record.progress.best_step = 0.5, 20
         metrics = {"train": {"loss": 1.0}, "val": {"loss": 0.5}, "best": {"loss": 0.5}}
         record.epoch(EpochSummary(1, 2, 20, metrics, {"samples": 9.0}))
@@ -92,29 +87,14 @@ def test_a_run_that_is_killed_before_its_first_snapshot_keeps_its_start(tmp_path
     values = {"speed/samples_per_s": 9.0, "train/loss": 1.0, "val/loss": 0.5, "best/loss": 0.5}
     assert run["history"] == [{"epoch": 1, "step": 20, **values}]
     assert run["objective"] == {"name": "val/loss", "mode": "min", "best": 0.5, "step": 20, "last": 0.5}
-    record = started(tmp_path, 10)
+    record.start(run_info(tmp_path, 10, start=START))
     assert [one["to_step"] for one in read_run(tmp_path)["starts"]] == [0, 10, 10]
     assert read_run(tmp_path)["history"] == []
-    for epoch in range(1, 5001):  # the history of a long run stays short
+    for epoch in range(1, 5001):
         record.epoch(EpochSummary(epoch, 5000, epoch, {"val": {"loss": 1 / epoch}}, {"samples": 9.0}))
     record.end(run_info(tmp_path), "finished")
     epochs = [row["epoch"] for row in read_run(tmp_path)["history"]]
     assert (epochs, epochs[-1], 300 < len(epochs) <= 1000) == (sorted(epochs), 5000, True)
-
-
-def test_the_code_is_known_with_git_and_without(tmp_path):
-    source = tmp_path / "src" / "train.py"
-    source.parent.mkdir()
-    source.write_text("seed: 0\n")
-    without_git = code_facts.__wrapped__(tmp_path)
-    assert "commit" not in without_git
-    for words in (["init"], ["add", "."], ["commit", "-m", "first"]):
-        git = ["git", "-c", "user.name=A", "-c", "user.email=a@example.org", *words]
-        subprocess.run(git, cwd=tmp_path, check=True, capture_output=True)
-    facts = code_facts.__wrapped__(tmp_path)
-    assert (len(facts["commit"]), facts["source"]) == (40, without_git["source"])
-    source.write_text("seed: 1\n")
-    assert code_facts.__wrapped__(tmp_path)["source"] != without_git["source"]
 
 
 # The table.

@@ -1,10 +1,7 @@
 """launch=slurm: the script that is submitted, and what is refused. Drills run it on a real Slurm."""
 
-import os
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from lockstep.errors import ConfigError, RankFailed, StoppedEarly
+from lockstep.errors import ConfigError
 from lockstep.launchers.slurm import SlurmLauncher
 from support.commands import TRAIN
 
@@ -23,14 +20,14 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., S
     """launcher(words of the command, overrides, **settings of launch), for the run folder `a folder`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a folder").mkdir()
+    usual = {"nodes": 2, "ntasks_per_node": 1, "warning": 60, "options": [], "setup": [], "dry_run": False}
+    usual |= dict.fromkeys(["cpus_per_task", "partition", "account", "time"]) | {"run_dir": "a folder"}
 
     def make(*words: str, overrides: Sequence[str] = (), **settings: Any) -> SlurmLauncher:
         hydra_cfg = OmegaConf.create({"overrides": {"task": list(overrides)}})
         monkeypatch.setattr(HydraConfig, "get", lambda: hydra_cfg)
         monkeypatch.setattr(sys, "argv", [TRAIN, *words])
-        unset = dict.fromkeys(["cpus_per_task", "partition", "account", "time"])
-        some: dict[str, Any] = {"nodes": 2, "ntasks_per_node": 1, "warning": 60, "options": [], "setup": []}
-        return SlurmLauncher(**(unset | some | {"dry_run": False, "run_dir": "a folder"} | settings))
+        return SlurmLauncher(**(usual | settings))
 
     return make
 
@@ -66,28 +63,20 @@ HYDRAS = ["hydra.searchpath=[file:///my/conf]", "hydra/job_logging=none", "+hydr
 OF_SWEEP = ["hydra.run.dir=x", "hydra.sweep.dir=y", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=2", "hydra.mode=RUN"]
 
 
-@pytest.mark.parametrize(
-    ("words", "overrides", "reach"),
-    [
-        ([], ["model=mlp", "launch=slurm", "launch.nodes=2", "+launch.extra=1", "seed=3"], "model=mlp seed=3"),
-        (["--config-dir=/my conf", "--config-name=a", "-m"], [], "'--config-dir=/my conf' --config-name=a"),
-        (["--config-dir=/my conf"], ["model=mine"], "'--config-dir=/my conf' model=mine"),
-        ([*HYDRAS, *OF_SWEEP], ["seed=3"], f"'{HYDRAS[0]}' {HYDRAS[1]} {HYDRAS[2]} seed=3"),
-    ],
-)
-def test_the_ranks_run_the_typed_command_with_launch_env_in_a_fixed_folder(launcher, tmp_path, words, overrides, reach):
-    text = launcher(*words, overrides=overrides).script()
-    (command,) = [line for line in text.splitlines() if line.startswith("srun ")]
-    end = f"launch=env 'hydra.run.dir=\"{tmp_path}/a folder\"' &"
-    assert command == f"srun --kill-on-bad-exit=1 {sys.executable} {TRAIN} {reach} {end}"
+# The words of the command, its overrides, and what reaches the ranks.
+TYPED = [
+    ([], ["model=mlp", "launch=slurm", "launch.nodes=2", "+launch.extra=1", "seed=3"], "model=mlp seed=3"),
+    (["--config-dir=/my conf", "--config-name=a", "-m"], [], "'--config-dir=/my conf' --config-name=a"),
+    ([*HYDRAS, *OF_SWEEP], ["seed=3"], f"'{HYDRAS[0]}' {HYDRAS[1]} {HYDRAS[2]} seed=3"),
+]
 
 
-def test_a_job_is_requeued_only_if_the_run_stopped_early(launcher, commands, tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "8")
-    for code in (0, 1, 75, 76, 130):
-        commands(srun=f"exit {code}", scontrol=f'echo "$@ after {code}" >> {tmp_path}/asked')
-        assert subprocess.run(["bash", "-c", launcher().script()]).returncode == code
-    assert (tmp_path / "asked").read_text() == "requeue 8 after 75\nrequeue 8 after 76\n"
+def test_the_ranks_run_the_typed_command_with_launch_env_in_a_fixed_folder(launcher, tmp_path):
+    for words, overrides, reach in TYPED:
+        text = launcher(*words, overrides=overrides).script()
+        (command,) = [line for line in text.splitlines() if line.startswith("srun ")]
+        end = f"launch=env 'hydra.run.dir=\"{tmp_path}/a folder\"' &"
+        assert command == f"srun --kill-on-bad-exit=1 {sys.executable} {TRAIN} {reach} {end}"
 
 
 def test_a_submission_that_cannot_work_is_refused(launcher, commands, tmp_path, monkeypatch):
@@ -100,14 +89,3 @@ def test_a_submission_that_cannot_work_is_refused(launcher, commands, tmp_path, 
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="finds no sbatch here; type launch.dry_run=true"):
         launcher().validate()
-
-
-def test_a_job_of_a_sweep_is_waited_for_and_cancelled_at_a_signal(launcher, commands, tmp_path, monkeypatch):
-    waits = f"[ $2 = --wait ] && until [ -e {tmp_path}/end ]; do sleep 0.1; done"
-    commands(sbatch=f"echo 12; {waits}; exit 3", scancel=f"touch {tmp_path}/end")
-    monkeypatch.setenv("LOCKSTEP_SWEEP", str(tmp_path))
-    threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGTERM]).start()
-    with pytest.raises(StoppedEarly, match="Slurm job 12 was cancelled"):
-        launcher().launch(print)
-    with pytest.raises(RankFailed, match="Slurm job 12 ended with 3; see "):
-        launcher().launch(print)

@@ -48,7 +48,7 @@ def test_a_share_or_a_number_is_held_out_with_the_classes_of_the_rest(size: floa
     assert ((of_val - of_all * count / 1437).abs() <= 1).all()
 
 
-KINDS = {
+KINDS: dict[str, Any] = {
     "classes": digits(),
     "tensors": TensorDataset(torch.rand(53, 3), torch.arange(53) % 4),
     "values": Tensors(torch.rand(53, 2), torch.rand(53, 1)),
@@ -57,26 +57,25 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_over_all_folds_each_sample_is_validated_once(kind: str) -> None:
-    data: Any = KINDS[kind]
-    folds = [sides(data, None, (fold, 5), 3)[1] for fold in range(5)]
-    assert sorted(number for fold in folds for number in fold) == list(range(len(data)))
-    sizes = [len(fold) for fold in folds]
-    assert max(sizes) - min(sizes) <= (20 if kind == "groups" else 1)
-    if kind == "classes":
-        counts = torch.stack([torch.bincount(data.targets[fold], minlength=10) for fold in folds])
-        assert (counts.max(0).values - counts.min(0).values).max() <= 1
+def test_over_all_folds_each_sample_is_validated_once() -> None:
+    for kind, data in KINDS.items():
+        folds = [sides(data, None, (fold, 5), 3)[1] for fold in range(5)]
+        assert sorted(number for fold in folds for number in fold) == list(range(len(data)))
+        sizes = [len(fold) for fold in folds]
+        assert max(sizes) - min(sizes) <= (20 if kind == "groups" else 1)
+        if kind == "classes":
+            counts = torch.stack([torch.bincount(data.targets[fold], minlength=10) for fold in folds])
+            assert (counts.max(0).values - counts.min(0).values).max() <= 1
 
 
-@pytest.mark.parametrize(("size", "fold"), [(0.1, None), (30.0, None), (0.9, None), (None, (2, 4))])
-def test_samples_of_one_group_stay_together(size: float | None, fold: tuple[int, int] | None) -> None:
+def test_samples_of_one_group_stay_together() -> None:
     data = Patients()
-    for groups in ("auto", "off"):
-        rows = sides(data, size, fold, groups=groups)
-        train, val = ({data.groups[number] for number in side} for side in rows)
-        assert bool(train & val) == (groups == "off")
-        assert abs(len(rows[1]) - {0.1: 24, 30.0: 30, 0.9: 216, None: 60}[size]) <= 12
+    for size, fold, count in ((0.1, None, 24), (30.0, None, 30), (0.9, None, 216), (None, (2, 4), 60)):
+        for groups in ("auto", "off"):
+            rows = sides(data, size, fold, groups=groups)
+            train, val = ({data.groups[number] for number in side} for side in rows)
+            assert bool(train & val) == (groups == "off")
+            assert abs(len(rows[1]) - count) <= 12
 
 
 # Data, size, fold, and what is said.
@@ -89,13 +88,10 @@ REFUSED: list[tuple[Any, float | None, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("data", "size", "fold", "said"), REFUSED)
-def test_data_of_which_no_part_can_be_taken_is_refused(data: Any, size: float | None, fold: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        hold_out(data, size, fold, 0, "auto")
-
-
-# What a run reads.
+def test_data_of_which_no_part_can_be_taken_is_refused() -> None:
+    for data, size, fold, said in REFUSED:
+        with pytest.raises(ConfigError, match=said):
+            hold_out(data, size, fold, 0, "auto")
 
 
 def test_split_seed_alone_says_what_is_held_out() -> None:

@@ -51,26 +51,22 @@ def test_samples_are_read_by_number_before_and_after_a_fork(keys):
     assert [process.join() or process.exitcode for process in ranks] == [0, 0]
 
 
-@pytest.mark.parametrize(("name", "is_read"), [("1.{}", True), ("cat v1.0.{}", False)])
-def test_images_have_any_case_and_no_dots_in_their_names(keys, tmp_path, name, is_read):
+def test_images_have_any_case_and_no_dots_in_their_names(keys, tmp_path):
     pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
-    for split in ("a", "b"):
-        with tarfile.open(tmp_path / f"{split}.tar", "w") as file:
-            Image.fromarray(pixels).save(stored := io.BytesIO(), "png")
+    Image.fromarray(pixels).save(stored := io.BytesIO(), "png")
+    with tarfile.open(tmp_path / "a.tar", "w") as file:
+        for name in ("1.{}", "cat v1.0.{}"):
             add(file, name.format("PNG"), stored.getvalue())
             add(file, name.format("CLS"), b"1")
-    keys |= dict(urls=f"{tmp_path}/a.tar", test_urls=f"{tmp_path}/b.tar", inputs="jpg;png")
+    keys |= dict(urls=f"{tmp_path}/a.tar", test_urls=f"{tmp_path}/a.tar", inputs="jpg;png")
     TarShards(**keys).prepare()
-    test = TarShards(**keys).splits().test
-    assert len(test) == is_read
-    if is_read:
-        image, target = test[0]
-        assert (image.permute(1, 2, 0).tolist(), target) == (pixels.tolist(), 1)
+    ((image, target),) = TarShards(**keys).splits().test
+    assert (image.permute(1, 2, 0).tolist(), target) == (pixels.tolist(), 1)
 
 
-@pytest.mark.parametrize("cut", [512, 5000, 7168])
-def test_a_tar_that_is_cut_is_named(keys, tmp_path, cut):
+def test_a_tar_that_is_cut_is_named(keys, tmp_path):
     TarShards(**keys).prepare()
-    os.truncate(tmp_path / "part-03.tar", cut)
-    with pytest.raises(ValueError, match=r"part-03.tar: "):
-        TarShards(**keys).prepare()
+    for cut in (7168, 5000, 512):
+        os.truncate(tmp_path / "part-03.tar", cut)
+        with pytest.raises(ValueError, match=r"part-03.tar: "):
+            TarShards(**keys).prepare()

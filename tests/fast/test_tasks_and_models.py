@@ -1,6 +1,6 @@
 """Losses and metrics against plain torch, and the layers of the models."""
 
-import re
+import math
 from typing import Any
 
 import pytest
@@ -14,8 +14,8 @@ from lockstep.models.tutorial import linear, mlp
 from lockstep.strategies.base import layer_groups
 from lockstep.tasks.base import Task
 from lockstep.tasks.tasks import CrossEntropy, MultiLabel, Regression
+from lockstep.training.nonfinite import broken_samples
 from lockstep.training.setup import prepare_model
-from support.configs import composed
 
 
 def sums(task: Task, outputs: Any, targets: Any) -> dict[str, float]:
@@ -33,62 +33,55 @@ def test_regression_sums_over_samples_and_averages_over_a_samples_values() -> No
         assert sums(Regression(), zeros, one_each)["loss"] == 10.0
 
 
-@pytest.mark.parametrize(
-    ("task", "outputs", "targets", "said"),
-    [
-        (CrossEntropy(), [2, 5, 9], torch.zeros(2, 5).long(), "class numbers (N, classes, ...) and (N, ...), and"),
-        (CrossEntropy(), [2, 4], torch.zeros(2, 4).long(), "are [2, 4] and [2, 4], int64; type task="),
-        (CrossEntropy(), [2, 1], torch.zeros(2), "are [2, 1] and [2], float32; type task="),
-        (Regression(), [2, 3], torch.zeros(2).long(), "of one shape, and these are [2, 3] and [2], int64; type task="),
-        (Regression(), [2, 3], torch.zeros(2, 4), "are [2, 3] and [2, 4], float32; type task="),
-        (MultiLabel(), [2, 3], torch.zeros(2).long(), "(N, labels), and these are [2, 3] and [2], int64; type task="),
-    ],
-)
-def test_outputs_that_do_not_fit_are_refused(task: Task, outputs: list[int], targets: torch.Tensor, said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        task.sums(torch.zeros(outputs), targets)
+def constant(loss: Any) -> Task:
+    return Regression(loss=lambda outputs, targets: loss)
 
 
-@pytest.mark.parametrize(
-    ("task", "targets"), [(CrossEntropy(), torch.zeros(0, dtype=torch.long)), (Regression(), torch.zeros(0, 2))]
-)
-def test_no_sample_adds_nothing_and_half_precision_is_summed_in_float32(task: Task, targets: torch.Tensor) -> None:
-    outputs = torch.zeros(0, 2, dtype=torch.bfloat16)
-    assert task.sums(outputs, targets).loss.dtype == torch.float32
-    assert not any(sums(task, outputs, targets).values())
+ONE, LABELS = torch.ones(()), torch.zeros(2).long()
+REFUSED = [  # the task, the shape of outputs, the targets, what is said
+    (CrossEntropy(), [2, 5, 9], torch.zeros(2, 5).long(), r"class numbers \(N, classes, ...\) and \(N, ...\), and"),
+    (CrossEntropy(), [2, 4], torch.zeros(2, 4).long(), r"are \[2, 4\] and \[2, 4\], int64; type task="),
+    (CrossEntropy(), [2, 1], torch.zeros(2), r"are \[2, 1\] and \[2\], float32; type task="),
+    (Regression(), [2, 3], LABELS, r"of one shape, and these are \[2, 3\] and \[2\], int64; type task="),
+    (Regression(), [2, 3], torch.zeros(2, 4), r"are \[2, 3\] and \[2, 4\], float32; type task="),
+    (MultiLabel(), [2, 3], LABELS, r"\(N, labels\), and these are \[2, 3\] and \[2\], int64; type task="),
+    (constant(ONE), [2, 4], torch.zeros(2, 4), r'gives loss as \[\], .*: the ranks add them up; type reduction="none"'),
+    (
+        constant(torch.ones(3)),
+        [2, 4],
+        torch.zeros(2, 4),
+        r"loss as \[3\], and a .* sample is wanted, \[2\], or \[2, 4\]",
+    ),
+    (constant(1.0), [2, 4], torch.zeros(2, 4), "gives loss as float, and a value"),
+    (constant({"a": torch.ones(2)}), [2, 4], torch.zeros(2, 4), "gives loss as dict, and a value"),
+]
 
 
-def layers(model: nn.Module) -> list[tuple[int, ...]]:
-    """The weights' shapes."""
-    return [tuple(parameter.shape) for name, parameter in model.named_parameters() if name.endswith("weight")]
+def test_outputs_that_do_not_fit_and_a_loss_without_a_value_for_each_sample_are_refused() -> None:
+    for task, outputs, targets, said in REFUSED:
+        with pytest.raises(ConfigError, match=said):
+            task.sums(torch.zeros(outputs), targets)
+
+
+def test_no_sample_adds_nothing_and_half_precision_is_summed_in_float32() -> None:
+    for task, targets in ((CrossEntropy(), LABELS[:0]), (Regression(), torch.zeros(0, 2))):
+        outputs = torch.zeros(0, 2, dtype=torch.bfloat16)
+        assert task.sums(outputs, targets).loss.dtype == torch.float32
+        assert not any(sums(task, outputs, targets).values())
+
+
+def test_rows_that_are_not_those_of_the_samples_name_no_broken_sample() -> None:
+    broken, packed = torch.full((4, 2), math.nan), torch.full((3, 2), math.nan)
+    assert broken_samples(torch.arange(4), broken, torch.zeros(4)) == [0, 1, 2, 3]
+    assert broken_samples(torch.arange(4), packed, torch.tensor(math.nan)) == []
 
 
 def test_layer_groups_are_neighbours_with_equally_many_layers_with_parameters() -> None:
     groups = layer_groups(mlp([7], 3, width=5, depth=3, dropout=0.0), 2)
-    assert [len(layers(nn.Sequential(*group.values()))) for group in groups] == [2, 2]
+    assert [len([*nn.Sequential(*group.values()).parameters()]) for group in groups] == [4, 4]
     assert [name for group in groups for name in group] == [str(number) for number in range(11)]
     with pytest.raises(ConfigError, match="type model=mlp model.depth=2"):
         layer_groups(linear([1, 8, 8], 10), 3)
-
-
-@pytest.mark.parametrize(("dataset", "task"), [("digits", "CrossEntropy"), ("random", "Regression")])
-def test_a_data_set_brings_its_task(dataset: str, task: str) -> None:
-    cfg = composed(f"dataset={dataset}", "model=linear", whole=False)
-    assert cfg.task["_target_"].endswith(task)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (torch.tensor(1.0), r'gives loss as \[\], .*: the ranks add them up; type reduction="none"'),
-        (torch.ones(3), r"gives loss as \[3\], and a value for each sample is wanted, \[2\], or \[2, 4\]"),
-        (1.0, "gives loss as float, and a value"),
-        ({"a": torch.ones(2)}, "gives loss as dict, and a value"),
-    ],
-)
-def test_an_own_loss_that_gives_no_value_for_each_sample_is_refused(given: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        Regression(loss=lambda outputs, targets: given).sums(torch.zeros(2, 4), torch.zeros(2, 4))
 
 
 def test_layers_that_get_their_shapes_later_get_their_layout_then() -> None:
