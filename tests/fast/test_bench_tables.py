@@ -9,7 +9,6 @@ from support.commands import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
 
-import harness  # noqa: E402
 import race  # noqa: E402
 import scaling  # noqa: E402
 from scaling import Machine, Wire, Work  # noqa: E402
@@ -39,22 +38,6 @@ def test_ratios_are_of_runs_of_the_same_round():
     ):
         assert row in page
     assert "Training, processes: 2" not in page
-
-
-def test_a_time_is_the_slowest_ranks_and_cpu_time_is_everybodys():
-    lap = {"seconds": 2.0, "cpu": 1.0, "sent": 0, "samples": 100}
-    same = {"evaluation": [lap], "rss": 10.0, "accuracy": 0.5, "first_step": 12.0, "bare DDP": [lap, lap]}
-    slow = lap | {"seconds": 4.0, "cpu": 3.0}
-    found = race.figures([same | {"training": [lap, lap]}, same | {"training": [slow, lap]}], began=10.0)
-    expected = {"speed": 200 / 6, "evaluation": 50, "cpu": 1000 * 6 / 200, "first_step": 2.0}
-    assert found | expected | {"of bare DDP": (2 / 4 + 1) / 2} == found
-
-
-def test_rounds_take_turns_in_being_first():
-    order = []
-    measure = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
-    assert harness.interleave(measure, 3) == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
-    assert "".join(order) == "abcbcacab"
 
 
 def test_times_of_steps_end_where_textbooks_do():

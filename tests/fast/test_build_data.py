@@ -1,24 +1,31 @@
-"""The data of a run, from its config: what the data tells, what is compared, and what is refused."""
+"""The data of a run: what it tells, what is held out of it, how its samples are read, and what is refused."""
 
-from dataclasses import dataclass, replace
+import ast
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torchvision import tv_tensors
 
-from lockstep.data import DataSource, Splits, Tensors
-from lockstep.data.build import build_data, completed, prepare_first
-from lockstep.data.partition import seed_all
+from lockstep.config.check import instantiate
+from lockstep.data.build import build_data, completed, reader_of
+from lockstep.data.reader import EVALUATION, SampleReader, batches, request_of
+from lockstep.data.source import Tensors, unwrapped
+from lockstep.data.split import hold_out
 from lockstep.data.vision import Digits
 from lockstep.errors import ConfigError
+from lockstep.failures.record import exception_record
 from lockstep.snapshots import fingerprint as fingerprint_module
 from lockstep.snapshots.fingerprint import data_fingerprint
+from support import own_data
 from support.configs import composed, with_values
+from support.digits import digits
 from support.own_data import Points
 
 
@@ -96,38 +103,6 @@ def test_data_that_cannot_be_used_is_refused_and_what_is_not_needed_may_be_gone(
     assert len(build_data(own("Names", test="Names,names:ab")).test) == 6
 
 
-@dataclass(kw_only=True)
-class Waves(DataSource):
-    """A source of one's own, which has to be prepared."""
-
-    count: int
-    folder: str
-
-    def prepare(self) -> None:
-        torch.save(torch.rand(self.count, 2), Path(self.folder, "waves.pt"))
-
-    def splits(self) -> Splits:
-        waves, drawn = torch.load(Path(self.folder, "waves.pt"), weights_only=True), torch.rand(self.count, 2)
-        return Splits(*(Tensors(one, (one[:, 0] > 0.5).long()) for one in (waves, drawn)))
-
-
-def test_a_source_of_ones_own_is_prepared_and_what_it_draws_depends_on_the_seed_alone(tmp_path: Path) -> None:
-    words = ["dataset=digits", "dataset._target_=test_build_data.Waves", "+dataset.count=7"]
-    config = composed(*words, f"+dataset.folder={tmp_path}")
-    prepare_first(config)
-    first = build_data(config)
-    seed_all(9)
-    prepare_first(config)
-    again, other = build_data(config), build_data(replace(config, seed=4))
-    assert again.train.inputs.equal(first.train.inputs)
-    assert again.test.inputs.equal(first.test.inputs)
-    assert not other.test.inputs.equal(first.test.inputs)
-    assert len(first.train) == 7
-    said = "the data of test_build_data.Waves cannot be read .*test_build_data.py:.*; type data_dir="
-    with pytest.raises(ConfigError, match=said):
-        prepare_first(composed(*words, f"+dataset.folder={tmp_path / 'none'}"))
-
-
 def test_digits_are_those_of_sklearn_in_a_fixed_order() -> None:
     splits, (pixels, labels) = Digits().splits(), load_digits(return_X_y=True)
     order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
@@ -161,3 +136,212 @@ def test_one_bit_in_any_row_in_memory_counts_and_of_other_data_the_length_and_al
     )
     assert one.endswith(" of the length and targets")
     assert one == same != other
+
+
+class Patients(Dataset[tuple[torch.Tensor, int]]):
+    """Samples of patients, each of whom has several, and a class for each sample."""
+
+    def __init__(self, samples: int = 240, patients: int = 48) -> None:
+        draw = np.random.default_rng(0)
+        self.groups = [f"patient {number}" for number in draw.integers(0, patients, samples)]
+        self.targets = draw.integers(0, 3, samples).tolist()
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([float(index)]), index % 2
+
+
+def sides(dataset: Any, size: float | None, fold: Any = None, seed: int = 0, groups: str = "auto") -> tuple[Any, Any]:
+    """The numbers of the samples on both sides, which together are all, each on one side."""
+    train, val = (unwrapped(part)[1].tolist() for part in hold_out(dataset, size, fold, seed, groups))  # type: ignore
+    assert sorted(train + val) == list(range(len(dataset)))
+    return train, val
+
+
+@pytest.mark.parametrize(("size", "count"), [(0.1, 144), (100.0, 100), (0.0001, 1), (0.999, 1436)])
+def test_a_share_or_a_number_is_held_out_with_the_classes_of_the_rest(size: float, count: int) -> None:
+    data, of_seeds = digits(train=True), [sides(digits(), size, seed=seed)[1] for seed in (0, 0, 1)]
+    assert of_seeds[0] == of_seeds[1] != of_seeds[2]
+    assert len(of_seeds[0]) == count
+    of_all, of_val = (torch.bincount(data.targets[rows], minlength=10) for rows in (slice(None), of_seeds[0]))
+    assert ((of_val - of_all * count / 1437).abs() <= 1).all()
+
+
+DIVIDED: dict[str, Any] = {
+    "classes": digits(),
+    "tensors": TensorDataset(torch.rand(53, 3), torch.arange(53) % 4),
+    "values": Tensors(torch.rand(53, 2), torch.rand(53, 1)),
+    "groups": Patients(),
+    "list": [(torch.rand(2), number % 3) for number in range(53)],
+}
+
+
+def test_over_all_folds_each_sample_is_validated_once() -> None:
+    for kind, data in DIVIDED.items():
+        folds = [sides(data, None, (fold, 5), 3)[1] for fold in range(5)]
+        assert sorted(number for fold in folds for number in fold) == list(range(len(data)))
+        sizes = [len(fold) for fold in folds]
+        assert max(sizes) - min(sizes) <= (20 if kind == "groups" else 1)
+        if kind == "classes":
+            counts = torch.stack([torch.bincount(data.targets[fold], minlength=10) for fold in folds])
+            assert (counts.max(0).values - counts.min(0).values).max() <= 1
+
+
+def test_samples_of_one_group_stay_together() -> None:
+    data = Patients()
+    for size, fold, count in ((0.1, None, 24), (30.0, None, 30), (0.9, None, 216), (None, (2, 4), 60)):
+        for groups in ("auto", "off"):
+            rows = sides(data, size, fold, groups=groups)
+            train, val = ({data.groups[number] for number in side} for side in rows)
+            assert bool(train & val) == (groups == "off")
+            assert abs(len(rows[1]) - count) <= 12
+
+
+# Data, size, fold, and what is said.
+UNDIVIDED: list[tuple[Any, float | None, Any, str]] = [
+    ([1, 2, 3], 3.0, None, "loader.validation=3, and there are 3 training samples; type "),
+    ([1], 0.1, None, "loader.validation=0.1, and there are 1 training samples; type loader.validation=null"),
+    ([1, 2, 3], None, (0, 5), "loader.folds=5, and there are 3 training samples; type loader.folds=3"),
+    (Patients(20, 2), None, (0, 4), "has 2 groups.*; type loader.folds=2, or loader.groups=off"),
+    (Patients(20, 1), 0.2, None, "has 1 groups.*; type "),
+]
+
+
+def test_data_of_which_no_part_can_be_taken_is_refused() -> None:
+    for data, size, fold, said in UNDIVIDED:
+        with pytest.raises(ConfigError, match=said):
+            hold_out(data, size, fold, 0, "auto")
+
+
+def double(sample: Any) -> Any:
+    return sample[0] * 2, sample[1]
+
+
+PATIENTS = "{_target_:test_build_data.Patients,samples:40}"
+PAIR = ["dataset=pair", f"+dataset.train={PATIENTS}", f"+dataset.test={PATIENTS}", "loader.groups=off"]
+VALIDATION = f"+dataset.validation={PATIENTS}"
+
+
+def test_validation_samples_get_the_transforms_of_tests() -> None:
+    doubled = "loader.transforms=[{_target_:test_build_data.double,_partial_:true}]"
+    config = composed(*PAIR, "loader.validation=0.25", doubled)
+    data, request = build_data(config), request_of(range(10))
+    assert reader_of(config, data.val, "val", False).read(request)[0].flatten().tolist() == data.held_out.tolist()
+    trained = reader_of(config, data.train, "train", True).read(request_of(range(30)))[0].flatten() / 2
+    assert sorted([*trained.tolist(), *data.held_out.tolist()]) == list(range(40))
+
+
+def test_validation_data_of_its_own_is_taken_in_place_of_a_part() -> None:
+    data = build_data(composed(*PAIR, VALIDATION, whole=False))
+    assert (len(data.train), len(data.val), data.held_out) == (40, 40, None)
+    assert build_data(composed(*PAIR, VALIDATION, "loader.validation=null", whole=False)).val is None
+    assert len(build_data(composed("trainer.final=train+val", whole=False)).train) == 1437
+    said = "trainer.final=train.val trains on what is held out, .* are other data; type trainer.final=null"
+    with pytest.raises(ConfigError, match=said):
+        build_data(composed(*PAIR, VALIDATION, "trainer.final=train+val", whole=False))
+
+
+SEED = 3
+
+
+def reader(dataset: Any, check: Any = None, **options: Any) -> SampleReader:
+    return SampleReader(dataset, "training data", SEED, check=check, **options)
+
+
+def read(
+    dataset: Any, numbers: Any = range(23), epoch: int = 0, start: int = 0, workers: int = 0, **options: Any
+) -> tuple[Any, Any]:
+    """(inputs, targets) of these samples in one batch, each at the place of its number."""
+    request = request_of([*numbers], epoch)._replace(start=start)
+    (found,) = batches(reader(dataset, **options), iter([request]), workers, pin_memory=False)
+    return found
+
+
+def shaken(sample: Any) -> Any:
+    return sample[0] + torch.rand(4, dtype=torch.float64) + np.random.rand(), sample[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_random_numbers_are_those_of_the_epoch_and_of_the_place_in_it(workers: int) -> None:
+    noisy, options = own_data.Noisy(), {"transforms": [shaken], "workers": workers}
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    whole = read(noisy, epoch=1, **options)[0]
+    assert read(noisy, [7, 3], epoch=1, start=50, **options)[0].equal(whole[[7, 3]])  # with whom it is read is nothing
+    noise = [(read(noisy, epoch=epoch)[0] - noisy.points)[:, 0] for epoch in (0, 1, EVALUATION, EVALUATION)]
+    assert noise[2].equal(noise[3])
+    assert len(set(torch.cat(noise).tolist())) == 3 * 23
+    again = reader(noisy).read(request_of([4, 4])._replace(places=np.array([8, 9])))[0]  # drawn twice in an epoch
+    assert not again[0].equal(again[1])
+    assert torch.equal(torch.get_rng_state(), states[0])  # those of the rank stay
+    assert np.random.get_state()[1].tolist() == states[1]
+
+
+def test_what_a_collate_function_draws_depends_on_the_batch_alone() -> None:
+    points = own_data.Points()
+    batches_of = [(range(5), 5), (range(3), 5), (range(5), 10)]
+    read_all = [read(points, some, start=start, collate_fn=own_data.scaled)[0] for some, start in batches_of]
+    factors = [found / points.points[: len(found)] for found in read_all]
+    torch.testing.assert_close(factors[0][:3], factors[1])  # another part of the same batch, on another rank
+    assert abs(factors[2][0, 0] - factors[0][0, 0]) > 1e-6
+
+
+@pytest.mark.parametrize("kind", [lambda mask: mask, tv_tensors.Mask, lambda mask: tv_tensors.Mask(mask[None])])
+@pytest.mark.parametrize("key", ["transforms", "test_transforms"])
+def test_a_mask_moves_with_its_image_in_a_segmentation(kind: Any, key: str) -> None:
+    image, mask = torch.arange(12, dtype=torch.uint8).reshape(3, 2, 2), torch.arange(4).reshape(2, 2)
+    node = "{_target_:torchvision.transforms.v2.RandomHorizontalFlip,p:1.0}"
+    config = composed("task=segmentation", "dataset.classes=4", f"loader.{key}=[{node}]")
+    found = reader_of(config, [(image, kind(mask))], "train", key == "transforms").read(request_of([0]))
+    assert found[0][0].equal(image.flip(2))
+    assert found[1].squeeze().equal(mask.flip(1))
+
+
+def test_samples_that_make_no_batch_or_other_targets_than_samples_are_refused_and_named() -> None:
+    check = partial(instantiate(composed().task).check_targets, classes=2)
+    said = r"samples \[0, 1, 2, 3\] of the training data make no batch.*; give all .*type loader.collate_fn="
+    for name in ("Ragged", "Targetless", "Pictures", "Mirrored", "Gone", "Triples"):
+        with pytest.raises(ConfigError, match=said):
+            read(getattr(own_data, name)(), range(6), workers=int(name == "Gone"), check=check)
+    for collate, count in ((own_data.twice, 46), (own_data.without_the_first, 22)):
+        said = f"in the training data, loader.collate_fn makes {count} targets of 23 samples, .*; type task._target_="
+        with pytest.raises(ConfigError, match=said):
+            read(own_data.Points(), collate_fn=collate, check=check)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
+    data = Subset(own_data.Broken(), range(3, 23))  # its number is that in the whole data
+    with pytest.raises(RuntimeError) as raised:
+        read(data, [0, 1, 2], workers=workers)
+    said = exception_record(raised.value)["message"]
+    assert "sample 5 of the training data cannot be read (OSError: image file is truncated)" in said
+    assert "Traceback" not in said
+
+
+# The task | targets of samples 10 to 13 | what is said
+TARGETS = r"""
+classification | 0, 1, 2, 1 |
+classification | 0, 1, 3, 1 | sample 12 has the target 3, and the classes are 0 to 2; type dataset.classes=4
+classification | 0, 1, 1, -1 | sample 13 has the target -1, .*; type its target as 0 to 2
+classification | [.5, .5, 0.], [.5, .5, 0.], [1., 0., 0.], [0., 0., 1.] |
+segmentation | [[0, 1], [2, -100]], [[0, 0], [0, 1]], [[0, 0], [0, 1]], [[2, 2], [0, 1]] |
+segmentation | [[0, 1], [0, 0]], [[0, 0], [255, 0]], [[0, 0], [0, 1]], [[0, 0], [0, 1]] | sample 11 .* 255 at .1, 0.
+language_modelling | [0, 1, -100], [0, 1, 2], [0, 1, 2], [0, 1, 2] |
+language_modelling | [0, 1, 7], [0, 1, 2], [0, 1, 2], [0, 1, 2] | sample 10 has the target 7 at \[2\]
+multi_label | [0, 1, 1], [1, 1, 1], [0, 0, 0], [1, 0, 1] |
+multi_label | [0, 1, 1], [1, 1, 1], [0, 0, 0], [0, -1, 1] | sample 13 .* \[0, -1, 1\], and its labels are 0 or 1
+multi_label | [0., 2., 1.], [0., 0., 1.], [0., 0., 1.], [0., 0., 1.] | sample 10 has the target
+regression | [-3.], [2.], [9.], [.5] |
+"""
+
+
+def test_targets_that_the_task_does_not_take_are_named_with_their_sample() -> None:
+    for row in TARGETS.strip().splitlines():
+        task, given, said = (part.strip() for part in row.split("|"))
+        targets = [torch.tensor(target) for target in ast.literal_eval(f"[{given}]")]
+        check = partial(instantiate(composed(f"task={task}", "dataset.classes=3").task).check_targets, classes=3)
+        data = Subset([(torch.zeros(1), target) for target in targets[:1] * 10 + targets], range(10, 14))
+        with pytest.raises(ConfigError, match=f"^in the training data, {said}") if said else nullcontext():
+            read(data, range(4), check=check)

@@ -1,7 +1,8 @@
-"""Values and nodes of a config: every option composes and passes the checks, and a sentence refuses what is wrong."""
+"""The config and the command line: every option composes, and a sentence refuses what is wrong."""
 
 import pickle
-from dataclasses import FrozenInstanceError, fields, is_dataclass
+from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -9,9 +10,13 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from torch import nn
 
+from lockstep import cli
 from lockstep.config.check import OPTIONS, check, check_nodes, explain, flatten, instantiate, instantiate_as, nodes_in
+from lockstep.config.record import config_flags
 from lockstep.config.schema import CONF, RunConfig
 from lockstep.errors import ConfigError
+from lockstep.launchers.env import EnvLauncher
+from lockstep.preflight import job_spec, preflight
 from lockstep.tasks.base import Task
 from lockstep.text import show
 from support.configs import NEEDS, as_composed, composed
@@ -133,3 +138,71 @@ def test_what_a_constructor_raises_is_what_is_raised() -> None:
     assert instantiate(None) is None
     assert [made.depth for made in instantiate([node | {"width": 1, "depth": 3}] * 2)] == [3, 3]
     assert instantiate_as(nn.Module, node, "model", width=2, other=3).width == 2  # what is not taken is not passed
+
+
+def test_a_flag_is_one_word_with_its_value_and_a_mode_without_a_record_is_refused(tmp_path: Path) -> None:
+    words = ["seed=1", "-cd", "own", "-m", "~a", "trainer.epochs", "--cfg=job", "-cn=c", "--config-path", "d", "b=2"]
+    found = cli.words_of(words)
+    flags = ["--config-dir=own", "--config-name=c", "--config-path=d"]
+    assert found == ["seed=1", flags[0], "-m", "~a", "trainer.epochs", "--cfg=job", *flags[1:], "b=2"]
+    assert config_flags([*found, "hydra.searchpath=[d]"]) == [*flags, "hydra.searchpath=[d]"]
+    assert cli.with_overrides_of_run([]) == []
+    with pytest.raises(ConfigError, match="is in no run folder"):
+        cli.with_overrides_of_run(["mode=evaluate", f"resume={tmp_path}"])
+
+
+def test_a_mode_takes_the_words_of_the_run_but_not_how_it_was_spread_and_saved(tmp_path: Path) -> None:
+    taken = ["dataset=text", "model=gpt", "model.width=8", "trainer.precision=fp64", "+experiment=x"]
+    words = ["strategy=fsdp", "snapshot.keep_last=2", "backend=nccl", "watch.nan=skip"]
+    words += ["launch=fork", "launch.nproc_per_node=2", "logger=[csv]", "trainer.compile=true"]
+    run = tmp_path / "run"
+    (run / ".hydra").mkdir(parents=True)
+    (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(taken + words))
+    (run / ".hydra" / "config.yaml").write_text("{}")
+    places = (run, run / "snapshots", run / "snapshots" / "step_1")
+    for mode, resume in product(("evaluate", "predict", "export", "sample"), places):
+        typed = [f"mode={mode}", f"resume={resume}"]
+        assert cli.with_overrides_of_run(typed) == [*taken, f"hydra.run.dir={run / mode}", *typed]
+    typed = ["mode=sample", f"resume={run}", "model=mlp", "hydra.run.dir=out"]
+    assert cli.with_overrides_of_run(typed) == [taken[0], *taken[3:], *typed]
+
+
+THREE, COMPILED, FP16 = "launch=spawn launch.nproc_per_node=3", "trainer.compile=true", "trainer.precision=fp16"
+AUTO, BF16, EAGER = "gradient_sync=auto, or strategy=ddp", "trainer.precision=bf16", "trainer.compile=false"
+ONE = "strategy.replicate=1 and strategy.shard=1, or strategy=ddp"
+EACH = {"sync_bn=on": "sync_bn=off", FP16: BF16}
+TOGETHER: dict[str, dict[str, str]] = {  # {what is typed: {what else: what is said to type}}
+    "strategy=data_parallel": {"sync_bn=on": "sync_bn=off", "launch=spawn": "strategy=ddp", COMPILED: EAGER},
+    "strategy=fsdp": {
+        "gradient_sync=bf16": "gradient_sync=auto",
+        f"strategy.replicate=2 {THREE}": "strategy.replicate=1",
+    },
+    "strategy=pipeline": EACH | {COMPILED: EAGER},
+    "strategy=tensor_parallel model=mlp": EACH
+    | {"gradient_sync=ring": AUTO, COMPILED: EAGER}
+    | {f"strategy.replicate={number} {THREE}": ONE for number in (2, 3)},
+    "strategy=virtual_ranks": {"gradient_sync=ring": AUTO, "sync_bn=on": "sync_bn=off", THREE: "strategy.count=6"}
+    | {"trainer.gradient_accumulation_steps=2": "trainer.gradient_accumulation_steps=1"},
+    f"strategy=async_parameter_server {THREE}": EACH
+    | {"gradient_sync=ring": AUTO, "watch.nan=skip": "watch.nan=stop"}
+    | {"trainer.deterministic=true": "trainer.deterministic=false", "snapshot.every=5steps": "snapshot.every=1epochs"},
+    "strategy=async_parameter_server": {"launch=env": THREE},
+    "gradient_sync=powersgd": {"watch.nan=skip": "watch.nan=stop"},
+    "trainer.batch_size=2": {THREE: "trainer.batch_size=3"},
+}
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    for typed, others in TOGETHER.items():
+        for other, said in others.items():
+            with pytest.raises(ConfigError) as refused:
+                preflight(composed(*typed.split(), *other.split()))
+            assert f"type {said}" in str(refused.value), (typed, other)
+    strategy = instantiate(composed("strategy=virtual_ranks").strategy)
+    plain, deterministic = (
+        job_spec(composed(f"trainer.deterministic={value}"), EnvLauncher()) for value in ("false", "true")
+    )
+    for job in (plain, deterministic, replace(deterministic, device_type="cuda")):
+        strategy.validate(job)
+    with pytest.raises(ConfigError, match="type trainer.deterministic=true"):
+        strategy.validate(replace(plain, device_type="cuda"))

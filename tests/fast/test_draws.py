@@ -102,24 +102,16 @@ def test_masks_of_samples_layers_and_steps_are_independent() -> None:
     assert together.fill_diagonal_(0).abs().max() < 6 / 2000**0.5  # 6 standard deviations, of 404,550 pairs
 
 
-def test_what_decides_about_a_layer_is_the_same_on_all_ranks_and_draws_without_samples_is_not() -> None:
-    coins, masks, orders = set(), [], []
+def test_what_decides_about_a_layer_or_a_parameter_is_the_same_on_all_ranks_and_draws_without_samples_is_not() -> None:
+    coins, masks, orders, weights, weight = set(), [], [], [], nn.Parameter(torch.ones(6, 4))
     for start, rows in ((0, 7), (7, 9)):
         torch.manual_seed(7)
         with SampleDraws().of(start, rows, 16):
+            weights.append(torch.cat([torch.randn_like(weight), F.dropout(weight)]).detach())
             whole = torchvision.ops.stochastic_depth(torch.ones(rows, 5, 6), 0.5, "batch")
             coins.add((float(torch.rand(())), float(torch.rand(1)), float(whole.sum()) > 0))
             masks.append(F.dropout(torch.ones(1001)))
             orders.append(torch.randperm(1001))
-    assert len(coins) == 1
+    assert (len(coins), torch.equal(*weights)) == (1, True)
     assert not torch.equal(*masks)
     assert not torch.equal(*orders)
-
-
-def test_draws_of_a_parameter_is_the_same_on_all_ranks() -> None:
-    weight, drawn = nn.Parameter(torch.ones(6, 4)), []
-    for start, rows in ((0, 3), (3, 6)):
-        torch.manual_seed(7)
-        with SampleDraws().of(start, rows, 9):
-            drawn.append(torch.cat([torch.randn_like(weight), F.dropout(weight)]).detach())
-    assert torch.equal(*drawn)

@@ -7,15 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from scipy.stats import chisquare
+from torch import Tensor
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
 
+from lockstep.config.check import instantiate
 from lockstep.data import loader as loader_module
-from lockstep.data.augment import BatchWide, ShiftFlip
-from lockstep.data.loader import Batch, InputConverter
-from lockstep.data.partition import Order, fold_in
+from lockstep.data.augment import BatchWide, Places, ShiftFlip, drawn_at
+from lockstep.data.build import build_data, completed, sampling_weights
+from lockstep.data.loader import MIX, InputConverter
+from lockstep.data.partition import Order, fold_in, generator
 from lockstep.data.source import Tensors
+from lockstep.errors import ConfigError
+from support.configs import composed
 from support.loaders import BATCH, SEED, Position, loader
+from support.own_data import Noisy
 
 SAMPLES = 103  # the last batch of an epoch has 3 samples: fewer than ranks times micro-batches
 
@@ -34,22 +42,20 @@ class Drawing(Dataset[Any]):
         return image.float() / 255 + torch.rand(()) + np.random.rand() + random.random(), int(target)
 
 
-def images(count: int = SAMPLES) -> Tensors:
+def pictures(count: int = SAMPLES) -> Tensors:
     draw = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (count, 3, 8, 8), dtype=torch.uint8, generator=draw)
     return Tensors(pixels, torch.randint(0, 10, (count,), generator=draw))
 
 
+FEW = pictures(23)
+IMAGES = FEW.inputs
+
+
 def train(data: Any, size: int = 1, start: tuple[int, int] = (0, 0), batches: int = 7, **options: Any) -> list[Any]:
     """What all ranks get of so many batches: (number, samples, inputs, targets), in the order of the global batch."""
-    if options.pop("augment", False):
-        options["augment"] = ShiftFlip(pad=2, flip="alternating", sizes=None, epochs=2)
-    if options.pop("mixes", False):
-        options["transforms"] = [BatchWide(v2.MixUp(alpha=1.0, num_classes=10))]
-    ranks: list[list[Batch]] = []
-    for rank in range(size):
-        ranks.append(list(islice(loader(data, rank, size, **options).batches(Position(*start)), batches)))
-    found = []
+    reading = [loader(data, rank, size, **options).batches(Position(*start)) for rank in range(size)]
+    ranks, found = [[*islice(one, batches)] for one in reading], []
     for of_ranks in zip(*ranks, strict=True):
         loaded = sorted((part for batch in of_ranks for part in batch.parts), key=lambda part: part.number)
         inputs, targets = (torch.cat([getattr(part, name) for part in loaded]) for name in ("inputs", "targets"))
@@ -75,12 +81,16 @@ ORDERS: dict[str, dict[str, Any]] = {
 }
 
 
+AUGMENTED = {"augment": ShiftFlip(pad=2, flip="alternating", sizes=None, epochs=2)}
+MIXED = {"transforms": [BatchWide(v2.MixUp(alpha=1.0, num_classes=10))]}
+
+
 @pytest.mark.parametrize("kind", ORDERS)
-@pytest.mark.parametrize("changes", ["", "mixes", "augment mixes"])
-def test_same_bits_on_any_ranks_in_any_parts_and_after_a_stop(kind: str, changes: str) -> None:
-    part = Subset(images(), list(range(0, SAMPLES, 2)))
-    data: Any = {"memory": images(), "part of memory": part}.get(kind, Drawing(images()))
-    options = ORDERS[kind] | dict.fromkeys(changes.split(), True)
+@pytest.mark.parametrize("changes", [{}, MIXED, AUGMENTED | MIXED], ids=["", "mixed", "augmented and mixed"])
+def test_same_bits_on_any_ranks_in_any_parts_and_after_a_stop(kind: str, changes: dict[str, Any]) -> None:
+    part = Subset(pictures(), list(range(0, SAMPLES, 2)))
+    data: Any = {"memory": pictures(), "part of memory": part}.get(kind, Drawing(pictures()))
+    options = ORDERS[kind] | changes
     one = train(data, **options)
     for size, micro in ((1, 3), (3, 2)):
         assert_same(one, train(data, size, micro=micro, **options))
@@ -93,7 +103,7 @@ def test_same_bits_on_any_ranks_in_any_parts_and_after_a_stop(kind: str, changes
 def test_an_epoch_has_each_sample_once_normalised(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """at_once: samples that are looked up together."""
     monkeypatch.setattr(loader_module, "VALUES_AT_ONCE", at_once * 192)
-    memory = images()
+    memory = pictures()
     batches = train(memory, 2, batches=5)
     assert [batch[:2] for batch in batches] == [(0, 25), (1, 25), (2, 25), (3, 25), (4, 3)]  # none padded, none dropped
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(fold_in(SEED, 0)))
@@ -143,3 +153,139 @@ def test_inputs_are_scaled_normalised_by_channel_and_brought_to_the_type_of_the_
         limit = 1e-6 if samples.dtype == torch.float32 else 1e-14
         torch.testing.assert_close(InputConverter(torch.float64)(samples), scaled, rtol=0, atol=limit)
         torch.testing.assert_close(InputConverter(torch.float64, std=std)(samples), scaled / stds, rtol=0, atol=limit)
+
+
+MIXES = [v2.MixUp(alpha=0.4, num_classes=10), v2.CutMix(alpha=1.0, num_classes=10)]
+
+
+@pytest.mark.parametrize(("size", "micro"), [(1, 1), (1, 3), (3, 2), (9, 1)])
+@pytest.mark.parametrize("transforms", [MIXES[:1], MIXES[1:], MIXES, [v2.Compose(MIXES)], [v2.RandomChoice(MIXES)]])
+def test_a_batch_is_what_torchvision_makes_of_the_whole_batch(transforms: Any, size: int, micro: int) -> None:
+    mixing = {"micro": micro, "transforms": [BatchWide(one) for one in transforms]}
+    found, plain = train(FEW, size, (1, 0), 3, batch=8, **mixing), train(FEW, 1, (1, 0), 3, batch=8)
+    for (number, _, *one), (_, _, *mixed) in zip(found, plain, strict=True):
+        for place, transform in enumerate(transforms):
+            torch.manual_seed(fold_in(SEED, 1, number * 8, MIX, place))
+            mixed = transform(*mixed)
+        torch.testing.assert_close(one[0], mixed[0], rtol=0, atol=1e-14)
+        torch.testing.assert_close(one[1].double(), mixed[1].double(), rtol=0, atol=1e-7)
+
+
+def numbers_for(places: Tensor, pad: int, epoch: int = 0) -> Tensor:
+    return drawn_at(places, [2 * pad + 1, 2 * pad + 1, 2], fold_in(SEED, epoch))
+
+
+def moved(image: Tensor, pad: int, dy: int, dx: int, mirrored: bool) -> Tensor:
+    """One image (C, H, W), as plain torch moves it."""
+    _, height, width = image.shape
+    window = F.pad(image.float(), [pad] * 4, "reflect").to(image.dtype)[:, dy : dy + height, dx : dx + width]
+    return window.flip(2) if mirrored else window
+
+
+@pytest.mark.parametrize("flip", [True, False])
+def test_each_image_is_shifted_and_mirrored_by_its_own_numbers(flip: bool) -> None:
+    augment, places = ShiftFlip(epochs=1, pad=2, flip=flip), torch.arange(5, 5 + 23)
+    found = augment(IMAGES, Places(SEED, 0, places, places))
+    for n, (dy, dx, mirrored) in enumerate(numbers_for(places, 2).tolist()):
+        assert found[n].equal(moved(IMAGES[n], 2, dy, dx, flip and bool(mirrored)))
+    assert found[3:9].equal(augment(IMAGES[3:9], Places(SEED, 0, places[3:9], places[3:9])))  # in any part of a batch
+
+
+def test_random_numbers_depend_on_place_and_epoch_and_on_nothing_else() -> None:
+    places = torch.arange(20_000)
+    draws, other = numbers_for(places, 9), numbers_for(places, 9, epoch=1)
+    assert draws[5000:5010].equal(numbers_for(places[5000:5010], 9))
+    columns = torch.cat([draws[1:], draws[:-1], other[1:]], 1).T.double()  # those of neighbours and of another epoch
+    assert (torch.corrcoef(columns) - torch.eye(9)).abs().max() < 0.04
+    assert chisquare((draws[:, 0] * 19 + draws[:, 1]).bincount(minlength=361)).pvalue > 1e-3
+    assert chisquare(draws[:, 2].bincount(minlength=2)).pvalue > 1e-3
+
+
+def test_alternating_mirror_images_show_each_image_both_ways_in_two_epochs() -> None:
+    augment, shuffled = ShiftFlip(epochs=4, flip="alternating"), torch.randperm(23)
+
+    def mirrored(epoch: int) -> list[bool]:
+        found = augment(IMAGES[shuffled], Places(SEED, epoch, torch.arange(23), shuffled))
+        flipped = found.eq(IMAGES[shuffled].flip(3)).flatten(1).all(1)
+        assert (flipped | found.eq(IMAGES[shuffled]).flatten(1).all(1)).all()
+        return flipped[shuffled.argsort()].tolist()
+
+    even, odd = mirrored(0), mirrored(1)
+    assert 0 < sum(even) < 23
+    assert odd == [not one for one in even]
+    assert mirrored(2) == even
+
+
+def test_images_grow_with_the_epochs() -> None:
+    """[4, 6, 8] over 6 epochs: two of each. The pixels are those of torchvision."""
+    augment, images = ShiftFlip(epochs=6, sizes=[4, 6, 8]), IMAGES.double()
+    for epoch, size in enumerate((4, 4, 6, 6, 8, 8, 8)):  # a 7th epoch is like the last one
+        expected = v2.functional.resize(images, [size, size], antialias=True)
+        torch.testing.assert_close(augment.resized(images, epoch), expected, rtol=0, atol=1e-9)
+    few = ShiftFlip(epochs=2, sizes=[4, 6, 8])  # the last size is always reached
+    assert [few.resized(images, epoch).shape[-1] for epoch in (0, 1)] == [6, 8]
+    assert augment.resized(images.bfloat16(), 0).dtype == torch.bfloat16
+    grown = [train(FEW, start=(epoch, 0), batches=1, augment=ShiftFlip(epochs=2, sizes=[4, 8])) for epoch in (0, 1)]
+    assert [len(batch[2][0, 0]) for (batch,) in grown] == [4, 8]
+
+
+def test_classes_of_mixes_are_told_by_the_data() -> None:
+    node = "{_target_:torchvision.transforms.v2.MixUp,num_classes:null}"
+    choice = f"{{_target_:torchvision.transforms.v2.RandomChoice,transforms:[{node}]}}"
+    config = composed(f"loader.batch_transforms=[{node},{choice}]")
+    one, two = instantiate(completed(config, build_data(config)).loader.batch_transforms)
+    assert [one.num_classes, two.transforms[0].num_classes] == [10, 10]
+
+
+UNEVEN = torch.tensor([0] * 80 + [1] * 15 + [2] * 5)
+
+
+def test_an_epoch_draws_at_random_each_sample_as_often_as_its_weight_says() -> None:
+    weights = torch.rand(1000, dtype=torch.float64, generator=generator(3)) ** 4
+    weights[::7] = 0
+    order = Order(1000, 0, weights=weights)
+    counts = torch.stack([order.epoch(epoch) for epoch in range(200)]).flatten().bincount(minlength=1000)
+    assert not counts[::7].any()
+    assert chisquare(counts[weights > 0], (weights / weights.sum() * 200_000)[weights > 0]).pvalue > 1e-3
+    assert order.epoch(0).equal(order.epoch(0))
+    assert not order.epoch(0).equal(order.epoch(1))
+    order = Order(10, 0, draws=20_000)
+    assert len(order) == len(order.epoch(0)) == 20_000
+    pairs = order.epoch(0).view(-1, 2)
+    assert chisquare((pairs[:, 0] * 10 + pairs[:, 1]).bincount(minlength=100)).pvalue > 1e-3
+
+
+def test_balanced_draws_every_class_equally_often_and_keeps_the_length_of_an_epoch() -> None:
+    part = Subset(Tensors(torch.zeros(100, 1), UNEVEN), range(0, 100, 2))
+    weights = sampling_weights(part, "balanced")
+    rows = torch.cat([Order(50, 1, weights=weights).epoch(epoch) for epoch in range(50)])
+    assert len(rows) == 50 * 50
+    assert chisquare(UNEVEN[::2][rows].bincount()).pvalue > 1e-3
+
+
+def own(**attributes: Any) -> Any:
+    dataset = Noisy(4)
+    dataset.__dict__ |= attributes
+    return dataset
+
+
+UNTOLD = [
+    (own(), "balanced", "needs an attribute `targets` .*; give it one, or type loader.sampling=null"),
+    (own(targets=[0.5, 1.0, 2.0, 3.0]), "balanced", "needs an attribute `targets`"),
+    (own(targets=[0, 1]), "balanced", "Noisy has 4 samples, and its attribute targets 2 values"),
+    (own(targets=torch.zeros(4, 2)), "balanced", "needs an attribute `targets`"),
+    (own(), "weights", "needs an attribute `weights` .*, or type loader.sampling=null"),
+    (own(weights=[1] * 5), "weights", "has 4 samples, and its attribute weights 5 values"),
+]
+
+
+def test_weights_are_those_of_the_samples_of_a_part_and_data_that_does_not_tell_them_is_refused() -> None:
+    found = sampling_weights(Subset(own(weights=[1, 2, 0, 0.5]), [3, 1]), "weights")
+    assert (found.tolist(), found.dtype) == ([0.5, 2], torch.float64)
+    for dataset, sampling, sentence in UNTOLD:
+        with pytest.raises(ConfigError, match=sentence):
+            sampling_weights(dataset, sampling)
+    with pytest.raises(RuntimeError, match="probability"):
+        Order(4, 0, weights=torch.tensor([1, 2, -1, 0], dtype=torch.float64)).epoch(0)
+    with pytest.raises(ValueError, match="negative"):
+        sampling_weights(own(targets=[0, 1, -100, 1]), "balanced")

@@ -180,12 +180,9 @@ def test_what_resume_a_mode_and_python_name(tmp_path: Path, monkeypatch: pytest.
     for which, path in (("last", step), ("best", best), (str(best), best)):
         assert snapshots_to_try(str(run), which, "evaluate") == snapshots_to_try(str(step), which, "load") == [path]
     for which, name, said in (
-        ("last", "no", "no does not exist; type a run folder or one of its snapshots/step_"),
         ("last", "model.pt", "model.pt holds no finished snapshot; type a run folder"),
         ("last", str(none), "none holds no finished snapshot; type a run folder"),
-        ("no", str(run), "^no does not exist; type a run folder"),
         ("best", str(tmp_path), "has no snapshots/best_.*; type mode.snapshot=last, in Python last"),
-        ("last", None, "mode=evaluate needs a trained run; type resume=<a run folder>"),
     ):
         with pytest.raises(ConfigError, match=said):
             snapshots_to_try(name, which, "evaluate")

@@ -1,25 +1,37 @@
-"""What ranks say to each other, which options reach the process group, and what ranks must have alike."""
+"""What ranks say to each other, their place in the world, their folder, and jobs of Slurm."""
 
 import ctypes
+import errno
+import fcntl
+import multiprocessing
 import os
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from lockstep.distributed.backend import choose_backend, number_of_threads
-from lockstep.distributed.environment import RankInfo
+from lockstep.distributed.environment import RankInfo, read_rank_info
 from lockstep.distributed.host import cpu_count
+from lockstep.distributed.run_folder import HeldFolder
 from lockstep.distributed.watch import watch
 from lockstep.distributed.world import join_world
 from lockstep.errors import ConfigError
 from lockstep.failures.record import heartbeat
+from lockstep.launchers.slurm import SlurmLauncher
+from support.commands import TRAIN, wait_for
 from support.configs import composed
 from support.worlds import in_world, refusals
 
@@ -187,3 +199,180 @@ def test_threads_of_a_rank(monkeypatch):
         if said is not None:
             monkeypatch.setenv("OMP_NUM_THREADS", said)
         assert number_of_threads(typed, ranks_on_cores, started_by) == expected
+
+
+LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", **LOCAL, "MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
+STEP = {"STEP_NUM_TASKS": "3", "PROCID": "2", "LOCALID": "0", "NODEID": "1", "STEP_TASKS_PER_NODE": "2,1"}
+SRUN = {f"SLURM_{name}": value for name, value in {"JOB_ID": "9", **STEP, "STEP_NODELIST": "gpu[07-08]"}.items()}
+ONE = {"STEP_NUM_TASKS": "1", "PROCID": "0", "NODEID": "0", "STEP_TASKS_PER_NODE": "1"}
+ONE_TASK = SRUN | {f"SLURM_{name}": value for name, value in ONE.items()}
+PLACE = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+MPIRUN = {f"OMPI_COMM_WORLD_{name}": value for name, value in PLACE.items()}
+
+
+@pytest.mark.parametrize(
+    ("env", "started_by", "place"),
+    [
+        ({}, "python", (0, 1, 0, 1)),
+        (TORCHRUN, "torchrun", (3, 4, 1, 2)),
+        (TORCHRUN | {"LOCAL_RANK": "0"}, "torchrun", (3, 4, 0, 2)),  # --virtual-local-rank
+        (TORCHRUN | SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, "torchrun", (3, 4, 1, 2)),  # srun torchrun
+        (TORCHRUN | {"LOCKSTEP_STARTED_BY": "fork"}, "fork", (3, 4, 1, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "environment", (1, 2, 1, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0"}, "environment", (1, 2, 0, 1)),  # a container a rank
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "environment", (1, 2, 1, 2)),
+        (SRUN, "srun", (2, 3, 0, 1)),
+        ({"SLURM_JOB_ID": "9", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "python", (0, 1, 0, 1)),  # a batch script
+        (MPIRUN, "mpirun", (1, 2, 1, 2)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "mpirun", (1, 2, 1, 2)),
+        (ONE_TASK | MPIRUN, "mpirun", (1, 2, 1, 2)),  # mpirun in an srun step
+        (ONE_TASK | {"PMI_RANK": "1", "PMI_SIZE": "2"}, "mpirun", (1, 2, 1, 2)),
+        (SRUN | {"PMI_RANK": "2", "PMI_SIZE": "3"}, "srun", (2, 3, 0, 1)),  # srun --mpi=pmi2
+        (SRUN | {"WORLD_SIZE": "3"}, "srun", (2, 3, 0, 1)),  # exported by the batch script
+        (MPIRUN | {"RANK": "0"}, "mpirun", (1, 2, 1, 2)),
+    ],
+)
+def test_each_starter_is_recognised(env, started_by, place):
+    info = read_rank_info(env)
+    assert info.started_by == started_by
+    assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == place
+    assert info.is_rank_zero == (place[0] == 0)
+
+
+@pytest.mark.parametrize(
+    ("env", "address", "port"),
+    [
+        ({}, "", 0),  # a world of one opens no port
+        (ONE_TASK, "gpu07", 0),  # nor do the runs in a shell of srun
+        (TORCHRUN, "a", 1),
+        (SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "7"}, "b", 7),
+        (SRUN, "gpu07", read_rank_info(SRUN | {"SLURM_PROCID": "0"}).master_port),
+        (SRUN | {"SLURM_STEP_NODELIST": "rack[0-1]_blade[0-3]-ib,cpu1", "MASTER_PORT": "7"}, "rack0_blade0-ib", 7),
+        (SRUN | {"SLURM_STEP_NODELIST": "", "MASTER_PORT": "7"}, "127.0.0.1", 7),
+    ],
+)
+def test_the_store_listens_where_the_starter_says(env, address, port):
+    info = read_rank_info(env)
+    assert (info.master_addr, info.master_port, info.agent_store) == (address, port, False)
+    assert read_rank_info(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).agent_store
+
+
+UNUSABLE = [
+    ({"RANK": "1"}, "WORLD_SIZE= in the environment is not a whole number; type `unset RANK WORLD_SIZE`"),
+    ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 does not fit WORLD_SIZE=2"),
+    (TORCHRUN | {"LOCAL_RANK": "x"}, "LOCAL_RANK=x in the environment is not a whole number"),
+    (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "-x MASTER_ADDR="),
+]
+
+
+def test_jobs_meet_at_ports_of_their_own_and_an_environment_that_cannot_be_used_is_refused():
+    envs = [SRUN, SRUN | {"SLURM_JOB_ID": "10"}, MPIRUN]  # without a name of its job, a port of the parent process
+    envs += [MPIRUN | {"OMPI_MCA_ess_base_jobid": "1"}, MPIRUN | {"PMIX_NAMESPACE": "2"}]
+    assert len({read_rank_info(env).master_port for env in envs}) == len(envs)
+    for env, said in UNUSABLE:
+        with pytest.raises(ConfigError, match=said):
+            read_rank_info(env)
+
+
+def _hold_and_fork(folder: str) -> None:
+    """Takes the lock and forks a process, as a DataLoader does for its workers."""
+    held = HeldFolder(Path(folder))
+    assert held.lock() is None
+    if (child := os.fork()) != 0:
+        Path(folder, "worker").write_text(str(child))
+        Path(folder, "worker").rename(Path(folder, "worker.pid"))
+    time.sleep(60)
+    os._exit(0)
+
+
+def test_a_forked_worker_does_not_keep_the_lock_of_a_killed_rank(tmp_path):
+    rank = multiprocessing.get_context("forkserver").Process(target=_hold_and_fork, args=[str(tmp_path)])
+    rank.start()
+    wait_for(lambda: (tmp_path / "worker.pid").exists(), "forked worker")
+    worker = int((tmp_path / "worker.pid").read_text())
+    try:
+        assert str(HeldFolder(tmp_path).lock()).startswith(f"another run holds {tmp_path} (pid {rank.pid} on ")
+        rank.kill()
+        rank.join()
+        assert Path(f"/proc/{worker}").exists()
+        assert HeldFolder(tmp_path).lock() is None
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch, caplog):
+    """Lustre that is mounted without flock."""
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    assert HeldFolder(tmp_path).lock() is None
+    assert "cannot be locked (Function not implemented)" in caplog.text
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SlurmLauncher]:
+    """launcher(words of the command, overrides, **settings of launch), for the run folder `a folder`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a folder").mkdir()
+    usual = {"nodes": 2, "ntasks_per_node": 1, "warning": 60, "options": [], "setup": [], "dry_run": False}
+    usual |= dict.fromkeys(["cpus_per_task", "partition", "account", "time"]) | {"run_dir": "a folder"}
+
+    def make(*words: str, overrides: Sequence[str] = (), **settings: Any) -> SlurmLauncher:
+        hydra_cfg = OmegaConf.create({"overrides": {"task": list(overrides)}})
+        monkeypatch.setattr(HydraConfig, "get", lambda: hydra_cfg)
+        monkeypatch.setattr(sys, "argv", [TRAIN, *words])
+        return SlurmLauncher(**(usual | settings))
+
+    return make
+
+
+def test_the_script_asks_for_what_the_config_says_and_no_more(launcher, tmp_path):
+    asked = {"time": "00:30:00", "partition": "gpu", "account": "me", "warning": 90, "cpus_per_task": 4}
+    text = launcher(**asked, options=["--gpus-per-node=2"], setup=["module load cuda", "ulimit -l"]).script()
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    options = ["--nodes=2", "--ntasks-per-node=1", "--signal=B:USR1@90", "--cpus-per-task=4", "--gpus-per-node=2"]
+    options += ["--time=00:30:00", "--partition=gpu", "--account=me", "--requeue", f"--chdir={tmp_path}"]
+    for line in (*options, f"--output='{tmp_path}/a folder/slurm-%j.out'"):
+        assert f"#SBATCH {line}\n" in text
+    assert "\nmodule load cuda\nulimit -l\n" in text
+    assert "srun --kill-on-bad-exit=1 --cpus-per-task=4 " in text  # srun ignores sbatch's
+    plain = launcher().script()
+    assert not [name for name in ("--time", "--partition", "--account", "--cpus-per-task") if name in plain]
+
+
+HYDRAS = ["hydra.searchpath=[file:///my/conf]", "hydra/job_logging=none", "+hydra.verbose=true"]
+OF_SWEEP = ["hydra.run.dir=x", "hydra.sweep.dir=y", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=2", "hydra.mode=RUN"]
+
+
+# The words of the command, its overrides, and what reaches the ranks.
+TYPED = [
+    ([], ["model=mlp", "launch=slurm", "launch.nodes=2", "+launch.extra=1", "seed=3"], "model=mlp seed=3"),
+    (["--config-dir=/my conf", "--config-name=a", "-m"], [], "'--config-dir=/my conf' --config-name=a"),
+    ([*HYDRAS, *OF_SWEEP], ["seed=3"], f"'{HYDRAS[0]}' {HYDRAS[1]} {HYDRAS[2]} seed=3"),
+]
+
+
+def test_the_ranks_run_the_typed_command_with_launch_env_in_a_fixed_folder(launcher, tmp_path):
+    for words, overrides, reach in TYPED:
+        text = launcher(*words, overrides=overrides).script()
+        (command,) = [line for line in text.splitlines() if line.startswith("srun ")]
+        end = f"launch=env 'hydra.run.dir=\"{tmp_path}/a folder\"' &"
+        assert command == f"srun --kill-on-bad-exit=1 {sys.executable} {TRAIN} {reach} {end}"
+
+
+def test_a_submission_that_cannot_work_is_refused(launcher, tmp_path, monkeypatch):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 'invalid partition' >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(ConfigError, match=r"sbatch refused the job \(invalid partition\); change launch"):
+        launcher().launch(print)
+    sbatch.write_text("#!/bin/sh\necho '12;cluster'\n")
+    launcher(partition="gpu").launch(print)
+    assert "--partition=gpu" in (tmp_path / "a folder/job.sh").read_text()
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="finds no sbatch here; type launch.dry_run=true"):
+        launcher().validate()

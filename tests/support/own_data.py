@@ -60,8 +60,6 @@ NaNValues = points("NaNValues", lambda point, label, n: (point * (torch.nan if n
 Words = points("Words", lambda point, label, n: (point, "cat"))
 Targetless = points("Targetless", lambda point, label, n: (point, None))
 # Samples of other forms.
-Dicts = points("Dicts", lambda point, label, n: {"left": point[:2], "right": point[2:], "labels": label})
-Pairs = points("Pairs", lambda point, label, n: ((point[:2], point[2:]), label))
 Triples = points("Triples", lambda point, label, n: (point, label, n))
 Pictures = points("Pictures", lambda point, label, n: (Image.new("RGB", (8, 8)), label))
 Mirrored = points("Mirrored", lambda point, label, n: (np.asarray(point)[::-1], label))  # torch does not take it
