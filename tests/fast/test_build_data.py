@@ -250,25 +250,14 @@ def reader(dataset: Any, check: Any = None, **options: Any) -> SampleReader:
     return SampleReader(dataset, "training data", SEED, check=check, **options)
 
 
-def read(
-    dataset: Any, numbers: Any = range(23), epoch: int = 0, start: int = 0, workers: int = 0, **options: Any
-) -> tuple[Any, Any]:
+def read(dataset: Any, numbers: Any = range(23), epoch: int = 0, workers: int = 0, **options: Any) -> Any:
     """(inputs, targets) of these samples in one batch, each at the place of its number."""
-    request = request_of([*numbers], epoch)._replace(start=start)
-    (found,) = batches(reader(dataset, **options), iter([request]), workers, pin_memory=False)
+    (found,) = batches(reader(dataset, **options), iter([request_of([*numbers], epoch)]), workers, pin_memory=False)
     return found
 
 
-def shaken(sample: Any) -> Any:
-    return sample[0] + torch.rand(4, dtype=torch.float64) + np.random.rand(), sample[1]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_random_numbers_are_those_of_the_epoch_and_of_the_place_in_it(workers: int) -> None:
-    noisy, options = own_data.Noisy(), {"transforms": [shaken], "workers": workers}
-    states = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    whole = read(noisy, epoch=1, **options)[0]
-    assert read(noisy, [7, 3], epoch=1, start=50, **options)[0].equal(whole[[7, 3]])  # with whom it is read is nothing
+def test_random_numbers_are_those_of_the_epoch_and_of_the_place_in_it() -> None:
+    noisy, states = own_data.Noisy(), (torch.get_rng_state(), np.random.get_state()[1].tolist())
     noise = [(read(noisy, epoch=epoch)[0] - noisy.points)[:, 0] for epoch in (0, 1, EVALUATION, EVALUATION)]
     assert noise[2].equal(noise[3])
     assert len(set(torch.cat(noise).tolist())) == 3 * 23
@@ -276,15 +265,6 @@ def test_random_numbers_are_those_of_the_epoch_and_of_the_place_in_it(workers: i
     assert not again[0].equal(again[1])
     assert torch.equal(torch.get_rng_state(), states[0])  # those of the rank stay
     assert np.random.get_state()[1].tolist() == states[1]
-
-
-def test_what_a_collate_function_draws_depends_on_the_batch_alone() -> None:
-    points = own_data.Points()
-    batches_of = [(range(5), 5), (range(3), 5), (range(5), 10)]
-    read_all = [read(points, some, start=start, collate_fn=own_data.scaled)[0] for some, start in batches_of]
-    factors = [found / points.points[: len(found)] for found in read_all]
-    torch.testing.assert_close(factors[0][:3], factors[1])  # another part of the same batch, on another rank
-    assert abs(factors[2][0, 0] - factors[0][0, 0]) > 1e-6
 
 
 @pytest.mark.parametrize("kind", [lambda mask: mask, tv_tensors.Mask, lambda mask: tv_tensors.Mask(mask[None])])

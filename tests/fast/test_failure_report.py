@@ -23,7 +23,7 @@ from lockstep.failures import report as reports
 from lockstep.failures import verdict as verdicts
 from lockstep.failures.explain import explain_exception
 from lockstep.failures.record import PHASES, Frame, Heartbeat, exception_record, heartbeat
-from lockstep.failures.report import failures_in, make_report, read_report, resume_command, screen, tell
+from lockstep.failures.report import failures_in, make_report, resume_command, screen, tell
 from lockstep.failures.verdict import Facts, find_verdict, parse_calls, parse_stack, table
 from lockstep.failures.watchdog import SILENCE, Watchdog
 from lockstep.source_code import PROJECT
@@ -163,18 +163,6 @@ def test_the_newest_snapshot_and_the_steps_that_are_lost(fail: Fail, tmp_path: P
         for name in ["step_00000010", "step_00000010_copy"] * (len(found) == 2):
             (tmp_path / "snapshots" / name).mkdir(parents=True)
     assert found == [(None, None), (elsewhere[0], 3), (str(tmp_path / "snapshots/step_00000010"), 7)]
-
-
-def test_failure_json_is_written_once_and_an_echo_gives_way_to_another_machine(fail: Fail, tmp_path: Path) -> None:
-    own, there, later = fail(0, lost(), 1.0), fail(1, ValueError("the cause"), 1.5), fail(2, ValueError("later"), 1.6)
-    for one in (there, own, later):
-        report, prints = tell(None, COMMAND, one)
-        assert ((report or {})["first"]["message"], prints) == ("the cause", True)
-    (tmp_path / "failure.json").write_text(json.dumps(report_of(own)))
-    tell(None, COMMAND, there)
-    report = read_report(tmp_path) or {}
-    assert report["first"]["message"] == "the cause"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["failure.json", "ranks"]
 
 
 def test_the_file_has_these_keys_and_the_screen_at_most_40_lines(fail: Fail, tmp_path: Path) -> None:

@@ -1,17 +1,21 @@
-"""Nets, losses, optimizers and schedules against formulas and plain torch, and what is refused."""
+"""Nets, what they draw, losses, optimizers and schedules, against formulas and plain torch, and what is refused."""
 
 import inspect
 import logging
 import math
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchvision.models import resnet18
 from torchvision.transforms import v2
 
@@ -22,11 +26,11 @@ from lockstep.models.gpt import gpt
 from lockstep.models.library import timm_model, torchvision_model
 from lockstep.models.tutorial import convnet, linear, mlp, toy_parallel
 from lockstep.snapshots.initial_weights import load_initial_weights
-from lockstep.tasks.base import Task
 from lockstep.tasks.tasks import CrossEntropy, MultiLabel, Regression
 from lockstep.training import schedules
 from lockstep.training.nonfinite import broken_samples
 from lockstep.training.optimizers import Muon, orthogonalised
+from lockstep.training.rng import SampleDraws
 from support.configs import composed
 from support.refusals import accepted
 
@@ -46,8 +50,6 @@ def test_models_have_the_layers_that_they_are_asked_for() -> None:
         (convnet([3, 12, 8], 10), [(16, 3, 5, 5), (16,), (32, 16, 5, 5), (32,), (10, 192)]),
     ]:
         assert [tuple(value.shape) for name, value in model.named_parameters() if name.endswith("weight")] == shapes
-    drops = [module.p for module in mlp([7], 3, width=5, depth=3, dropout=0.5) if isinstance(module, nn.Dropout)]
-    assert drops == [0.5, 0.5, 0.5]
     assert list(dict(linear([20], 1).named_parameters())) == ["weight", "bias"]
 
 
@@ -133,26 +135,7 @@ def test_a_gpt_is_the_formulas_of_its_papers(variant: Any) -> None:
     torch.testing.assert_close(model(tokens), logits, rtol=1e-6, atol=1e-6)  # its angles are float32's
 
 
-def sums(task: Task, outputs: Any, targets: Any) -> dict[str, float]:
-    """{name: the value that is added up}, and "loss" with its gradient as `loss`."""
-    found = task.sums(outputs, targets)
-    assert found.loss.item() == found.values[0].item()
-    return {name: value.item() for name, value in zip(task.names, found.values, strict=True)}
-
-
-def test_regression_sums_over_samples_and_averages_over_a_samples_values() -> None:
-    outputs, targets = torch.tensor([[1.0, 3.0], [0.0, 0.0]]), torch.zeros(2, 2)
-    assert sums(Regression(), outputs, targets) == {"loss": 5.0, "mae": 2.0}
-    one_each = torch.tensor([1.0, 3.0])
-    for zeros in (torch.zeros(2, 1), torch.zeros(2)):
-        assert sums(Regression(), zeros, one_each)["loss"] == 10.0
-
-
-def constant(loss: Any) -> Task:
-    return Regression(loss=lambda outputs, targets: loss)
-
-
-ONE, LABELS = torch.ones(()), torch.zeros(2).long()
+LABELS = torch.zeros(2).long()
 REFUSED = [  # the task, the shape of outputs, the targets, what is said
     (CrossEntropy(), [2, 5, 9], torch.zeros(2, 5).long(), r"class numbers \(N, classes, ...\) and \(N, ...\), and"),
     (CrossEntropy(), [2, 4], torch.zeros(2, 4).long(), r"are \[2, 4\] and \[2, 4\], int64; type task="),
@@ -160,19 +143,11 @@ REFUSED = [  # the task, the shape of outputs, the targets, what is said
     (Regression(), [2, 3], LABELS, r"of one shape, and these are \[2, 3\] and \[2\], int64; type task="),
     (Regression(), [2, 3], torch.zeros(2, 4), r"are \[2, 3\] and \[2, 4\], float32; type task="),
     (MultiLabel(), [2, 3], LABELS, r"\(N, labels\), and these are \[2, 3\] and \[2\], int64; type task="),
-    (constant(ONE), [2, 4], torch.zeros(2, 4), r'gives loss as \[\], .*: the ranks add them up; type reduction="none"'),
-    (
-        constant(torch.ones(3)),
-        [2, 4],
-        torch.zeros(2, 4),
-        r"loss as \[3\], and a .* sample is wanted, \[2\], or \[2, 4\]",
-    ),
-    (constant(1.0), [2, 4], torch.zeros(2, 4), "gives loss as float, and a value"),
-    (constant({"a": torch.ones(2)}), [2, 4], torch.zeros(2, 4), "gives loss as dict, and a value"),
+    (Regression(loss=lambda *_: torch.ones(3)), [2, 4], torch.zeros(2, 4), r"loss as \[3\], .* \[2\], or \[2, 4\]"),
 ]
 
 
-def test_outputs_that_do_not_fit_and_a_loss_without_a_value_for_each_sample_are_refused() -> None:
+def test_outputs_that_do_not_fit_are_refused() -> None:
     for task, outputs, targets, said in REFUSED:
         with pytest.raises(ConfigError, match=said):
             task.sums(torch.zeros(outputs), targets)
@@ -181,8 +156,8 @@ def test_outputs_that_do_not_fit_and_a_loss_without_a_value_for_each_sample_are_
 def test_no_sample_adds_nothing_and_half_precision_is_summed_in_float32() -> None:
     for task, targets in ((CrossEntropy(), LABELS[:0]), (Regression(), torch.zeros(0, 2))):
         outputs = torch.zeros(0, 2, dtype=torch.bfloat16)
-        assert task.sums(outputs, targets).loss.dtype == torch.float32
-        assert not any(sums(task, outputs, targets).values())
+        found = task.sums(outputs, targets)
+        assert (found.loss.dtype, any(value.item() for value in found.values)) == (torch.float32, False)
 
 
 def test_rows_that_are_not_those_of_the_samples_name_no_broken_sample() -> None:
@@ -200,15 +175,14 @@ def noise(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("shape", [[3, 32, 32], [1, 28, 28], [1, 9, 17]])
-def test_the_net_of_airbench_takes_images_of_any_size(shape: list[int]) -> None:
-    model = net(shape)
-    assert model(noise(5, *shape)).shape == (5, 10)
+def test_the_net_of_airbench_takes_images_of_any_size() -> None:
+    for shape in ([3, 32, 32], [1, 28, 28], [1, 9, 17]):
+        assert net(shape)(noise(5, *shape)).shape == (5, 10)
+    model, second = net(shape), noise(2, 8, 6, 6)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    norms = [f"blocks.block{block}.norm{place}.bias" for block in (1, 2, 3) for place in (1, 2)]
-    filters = [f"blocks.block{block}.conv{place}.weight" for block in (1, 2, 3) for place in (1, 2)]
-    assert trained == {*norms, *filters, "whiten.bias", "head.weight"}
-    second = noise(2, 8, 6, 6)
+    kinds = ("norm1.bias", "norm2.bias", "conv1.weight", "conv2.weight")
+    inside = {f"blocks.block{block}.{kind}" for block in (1, 2, 3) for kind in kinds}
+    assert trained == inside | {"whiten.bias", "head.weight"}
     assert torch.equal(model.get_submodule("blocks.block2.conv1")(second)[:, :8], second)  # at first
 
 
@@ -242,15 +216,14 @@ def test_an_evaluation_is_the_mean_over_the_views() -> None:
     torch.testing.assert_close(six.train()(images), one.train()(images))
 
 
-@pytest.mark.parametrize("shape", [(6, 20), (20, 6)])
-def test_orthogonalised_keeps_the_singular_vectors(shape: tuple[int, int]) -> None:
-    matrix = noise(*shape)
-    found = orthogonalised(matrix, 5)
-    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
-    inside = left.T @ found @ right.T
-    values = inside.diagonal()
-    assert torch.allclose(inside, torch.diag(values), atol=1e-10)
-    assert 0.5 < values.min() <= values.max() < 1.5
+def test_orthogonalised_keeps_the_singular_vectors() -> None:
+    for shape in ((6, 20), (20, 6)):
+        matrix = noise(*shape)
+        left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+        inside = left.T @ orthogonalised(matrix, 5) @ right.T
+        values = inside.diagonal()
+        assert torch.allclose(inside, torch.diag(values), atol=1e-10)
+        assert 0.5 < values.min() <= values.max() < 1.5
 
 
 def muon(parameters: Any, lr: float) -> Muon:
@@ -301,20 +274,18 @@ def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0, momentum=0.9)
 
 
-def rates(schedule: Any, steps: int, steps_per_epoch: int = 4) -> list[float]:
+def rates(schedule: Any, steps: int) -> list[float]:
     """The learning rate of each step, of a peak of 2: as they come, and as a run that goes on computes them."""
-    facts = {"steps_per_epoch": steps_per_epoch, "total_steps": steps}
-    taken = {name: value for name, value in facts.items() if name in inspect.signature(schedule).parameters}
-
-    running, found, resumed = optimizer(), [], []
+    parameters = inspect.signature(schedule).parameters
+    taken = {name: n for name, n in {"steps_per_epoch": 4, "total_steps": steps}.items() if name in parameters}
+    running, found = optimizer(), []
     follow = schedule(running, **taken)
     for step in range(steps):
+        resumed = optimizer()
+        schedule(resumed, **taken)(step)
         found.append(running.param_groups[0]["lr"])
+        assert resumed.param_groups[0]["lr"] == found[-1]
         follow(step + 1)
-        other = optimizer()
-        schedule(other, **taken)(step)
-        resumed.append(other.param_groups[0]["lr"])
-    assert resumed == found
     return found
 
 
@@ -337,20 +308,17 @@ FORMULAS: list[tuple[Any, list[float]]] = [  # two epochs and a half of four ste
 ]
 
 
-@pytest.mark.parametrize(("schedule", "expected"), FORMULAS)
-def test_schedules_are_their_formulas(schedule: Any, expected: list[float]) -> None:
-    assert rates(schedule, 12) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("pct_start", [0.05, 0.25, 0.75])
-def test_one_cycle_is_torchs(pct_start: float) -> None:
-    plain, expected = optimizer(), []
-    theirs = torch.optim.lr_scheduler.OneCycleLR(plain, 2.0, 17, pct_start=pct_start, cycle_momentum=False)
-    for _ in range(16):
-        expected.append(plain.param_groups[0]["lr"])
-        plain.step()
-        theirs.step()
-    assert rates(partial(schedules.one_cycle, pct_start=pct_start), 16) == pytest.approx(expected, rel=1e-12)
+def test_schedules_are_their_formulas_and_one_cycle_is_torchs() -> None:
+    for schedule, expected in FORMULAS:
+        assert rates(schedule, 12) == pytest.approx(expected)
+    for pct_start in (0.05, 0.25, 0.75):
+        plain, expected = optimizer(), []
+        theirs = torch.optim.lr_scheduler.OneCycleLR(plain, 2.0, 17, pct_start=pct_start, cycle_momentum=False)
+        for _ in range(16):
+            expected.append(plain.param_groups[0]["lr"])
+            plain.step()
+            theirs.step()
+        assert rates(partial(schedules.one_cycle, pct_start=pct_start), 16) == pytest.approx(expected, rel=1e-12)
 
 
 def test_torchvisions_weights_come_in_with_a_new_head(tmp_path, monkeypatch, caplog):
@@ -372,3 +340,108 @@ def test_torchvisions_weights_come_in_with_a_new_head(tmp_path, monkeypatch, cap
     monkeypatch.setattr("lockstep.snapshots.files.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^parameters.init=.* needs safetensors; type pip install safetensors$"):
         load_initial_weights(net, str(path), [])
+
+
+BATCH = 24
+TOGETHER, CUTS = (0, BATCH), [(0, 12, BATCH), (0, 7, BATCH), (0, 3, 5, 9, 10, BATCH), (0, 1, BATCH)]
+# Layers whose tokens are not taken for as many samples.
+LAYERS, AS_TOKENS = ("lstm", "attention", "attention, tokens first", "transformer"), (0, 5, 12, 17, BATCH)
+ATTENTION = nn.MultiheadAttention(6, 2, dropout=0.3, dtype=torch.float64)
+ATTENTION_OF_BATCHES = nn.MultiheadAttention(6, 2, dropout=0.3, batch_first=True, dtype=torch.float64)
+LSTM = nn.LSTM(6, 6, 2, dropout=0.3, batch_first=True, dtype=torch.float64)
+ENCODER = nn.TransformerEncoderLayer(6, 2, 12, 0.2, batch_first=True, dtype=torch.float64)
+
+
+def tokens_first(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: function(x.transpose(0, 1)).transpose(0, 1)
+
+
+# {what draws: a function of x (N, 5, 6)}
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": nn.Dropout(0.3),
+    "dropout in place": lambda x: F.dropout(x * 2, 0.3, inplace=True),
+    "torch.dropout": lambda x: torch.dropout(x, 0.3, True),
+    "dropout1d": nn.Dropout1d(0.3),
+    "dropout2d": lambda x: F.dropout2d(x.unsqueeze(-1), 0.3),
+    "alpha_dropout": nn.AlphaDropout(0.3),
+    "feature_alpha_dropout": nn.FeatureAlphaDropout(0.3),
+    "dropout, tokens first": tokens_first(nn.Dropout(0.3)),
+    "dropout of windows": lambda x: F.dropout(x.reshape(-1, 6), 0.3),
+    "attention, tokens first": tokens_first(lambda x: ATTENTION(x, x, x)[0]),
+    "attention": lambda x: ATTENTION_OF_BATCHES(x, x, x)[0],
+    "attention without its weights": lambda x: ATTENTION_OF_BATCHES(x, x, x, need_weights=False)[0],
+    "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2),
+    "attention with heads": lambda x: F.scaled_dot_product_attention(*[x.unflatten(2, (2, 3)).mT] * 3, dropout_p=0.2),
+    "lstm": lambda x: LSTM(x)[0],
+    "transformer": ENCODER,
+    "stochastic depth": lambda x: torchvision.ops.stochastic_depth(x, 0.3, "row"),
+    "gumbel_softmax": F.gumbel_softmax,
+    "rand_like": lambda x: x + torch.rand_like(x),
+    "randn_like": lambda x: x + torch.randn_like(x),
+    "randint_like": lambda x: x + torch.randint_like(x, 2, 9),
+    "rand": lambda x: x + torch.rand(len(x), 1, 1),
+    "randn": lambda x: x + torch.randn(len(x), 5, 1),
+    "randint": lambda x: x + torch.randint(9, (len(x), 1, 1)),
+    "a coin": lambda x: x * torch.rand(()),
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.3)),
+    "normal": lambda x: x + torch.normal(x.detach(), 0.1),
+    "normal of tensors": lambda x: x + torch.normal(0.0, torch.ones(len(x), 5, 6)),
+    "normal of a size": lambda x: x + torch.normal(0.0, 0.1, size=x.shape),
+    "a gamma number": lambda x: x * torch.distributions.Beta(2.0, 2.0).sample(),
+    "uniform_": lambda x: x + torch.empty_like(x).uniform_(-1, 1),
+    "distributions": lambda x: x + torch.distributions.Normal(x.detach(), 0.1).rsample(),
+    "two": nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.3)),
+    "checkpoint": lambda x: checkpoint(lambda y: F.dropout(y, 0.3).sin(), x, use_reentrant=False),
+    "reentrant checkpoint": lambda x: checkpoint(lambda y: F.dropout(y, 0.3).sin(), x, use_reentrant=True),
+}
+
+
+def passes(function: Callable[[Tensor], Tensor], inputs: Tensor, edges: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The outputs and gradients of the inputs, computed part by part."""
+    draws, outputs, gradients = SampleDraws(), [], []
+    for begin, end in pairwise(edges):
+        torch.manual_seed(7)
+        part = inputs[begin:end].clone().requires_grad_()
+        with draws.of(begin, end - begin, len(inputs)):
+            output = function(part)
+            output.square().sum().backward()
+        assert draws.has_drawn
+        outputs.append(output.detach().reshape(end - begin, -1))
+        gradients.append(part.grad)
+    return torch.cat(outputs), torch.cat(gradients)
+
+
+@pytest.mark.parametrize("what", DRAWS)
+def test_each_sample_draws_the_same_however_the_batch_is_cut(what: str) -> None:
+    inputs = torch.rand(BATCH, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    outputs, gradients = passes(DRAWS[what], inputs, TOGETHER)
+    for edges in [*CUTS, *([AS_TOKENS] if what in LAYERS else [])]:
+        others, their_gradients = passes(DRAWS[what], inputs, edges)
+        torch.testing.assert_close(others, outputs, rtol=0, atol=1e-12)
+        torch.testing.assert_close(their_gradients, gradients, rtol=0, atol=1e-12)
+
+
+def test_masks_of_samples_layers_and_steps_are_independent() -> None:
+    masks = []
+    for step in range(3):
+        torch.manual_seed(step)
+        with SampleDraws().of(0, 100, 100):
+            masks += [F.dropout(torch.ones(100, 2000)).sign() for _ in range(3)]
+    drawn = torch.cat(masks) * 2 - 1  # (900, 2000)
+    together = drawn @ drawn.T / 2000
+    assert together.fill_diagonal_(0).abs().max() < 6 / 2000**0.5  # 6 standard deviations, of 404,550 pairs
+
+
+def test_what_decides_about_a_layer_or_a_parameter_is_the_same_on_all_ranks_and_draws_without_samples_is_not() -> None:
+    coins, masks, orders, weights, weight = set(), [], [], [], nn.Parameter(torch.ones(6, 4))
+    for start, rows in ((0, 7), (7, 9)):
+        torch.manual_seed(7)
+        with SampleDraws().of(start, rows, 16):
+            weights.append(torch.cat([torch.randn_like(weight), F.dropout(weight)]).detach())
+            whole = torchvision.ops.stochastic_depth(torch.ones(rows, 5, 6), 0.5, "batch")
+            coins.add((float(torch.rand(())), float(torch.rand(1)), float(whole.sum()) > 0))
+            masks.append(F.dropout(torch.ones(1001)))
+            orders.append(torch.randperm(1001))
+    assert (len(coins), torch.equal(*weights)) == (1, True)
+    assert not torch.equal(*masks)
+    assert not torch.equal(*orders)

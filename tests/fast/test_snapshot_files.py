@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError
 from lockstep.snapshots import files, sharded
-from lockstep.snapshots.checkpointer import compared, interval
 from lockstep.snapshots.files import MANIFEST, STATE, list_snapshots, load_first_good, named_snapshots, snapshots_to_try
 from lockstep.snapshots.sharded import load_shards, save_shards
 from lockstep.snapshots.state import as_held
@@ -205,12 +204,3 @@ def test_any_window_of_a_tensor_in_parts_can_be_read_and_what_is_missing_is_said
         for name, shape in (("a/1", (9, 4)), ("b", (7, 4))):
             with pytest.raises(ValueError, match=name):
                 load_shards(folder, {name: (torch.empty(shape, dtype=dtype), (0, 0))})
-
-
-def test_when_a_snapshot_is_due_and_what_is_no_change_of_the_config() -> None:
-    for every, found in (("15steps", (15, "step")), ("epochs", (1, "epoch")), ("10min", (10, "min"))):
-        assert interval(every) == found
-    for wrong in ("", "0steps", "50", "1.5epochs", "steps 5"):
-        with pytest.raises(ConfigError, match="epochs, steps or minutes, such as 50steps; type snapshot.every="):
-            interval(wrong)
-    assert compared({"logger.tensorboard.run_dir": "a", "launch.nproc": 2, "seed": 1}) == {"seed": 1}
