@@ -1,6 +1,6 @@
 """Batches are the same on any number of ranks, with workers, in micro-batches, and after a stop in mid-epoch."""
 
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import pytest
@@ -70,6 +70,19 @@ def test_files_are_shuffled_and_samples_within_windows_of_files() -> None:
     assert torch.cat(windows).sort().values.equal(torch.arange(20))
     assert not torch.cat(windows).equal(torch.arange(20))
     assert (shards[order].diff() != 0).sum() > 400
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_every_sample_is_evaluated_once_for_any_size_and_world(is_read: bool) -> None:
+    for count, size in product((1, 6, 7, 8, 22), (1, 2, 4)):
+        memory = Tensors(torch.zeros(count, 1), torch.arange(count))
+        data: Any = [memory[number] for number in range(count)] if is_read else memory
+        of_ranks = [list(loader(data, rank, size, mean=None).evaluation(7)) for rank in range(size)]
+        assert len({len(found) for found in of_ranks}) == 1  # ranks may have to compute together
+        loaded = [part for found in of_ranks for part in found]
+        assert all(part.inputs.shape[1:] == (1,) for part in loaded)  # an empty part has its shape
+        assert sorted(torch.cat([part.targets for part in loaded]).tolist()) == list(range(count))
+        assert all(part.numbers.equal(part.targets) for part in loaded)
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 4, 4), (5, 3), (5, 3, 7)])
