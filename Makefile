@@ -97,7 +97,7 @@ screenshots: $(DEV) ## the images of TensorBoard in docs/, from real runs; needs
 	LOCKSTEP_SCREENSHOTS=docs $(PYTHON) -m pytest -q -m drill tests/drills/test_dashboards.py
 
 drill: $(DEV) ## the long drills
-	$(PYTHON) -m pytest -q $(DRILLS) -m drill tests/drills $(ARGS)
+	$(PYTHON) -m pytest -q $(DRILLS) -m drill tests/drills tests/runs $(ARGS)
 
 matrices: $(DEV) ## every fault under every launcher, every hang, every signal at every moment, 20 kills, all nets, each contender
 	FAULTS=all LOCKSTEP_HANGS=all LOCKSTEP_SIGNALS=all LOCKSTEP_KILLS=20 LOCKSTEP_NETS=all LOCKSTEP_BENCH=all $(PYTHON) -m pytest -q $(DRILLS) -m drill tests/drills/test_faults.py tests/drills/test_hangs.py tests/drills/test_signals.py tests/drills/test_mirror_kills.py tests/drills/test_sharded_kills.py tests/drills/test_library_models.py tests/drills/test_check_nets.py tests/drills/test_presets.py tests/drills/test_bench.py $(ARGS)

@@ -25,7 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 LONG = (
     "test_same_numbers test_zoo test_slurm_jobs test_hangs test_faults test_kills test_bench test_promise test_hosts "
 )
-LONG += "test_starters test_interrupted_runs test_sweeps test_strategies test_check_commands test_every_data_set"
+LONG += "test_own_work test_starters test_pages test_python_api test_sweeps test_strategies test_every_data_set"
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

@@ -5,17 +5,10 @@ import signal
 import pytest
 
 from lockstep.errors import EXIT_HANG
-from lockstep.modes.check import Ended, judged
 from support.commands import PYTHON_TRAIN, wait_for
 
-ROWS = [
-    "the same run, typed again",
-    "the same numbers on 3 ranks",
-    "the same numbers in micro-batches",
-    "stopped and resumed, the same bits",
-    "every weight learns",
-    "not looked at",
-]
+ROWS = ["the same run, typed again", "the same numbers on 3 ranks", "the same numbers in micro-batches"]
+ROWS += ["stopped and resumed, the same bits", "every weight learns", "not looked at"]
 NETS = """
 import time
 from pathlib import Path
@@ -89,14 +82,10 @@ def test_promises_of_a_good_model_hold_and_nothing_is_written(check, tmp_path):
     ("words", "said"),
     [
         (["nets.Unused"], [NO_GRADIENT]),
-        (["nets.Unused", UNUSED], []),  # advice that is followed is not given again
-        (["nets.Unused", FREEZE], []),
         (["nets.Normed", FREEZE, "sync_bn=off"], [*BY_SHARE, "bits  yes    all"]),
         (["nets.InFloat32", UNUSED], ["head (Linear): it ", ROUNDING]),
         (["nets.OneSample", FREEZE], [f"{STEPS}one sample has no variance\n"]),
-        (["zoo.checked_nets.OnlyFloat32", *POINTS], ["(in float32)"]),
         (["zoo.checked_nets.Half", *POINTS], ["(in float16)"]),
-        (["zoo.checked_nets.Infinite", *POINTS], [f"{STEPS}the "]),
     ],
 )
 def test_broken_promises_are_explained(check, tmp_path, words, said):
@@ -107,16 +96,12 @@ def test_broken_promises_are_explained(check, tmp_path, words, said):
     assert not left_in(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["optimizer._target_=zoo.optimizers.Recent", "optimizer.lr=0.05"], "has collections.deque; keep tensors"),
-        (["resume=outputs/a"], "leave resume=outputs/a out, or type parameters.init=<a run>"),
-        (["strategy=async_parameter_server", "launch=fork"], "strategy=async_parameter_server cannot have one rank"),
-    ],
-)
-def test_what_cannot_run_is_refused(check, words, said):
-    assert said in check("model=linear", *words).finish(2).output
+def test_what_cannot_run_is_refused(check):
+    state = ["optimizer._target_=zoo.optimizers.Recent", "optimizer.lr=0.05"]
+    assert "has collections.deque; keep tensors" in check("model=linear", *state).finish(2).output
+    server = ["strategy=async_parameter_server", "launch=fork"]
+    said = "strategy=async_parameter_server cannot have one rank"
+    assert said in check("model=linear", *server).finish(2).output
 
 
 def test_ctrl_c_ends_a_check_at_once_and_one_that_hangs_ends_with_a_verdict(check, tmp_path):
@@ -128,15 +113,3 @@ def test_ctrl_c_ends_a_check_at_once_and_one_that_hangs_ends_with_a_verdict(chec
     output = check("model._target_=nets.Slow", "watch.timeout=1").finish(code=EXIT_HANG).output
     assert "verdict: a rank is in user code" in output
     assert "time.sleep(600)" in output
-
-
-def test_rounding_is_no_difference_and_other_bits_are():
-    def trace(number, size, stage="weights"):
-        return Ended({(1, "weights", "a"): (7, 1.0, 1.0), (1, stage, "b"): (number, size, size)})
-
-    one, near, far = trace(1, 1.0), trace(2, 1.0 + 1e-9), trace(2, 1.1)
-    assert judged("two", one, near, 1e-6, True) == ("yes", "1e-09 apart")
-    assert judged("two", one, far, 1e-6, True)[1].startswith("step 1, weights, 1e-01 apart: b: it depends on")
-    assert judged("resumed", one, trace(2, 1.0), 0.0, True)[0] == "no"  # a sum does not show each bit
-    assert judged("two", trace(14, 1.0, "layers"), trace(7, 0.5, "layers"), 1e-6, True)[0] == "yes"
-    assert judged("two", one, trace(1, 1.0)._replace(failed="lost"), 1e-6, True) == ("no", "lost")

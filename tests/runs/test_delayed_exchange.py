@@ -3,9 +3,7 @@
 import os
 import signal
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -19,85 +17,77 @@ from support.worlds import delay_exchanges, in_world, same_bits, train, train_al
 SMALL = ["model=mlp", "trainer.epochs=3", "logging.every=5", "logger=[csv]", "snapshot.every=10steps"]
 
 
-def train_delayed(configs: list[Any]) -> list[float | None]:
+def train_delayed(configs):
     delay_exchanges()
     return train_all(configs)
 
 
-def stop_in_step_30(cfg: Any) -> str:
+def stop_in_step_30(cfg):
     from lockstep.training.step import Step
 
     delay_exchanges()
     update = Step.update
 
-    def update_and_ask(step: Step) -> None:
+    def update_and_ask(step):
         update(step)
         if step.progress.step == 30 and step.strategy.world.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    Step.update = update_and_ask  # type: ignore[method-assign]
+    Step.update = update_and_ask
     with pytest.raises(StoppedEarly) as stopped:
         train(cfg)
     return str(stopped.value)
 
 
-def exchanges_read(cfg: Any) -> list[tuple[int, int]]:
+def exchanges_read(cfg):
     """(the step of an exchange, the step after which its result is read) of each one that is read in an epoch."""
     from lockstep.training import exchange
 
-    found: list[tuple[int, int]] = []
-    read = exchange.Exchange.drain
+    found, read = [], exchange.Exchange.drain
 
-    def noted(self: Any) -> None:
+    def noted(self):
         if self.pending is not None:
             found.append((self.pending[2], self.run.progress.step))
         read(self)
 
     delay_exchanges()
-    exchange.Exchange.drain = noted  # type: ignore[method-assign]
+    exchange.Exchange.drain = noted
     train(cfg)
     return found
 
 
-def test_what_ranks_tell_each_other_is_read_at_the_next_exchange_and_changes_nothing(tmp_path: Path) -> None:
-    at_once, later = tmp_path / "at_once", tmp_path / "later"
-    in_world(2, train_all, [composed(*SMALL, f"run_dir={at_once}")])
-    for found in in_world(2, exchanges_read, composed(*SMALL, f"run_dir={later}")):
+def test_what_ranks_tell_each_other_is_read_at_the_next_exchange_and_a_stop_heard_at_one_step(tmp_path):
+    at_once, later, stopped = (composed(*SMALL, f"run_dir={tmp_path / name}") for name in ("whole", "later", "stopped"))
+    in_world(2, train_all, [at_once])
+    for found in in_world(2, exchanges_read, later):
         assert len(found) >= 69 // 5
         for (step, read_at), (following, _) in pairwise(found):
             end = -(-step // 23) * 23  # of the epoch
             assert read_at == (step if step % 10 == 0 else min(following, end))  # a save reads at once
-    assert same_bits(at_once, later)
-    rows = [[row for row in read_rows(run) if "speed/" not in row[1]] for run in (at_once, later)]
-    assert rows[0] == rows[1]
-    names = [sorted(path.name for path in (run / "snapshots").iterdir()) for run in (at_once, later)]
-    assert names[0] == names[1]
-
-
-def test_a_stop_and_a_limit_of_time_are_heard_by_all_ranks_at_one_step(tmp_path: Path) -> None:
-    stopped, whole = (composed(*SMALL, f"run_dir={tmp_path / name}") for name in ("stopped", "whole"))
     first, second = in_world(2, stop_in_step_30, stopped)
     assert first == second
     assert "stopped early at step" in first
-    in_world(2, train_delayed, [stopped])
-    in_world(2, train_all, [whole])
-    assert same_bits(tmp_path / "stopped", tmp_path / "whole")
     timed = composed(*SMALL, "trainer.epochs=100000", "trainer.max_time=2s", f"run_dir={tmp_path / 'timed'}")
-    in_world(2, train_delayed, [timed])
+    in_world(2, train_delayed, [stopped, timed])
+    for other in ("later", "stopped"):
+        assert same_bits(tmp_path / "whole", tmp_path / other)
+    rows = [[row for row in read_rows(tmp_path / run) if "speed/" not in row[1]] for run in ("whole", "later")]
+    assert rows[0] == rows[1]
+    names = [sorted(path.name for path in (tmp_path / run / "snapshots").iterdir()) for run in ("whole", "later")]
+    assert names[0] == names[1]
     run = read_run(tmp_path / "timed")
-    assert run["starts"][-1]["state"] == "finished"
-    assert run["steps"] > 0
+    assert (run["starts"][-1]["state"], run["steps"] > 0) == ("finished", True)
 
 
-def stop_in_an_evaluation(cfg: Any) -> None:
+def stop_in_an_evaluation(cfg):
     from lockstep.training import evaluate
 
-    evaluate.signals = SimpleNamespace(stop_requested=lambda: True)  # type: ignore[assignment]
+    evaluate.signals = SimpleNamespace(stop_requested=lambda: True)
     with pytest.raises(StoppedEarly):
         train(cfg)
 
 
-def test_a_run_that_is_stopped_in_an_evaluation_goes_on_with_its_own_weights(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_in_an_evaluation_goes_on_with_its_own_weights(tmp_path):
     """They are not the average, which an evaluation puts into their place."""
     stopped, whole = (composed(*SMALL, ema(0.9), f"run_dir={tmp_path / name}") for name in ("stopped", "whole"))
     in_world(1, stop_in_an_evaluation, stopped)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support.commands import ROOT
 
 TABLE = (ROOT / "CONTRIBUTING.md").read_text().split("## Delete this, lose that")[1].split("\n## ")[0]
@@ -51,6 +53,7 @@ def test_a_row_is_named_by_nothing_that_is_left():
         assert not [path for path, text in yaml.items() if path not in files and named.search(text)], files
 
 
+@pytest.mark.drill
 def test_without_all_of_them_all_modules_import_and_a_command_trains(tmp_path):
     for folder in ("src", "conf"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))

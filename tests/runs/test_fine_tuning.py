@@ -1,10 +1,6 @@
 """Parameter groups by rule, frozen parameters and initial weights, at several world sizes and strategies."""
 
 import functools
-import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +8,11 @@ import torch
 from lockstep.models.base import matching_parameters
 from lockstep.snapshots.files import list_snapshots
 from lockstep.snapshots.initial_weights import load_initial_weights
-from support.commands import ROOT, TRAIN, WHOLE, Command
+from support.commands import WHOLE
 from support.configs import with_values
-from support.pages import environment, section
 from support.refusals import accepted
 from support.run_folders import newest_snapshot
-from support.worlds import distance, in_world, refusal, train_all, weights
+from support.worlds import distance, in_world, refusals, train_all, weights
 
 OWN_MODULE = """
 import torch
@@ -44,17 +39,17 @@ PLACES = {"one": (1, []), "ddp": (2, []), "fsdp": (2, ["strategy=fsdp"]), "pipel
 
 
 @pytest.fixture(autouse=True)
-def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_modules(tmp_path, monkeypatch):
     (tmp_path / "own_groups.py").write_text(OWN_MODULE)
     monkeypatch.syspath_prepend(tmp_path)
 
 
 @functools.cache
-def config(*words: str) -> Any:
+def config(*words):
     return accepted(*WHOLE, *BASE, *words)
 
 
-def train(folder: Path, place: str, *words: str, **values: Any) -> torch.Tensor:
+def train(folder, place, *words, **values):
     """The weights of a run in a world of this kind."""
     size, strategy = PLACES[place]
     changes = [f"{key.replace('__', '.')}={value}" for key, value in values.items()]
@@ -62,16 +57,7 @@ def train(folder: Path, place: str, *words: str, **values: Any) -> torch.Tensor:
     return weights(folder)
 
 
-def test_the_commands_of_the_page(start: Callable[..., Command], tmp_path: Path) -> None:
-    page = section((ROOT / "docs" / "models.md").read_text(), "Fine-tuning")
-    (script,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
-    (said,) = re.findall(r"```\n(init: .*?)```", page, re.DOTALL)
-    script = script.replace("python src/train.py", f"python {TRAIN} trainer.batch_size=500")
-    output = start("bash", "-ec", script, **environment(tmp_path)).finish().output
-    assert all(line in output for line in said.splitlines())
-
-
-def test_groups_by_rule_are_the_groups_written_by_hand_under_every_strategy(tmp_path: Path) -> None:
+def test_groups_by_rule_are_the_groups_written_by_hand_under_every_strategy(tmp_path):
     by_hand = train(tmp_path / "by_hand", "one", "optimizer._target_=own_groups.by_hand")
     assert distance(by_hand, train(tmp_path / "plain", "one")) > 1e-2
     for place in PLACES:
@@ -81,21 +67,7 @@ def test_groups_by_rule_are_the_groups_written_by_hand_under_every_strategy(tmp_
     assert found == [[(0.01, 0.5), (0.01, 0.0), (0.03, 0.5), (0.03, 0.0)]] * len(PLACES)  # in the same order
 
 
-def test_a_run_with_groups_and_frozen_weights_goes_on_under_another_strategy(tmp_path: Path) -> None:
-    words = [*RULES, "parameters.freeze=[1.weight,2]"]
-    whole = train(tmp_path / "whole", "one", *words)
-    begin = torch.load(tmp_path / "whole" / "model.pt", weights_only=True)
-    train(tmp_path / "moved", "ddp", *words, trainer__pause_after=1)
-    assert distance(whole, train(tmp_path / "moved", "fsdp", *words)) < 1e-12
-    state = newest_snapshot(tmp_path / "moved")["optimizer"]
-    assert sorted(state) == ["1.bias", "4.bias", "4.weight"]
-    trained = torch.load(tmp_path / "moved" / "model.pt", weights_only=True)
-    assert torch.equal(trained["2.weight"], torch.ones(16, dtype=torch.float64))
-    assert torch.equal(trained["1.weight"], begin["1.weight"])
-    assert not torch.equal(trained["2.bias"], trained["1.bias"])
-
-
-def test_a_run_begins_with_the_weights_of_another_and_a_new_head(tmp_path: Path) -> None:
+def test_a_run_begins_with_the_weights_of_another_and_a_new_head(tmp_path):
     first = tmp_path / "first"
     train(first, "one", trainer__max_steps=5)
     trained = torch.load(first / "model.pt", weights_only=True)
@@ -116,11 +88,7 @@ def test_a_run_begins_with_the_weights_of_another_and_a_new_head(tmp_path: Path)
     assert "freeze: 1072 of 1276 weights are not trained: 1.bias, 1.weight, 2.bias, 2.weight" in log
 
 
-def refusals(configs: list[Any]) -> list[str]:
-    return [refusal(cfg) for cfg in configs]
-
-
-def test_what_does_not_fit_the_model_is_refused_on_all_ranks_with_what_to_type(tmp_path: Path) -> None:
+def test_what_does_not_fit_the_model_is_refused_on_all_ranks_with_what_to_type(tmp_path):
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Identity(), torch.nn.ReLU())
     torch.save({f"module.{name}": value for name, value in net.state_dict().items()}, tmp_path / "body.pt")
     cases = [
@@ -144,7 +112,7 @@ def test_what_does_not_fit_the_model_is_refused_on_all_ranks_with_what_to_type(t
     assert torch.equal(model[1].weight, net[1].weight)
 
 
-def test_patterns_name_parameters_by_kind_module_and_wildcard() -> None:
+def test_patterns_name_parameters_by_kind_module_and_wildcard():
     block = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1))
     net = torch.nn.ModuleDict({"layer1": block, "layer10": torch.nn.Linear(1, 1), "layernorm": torch.nn.Linear(1, 1)})
     assert matching_parameters(net, "bias") == {"layer1.0.bias", "layer1.1.bias", "layer10.bias", "layernorm.bias"}

@@ -1,9 +1,6 @@
 """On a GPU: a rank over nccl, a run that goes on, there and on the CPU, and a host that waits for nothing."""
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,15 +17,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SMALL = ["model=mlp", "logger=[]", FEW, "scheduler=constant", "optimizer=adamw"]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        [*TORCHRUN, "--standalone", "--nproc_per_node=1", TRAIN],
-        [*PYTHON_TRAIN, "backend=nccl", "launch=fork", "launch.nproc_per_node=1"],
-        [*PYTHON_TRAIN, "backend=nccl", "launch=spawn", "launch.nproc_per_node=1"],
-    ],
-    ids=["torchrun", "fork", "spawn"],
-)
+STARTERS = [[*TORCHRUN, "--standalone", "--nproc_per_node=1", TRAIN]]
+STARTERS += [[*PYTHON_TRAIN, "backend=nccl", f"launch={way}", "launch.nproc_per_node=1"] for way in ("fork", "spawn")]
+
+
+@pytest.mark.parametrize("command", STARTERS, ids=["torchrun", "fork", "spawn"])
 def test_one_rank_trains_over_nccl(start, command):
     run = start(*command, *SMALL, "trainer.epochs=1").finish()
     assert "rank 0 of 1: nccl on cuda" in run.output
@@ -51,7 +44,7 @@ def test_a_run_on_a_gpu_goes_on_on_the_cpu(start, tmp_path):
     assert distance(weights(tmp_path / "cpu"), weights(tmp_path / "both")) < 1e-9
 
 
-def train_on_first_gpu(cfg: Any) -> float:
+def train_on_first_gpu(cfg):
     """A training whose ranks are all on one GPU, over gloo: NCCL refuses that."""
     from lockstep.distributed import backend
 
@@ -71,7 +64,7 @@ ROUNDED = ("fp16", "bf16", "muon")  # each device rounds in its own order
 
 
 @pytest.mark.parametrize(("name", "ranks"), CASES)
-def test_a_training_on_a_gpu_is_that_of_the_cpu(name: str, ranks: int, tmp_path: Path) -> None:
+def test_a_training_on_a_gpu_is_that_of_the_cpu(name, ranks, tmp_path):
     """One rank over nccl; two over gloo, on one GPU."""
     rounds = any(kind in name for kind in ROUNDED)
     words = [*SCENARIOS[name][1], *([] if rounds else ["trainer.precision=fp64"])]
@@ -81,49 +74,8 @@ def test_a_training_on_a_gpu_is_that_of_the_cpu(name: str, ranks: int, tmp_path:
     assert distance(weights(tmp_path / "cpu"), weights(tmp_path / "gpu")) < (5e-2 if rounds else 1e-9)
 
 
-def normalised_on_first_gpu(shares: list[int], dtype: torch.dtype) -> list[float]:
-    """The distances of outputs, gradients and running statistics from those of float64 in one process, on the CPU."""
-    from lockstep.distributed import backend
-    from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
-    from lockstep.distributed.world import join_world
-    from lockstep.strategies.base import forward
-
-    backend.choose_device = lambda *_: torch.device("cuda", 0)
-    torch.manual_seed(0)
-    inputs, slopes = (torch.randn(sum(shares), 4, 5, 5).to(memory_format=torch.channels_last) for _ in range(2))
-    plain, found = torch.nn.BatchNorm2d(4).double(), []
-    with join_world("gloo", 60) as world:
-        synced = torch.nn.Sequential(torch.nn.BatchNorm2d(4)).to(world.device)
-        if dtype == torch.float64:
-            synced.double()
-        convert_sync_batch_norm(synced, world)
-        begin = sum(shares[: world.rank])
-        for model, own in ((plain, slice(None)), (synced, slice(begin, begin + shares[world.rank]))):
-            kind = {"device": "cpu", "dtype": torch.double} if model is plain else {"device": "cuda", "dtype": dtype}
-            mine = inputs[own].to(**kind).requires_grad_()
-            outputs = forward(model, mine)
-            (outputs * slopes[own].to(**kind)).sum().backward()
-            values = [outputs.detach(), torch.zeros_like(mine) if mine.grad is None else mine.grad]
-            if model is synced:
-                values = [world.all_gather_samples(value)[0] for value in values]
-            numbers = [*values, *(p.grad for p in model.parameters()), *model.buffers()]
-            found.append([value.double().cpu() for value in numbers if value is not None])
-        for number in (2, 3):  # the gradients of weight and bias
-            world.all_reduce_sum(found[1][number])
-        world.barrier()
-    return [distance(one, other) for one, other in zip(*found, strict=True)]
-
-
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("shares", [[4, 3], [0, 7], [5, 2, 0]], ids=str)
-def test_batch_norm_over_all_ranks_by_torchs_kernels(shares: list[int], dtype: torch.dtype, limit: float) -> None:
-    """Ranks over gloo, on one GPU."""
-    for distances in in_world(len(shares), normalised_on_first_gpu, shares, dtype):
-        assert max(distances) < limit
-
-
 @pytest.mark.parametrize("words", [[], ["optimizer=adamw", "trainer.max_grad_norm=0.5"]], ids=str)
-def test_a_recorded_step_has_the_bits_of_an_ordinary_one(words: list[str], tmp_path: Path) -> None:
+def test_a_recorded_step_has_the_bits_of_an_ordinary_one(words, tmp_path):
     for folder, warmup in (("graphed", 3), ("ordinary", 10**6)):
         step = ["step=cuda_graph", f"step.warmup={warmup}", "trainer.max_steps=40", "trainer.deterministic=true"]
         in_world(1, train, small_training(tmp_path / folder, *words, *step, backend="nccl"))
@@ -141,34 +93,34 @@ STRICT = [
 ]
 
 
-def train_strictly(cfg: Any) -> float:
+def train_strictly(cfg):
     """A training during which torch refuses every wait of the host for the device."""
     from lockstep.data.loader import Loader
     from lockstep.training import loop
 
     plain, end_epoch = Loader.batches, loop.end_epoch
 
-    def strict(*arguments: Any, **options: Any) -> Iterator[Any]:
+    def strict(*arguments, **options):
         for batch in plain(*arguments, **options):
             torch.cuda.set_sync_debug_mode("error")  # the first permutation may be waited for, once
             yield batch
 
-    def loose(*arguments: Any) -> Any:
+    def loose(*arguments):
         torch.cuda.set_sync_debug_mode("default")
         return end_epoch(*arguments)
 
-    Loader.batches, loop.end_epoch = strict, loose  # type: ignore[method-assign]
+    Loader.batches, loop.end_epoch = strict, loose
     return train(cfg)
 
 
 @pytest.mark.parametrize("overrides", STRICT)
-def test_no_step_waits_for_the_gpu(tmp_path: Path, overrides: list[str]) -> None:
+def test_no_step_waits_for_the_gpu(tmp_path, overrides):
     (accuracy,) = in_world(1, train_strictly, composed(f"run_dir={tmp_path}", *QUIET, *overrides))
     assert accuracy > 0.5
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_train_to_the_numbers_of_one(train: Any, tmp_path: Path) -> None:
+def test_two_gpus_train_to_the_numbers_of_one(train, tmp_path):
     halves = ["trainer.precision=fp64", "trainer.epochs=2", "model=toy_parallel", "trainer.batch_size=200"]
     plain = [*halves, "backend=nccl", "trainer.deterministic=true"]
     train(*plain, "hydra.run.dir=one")

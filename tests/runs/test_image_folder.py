@@ -1,14 +1,11 @@
 """A data set of files, read through DataLoader workers."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from PIL import Image
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
+def pictures(tmp_path):
     """37 training and 11 test pictures of two classes, light and dark, of different sizes."""
     for split, count in (("train", 37), ("test", 11)):
         for number in range(count):
@@ -19,27 +16,7 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path / "pictures"
 
 
-def test_images_give_the_same_numbers_on_one_and_three_ranks_decoded_once_or_by_workers(
-    train: Any, pictures: Path, tmp_path: Path
-) -> None:
-    # Batches of 9 leave a last one of 1: two ranks have nothing to do there.
-    options = [
-        "dataset=image_folder", f"dataset.root={pictures}", "dataset.size=16", "loader.num_workers=1",
-        "trainer.batch_size=9", "trainer.epochs=2", "sync_bn=on", "optimizer.lr=0.01", "trainer.precision=fp64",
-        "loader.augment={_target_:lockstep.data.augment.ShiftFlip,pad:2,flip:true}", "dataset.cache_dir=decoded",
-    ]  # fmt: skip
-    alone = train(*options, "hydra.run.dir=alone", "dataset.cache=false")
-    assert "33 training, 4 validation and 11 test samples" in alone.output
-    assert len(alone.epochs) == 2
-    assert not list(tmp_path.glob("decoded/*.npy"))
-    three = train("launch=torchrun", "launch.nproc_per_node=3", *options, "hydra.run.dir=three", "dataset.cache=true")
-    assert three.epochs == alone.epochs
-    assert len(list(tmp_path.glob("decoded/*.npy"))) == 2
-
-
-def test_images_of_a_csv_file_give_the_numbers_of_a_folder_and_later_ones_need_no_label(
-    train: Any, pictures: Path, tmp_path: Path
-) -> None:
+def test_images_of_a_csv_file_give_the_numbers_of_a_folder_and_later_ones_need_no_label(train, pictures, tmp_path):
     paths = sorted(pictures.glob("*/*/*.jpg"), key=lambda path: (path.parts[-3:-1], path))
     rows = [f"{path.relative_to(pictures)},{path.parent.name},{path.parts[-3]}" for path in paths]
     (pictures / "labels.csv").write_text("\n".join(["file,label,split", *rows]))

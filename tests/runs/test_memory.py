@@ -2,18 +2,16 @@
 
 import re
 import resource
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hydra.utils import instantiate
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.training.setup import checkpoint_activations
-from support.commands import ROOT, Command
+from support.commands import ROOT
 from support.configs import composed
 from support.worlds import distance, in_world, train_all, weights
 
@@ -21,83 +19,72 @@ from support.worlds import distance, in_world, train_all, weights
 class Noisy(nn.Module):
     """It draws from torch and numpy, and counts its passes."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs, outputs):
         super().__init__()
         self.linear, self.norm = nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs)
         self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.training:
             self.passes += 1
         scale = 1 + 0.1 * float(np.random.rand()) * torch.cos(self.passes)
-        dropped: Tensor = nn.functional.dropout(self.norm(self.linear(x)).tanh() * scale, 0.2, self.training)
-        return dropped
+        return nn.functional.dropout(self.norm(self.linear(x)).tanh() * scale, 0.2, self.training)
 
 
-def drawing() -> nn.Sequential:
+def drawing():
     return nn.Sequential(nn.Flatten(), Noisy(64, 32), Noisy(32, 10))
 
 
 class Wide(nn.Module):
     """Needs 16 MB a sample, in a process that may take `megabytes` more than it had in its first pass."""
 
-    def __init__(self, megabytes: int) -> None:
+    def __init__(self, megabytes):
         super().__init__()
-        self.first, self.second = nn.Linear(64, 10), nn.Linear(64, 10)
-        self.megabytes = megabytes
+        self.first, self.second, self.megabytes = nn.Linear(64, 10), nn.Linear(64, 10), megabytes
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         limit, most = resource.getrlimit(resource.RLIMIT_DATA)  # not of addresses, of which each thread reserves many
         if limit == most and self.training:
             (used,) = re.findall(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())
             resource.setrlimit(resource.RLIMIT_DATA, (int(used) * 2**10 + self.megabytes * 2**20, most))
         flat = x.flatten(1)
         wide = flat.repeat(1, 2**16)  # (N, 4 Mi) float32
-        outputs: Tensor = self.first(flat) + self.second(wide.view(len(x), -1, 64).mean(1))
-        return outputs
+        return self.first(flat) + self.second(wide.view(len(x), -1, 64).mean(1))
 
 
 NETS = {
     "layer*": ["model=convnet", "trainer.max_steps=8"],
     "1": [f"model._target_={__name__}.drawing", "~model.shape", "~model.classes", "trainer.max_steps=8"],
 }
-WAYS: dict[int, list[list[str]]] = {
+WAYS = {
     1: [["trainer.gradient_accumulation_steps=2"], ["strategy=virtual_ranks", "strategy.count=2"]],
     2: [["strategy=fsdp"]],
-    3: [["trainer.batch_size=4"], ["sync_bn=off"]],
+    3: [["trainer.batch_size=4"]],
 }
 
 
 @pytest.mark.parametrize("ranks", WAYS)
-def test_blocks_that_compute_again_give_the_same_numbers(ranks: int, tmp_path: Path) -> None:
-    configs = [
-        composed("trainer.precision=fp64", "trainer.epochs=1", "logger=[]", *words, *way, again, f"run_dir={folder}")
-        for net, words in NETS.items()
-        for number, way in enumerate(WAYS[ranks])
-        for folder, again in (
-            (tmp_path / f"{net}{number}" / "plain", "trainer.checkpoint_activations=[]"),
-            (tmp_path / f"{net}{number}" / "again", f"trainer.checkpoint_activations=['{net}']"),
-        )
-    ]
+def test_blocks_that_compute_again_give_the_same_numbers(ranks, tmp_path):
+    common, configs = ["trainer.precision=fp64", "trainer.epochs=1", "logger=[]"], []
+    for net, words in NETS.items():
+        for number, way in enumerate(WAYS[ranks]):
+            for name, blocks in (("plain", ""), ("again", f"'{net}'")):
+                again = f"trainer.checkpoint_activations=[{blocks}]"
+                configs.append(composed(*common, *words, *way, again, f"run_dir={tmp_path}/{net}{number}/{name}"))
     in_world(ranks, train_all, configs)
     for folder in tmp_path.iterdir():
         assert distance(weights(folder / "plain"), weights(folder / "again")) < 1e-12, folder
 
 
-def kept_bytes(model: nn.Module, inputs: Tensor) -> int:
+def kept_bytes(model, inputs):
     kept = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor.nbytes)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.nbytes) or tensor, lambda one: one):
         model(inputs)
     return sum(kept)
 
 
-def test_blocks_that_compute_again_keep_less() -> None:
-    model: Any = instantiate(composed("model=gpt", "model.shape=[32]", "model.classes=50", "dataset=random").model)
+def test_blocks_that_compute_again_keep_less():
+    model = instantiate(composed("model=gpt", "model.shape=[32]", "model.classes=50", "dataset=random").model)
     inputs = torch.zeros(4, 32, dtype=torch.int64)
     before, names = kept_bytes(model, inputs), [name for name, _ in model.named_parameters()]
     checkpoint_activations(model, ["block*"])
@@ -105,12 +92,10 @@ def test_blocks_that_compute_again_keep_less() -> None:
     assert [name for name, _ in model.named_parameters()] == names
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rank_without_memory_is_told_what_to_type(ranks: int, train: Callable[..., Command]) -> None:
-    """The batch of 48 samples needs 768 MB, and all ranks together may take 600."""
-    launch = [] if ranks == 1 else ["launch=fork", f"launch.nproc_per_node={ranks}"]
-    own = ["model._target_=test_memory.Wide", "~model.shape", "~model.classes", f"+model.megabytes={600 // ranks}"]
-    words = [*own, "trainer.batch_size=48", "trainer.max_steps=3", "evaluation.batch_size=4", *launch]
+def test_a_rank_without_memory_is_told_what_to_type(train):
+    """The batch of 48 samples needs 768 MB, and both ranks together may take 600."""
+    own = ["model._target_=test_memory.Wide", "~model.shape", "~model.classes", "+model.megabytes=300", "launch=fork"]
+    words = [*own, "trainer.batch_size=48", "trainer.max_steps=3", "evaluation.batch_size=4"]
     failed = train(*words, "hydra.run.dir=run", code=1, PYTHONPATH=ROOT / "tests" / "runs").output
     assert "this rank has no memory left" in failed
     assert "type trainer.gradient_accumulation_steps=<more>" in failed

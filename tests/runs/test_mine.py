@@ -4,14 +4,17 @@ import shutil
 import subprocess
 import sys
 
+import pytest
+
 from support.commands import ROOT
 
 FOLDERS = ["src", "conf", "deploy", "docs", "tests", "Makefile", "pyproject.toml"]
 FILES = ["src/mine.py", "conf/model/mine.yaml", "tests/test_mine.py"]
 
 
+@pytest.mark.drill
 def test_its_files_are_the_users_its_test_passes_and_it_is_trained_without_a_flag(tmp_path, start):
-    """Ranks of launch=spawn are new processes. That any starter's ranks import the user's: test_own_folder.py."""
+    """Ranks of launch=spawn are new processes. That any starter's ranks import the user's: test_own_work.py."""
     listed = subprocess.run(["git", "ls-files", *FOLDERS], cwd=ROOT, check=True, capture_output=True, text=True)
     for name in set(listed.stdout.splitlines()) - set(FILES):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,5 @@
 """What watch.nan does with a batch whose loss or gradient is NaN."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -10,36 +7,25 @@ from lockstep.data.partition import generator
 from lockstep.errors import TrainingDiverged
 from lockstep.training.nonfinite import are_finite
 from support.commands import ema
-from support.configs import composed, with_values
+from support.configs import composed
 from support.event_files import scalars
 from support.run_folders import contents
 from support.worlds import delay_exchanges, in_world, train
 
-pytestmark = pytest.mark.whole
-
-BROKEN = 100  # the number of a sample that is NaN
-BATCH = 64
-SAMPLES = 1437
-DATA = ["dataset=pair", *(f"dataset.{half}._target_=support.damage.FloatDigits" for half in ("train", "test"))]
-SMALL = ["logger=[tensorboard]", *DATA, f"+dataset.train.broken=[{BROKEN}]"]
-SMALL += ["+dataset.train.train=true", "+dataset.test.train=false", "+dataset.test.broken=[]", "trainer.epochs=2"]
-NONE_COUNTED = [f"+dataset.train.broken={list(range(SAMPLES))}", "watch.nan=skip", "trainer.batch_size=300"]
-NONE_COUNTED += ["trainer.epochs=1", "logging.every=5"]
-TEST_BROKEN = ["dataset.train.broken=[]", "dataset.test.broken=[7,9]", "trainer.max_steps=1"]
+BROKEN, BATCH, SAMPLES = 100, 64, 1437  # BROKEN: the number of a sample that is NaN
+DATA = ["dataset=pair", "logger=[tensorboard]", "trainer.epochs=2"]
+DATA += [f"dataset.{half}._target_=support.damage.FloatDigits" for half in ("train", "test")]
+DATA += ["+dataset.train.train=true", "+dataset.test.train=false"]
+SMALL = [*DATA, "+dataset.test.broken=[]", f"+dataset.train.broken=[{BROKEN}]"]
 MARKED = [*SMALL, "model=mlp", "model._target_=support.damage.MarkedMLP", "+dataset.train.value=-1"]
 
 
-def step_of_sample(number: int, epoch: int, ranks: int) -> tuple[int, int]:
-    """(step counted from 1, rank) that trains on a sample."""
-    order = torch.randperm(SAMPLES, generator=generator(0, epoch)).tolist()
-    place = order.index(number)
-    first = place // BATCH * BATCH
-    batch = torch.tensor(order[first : first + BATCH])
-    (rank,) = [rank for rank, share in enumerate(batch.tensor_split(ranks)) if number in share.tolist()]
-    return epoch * -(-SAMPLES // BATCH) + place // BATCH + 1, rank
+def step_of_sample(number):
+    """The step, counted from 1, that trains on a sample."""
+    return torch.randperm(SAMPLES, generator=generator(0, 0)).tolist().index(number) // BATCH + 1
 
 
-def _train_all(configs: list[Any]) -> list[str]:
+def train_all(configs):
     """The sentence of each run that diverged, "" of the others."""
     ends = []
     for cfg in configs:
@@ -51,16 +37,13 @@ def _train_all(configs: list[Any]) -> list[str]:
     return ends
 
 
-def test_a_run_stops_at_the_step_and_names_the_samples(tmp_path: Path) -> None:
-    every = ["logging.every=1000", "snapshot.every=1steps"]
-    configs = [
-        composed(f"run_dir={tmp_path / 'loss'}", *SMALL, *every),
-        composed(f"run_dir={tmp_path / 'gradient'}", *MARKED, *every),
-        with_values(composed(f"run_dir={tmp_path / 'test'}", *SMALL), *TEST_BROKEN),
-    ]
-    step, rank = step_of_sample(BROKEN, 0, 2)
+def test_a_run_stops_at_the_step_and_names_the_samples(tmp_path):
+    every, step = ["logging.every=1000", "snapshot.every=1steps"], step_of_sample(BROKEN)
+    broken_test = [*DATA, "+dataset.train.broken=[]", "+dataset.test.broken=[7,9]", "trainer.max_steps=1"]
+    rows = {"loss": [*SMALL, *every], "gradient": [*MARKED, *every], "test": broken_test}
+    configs = [composed(f"run_dir={tmp_path / name}", *words) for name, words in rows.items()]
     # A world for each: a process that has failed is ended 5 s later.
-    ends = [[end for (end,) in in_world(2, _train_all, [config])] for config in configs]
+    ends = [[end for (end,) in in_world(2, train_all, [config])] for config in configs]
     for loss, gradient, test in zip(*ends, strict=True):
         assert loss.startswith(f"the loss is nan at step {step}; NaN or infinite values are in sample {BROKEN}; ")
         assert loss.endswith("or to leave out such batches type watch.nan=skip")
@@ -71,7 +54,7 @@ def test_a_run_stops_at_the_step_and_names_the_samples(tmp_path: Path) -> None:
     assert newest == f"step_{step - 1:08d}"
 
 
-def test_huge_gradients_are_finite() -> None:
+def test_huge_gradients_are_finite():
     huge = torch.full((100,), 3e38)
     assert are_finite([torch.ones(3), huge])
     for value in (float("nan"), float("inf"), -float("inf")):
@@ -79,36 +62,37 @@ def test_huge_gradients_are_finite() -> None:
     assert not are_finite([torch.tensor([float("inf"), -float("inf")])])
 
 
-def _train_as_on_a_gpu(cfg: Any) -> str:
+def train_as_on_a_gpu(cfg):
     delay_exchanges()
-    return _train_all([cfg])[0]
+    return train_all([cfg])[0]
 
 
-def test_where_reading_would_wait_the_next_log_finds_the_step(tmp_path: Path) -> None:
-    step, _ = step_of_sample(BROKEN, 0, 2)  # 10: the gradient breaks in the step of a log
-    cfg = composed(f"run_dir={tmp_path}", *MARKED, "logging.every=5")
-    assert step == 10
-    for sentence in in_world(2, _train_as_on_a_gpu, cfg):
+def test_where_reading_would_wait_the_next_log_finds_the_step(tmp_path):
+    assert step_of_sample(BROKEN) == 10  # the gradient breaks in the step of a log
+    for sentence in in_world(2, train_as_on_a_gpu, composed(f"run_dir={tmp_path}", *MARKED, "logging.every=5")):
         assert sentence.startswith("the loss is nan at step 11; ")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_skip_leaves_out_the_update_and_nothing_else(tmp_path: Path, ranks: int) -> None:
-    step, rank = step_of_sample(BROKEN, 0, ranks)
-    every = ["watch.nan=skip", "snapshot.every=1steps", "snapshot.keep_last=100", f"trainer.max_steps={step + 2}"]
-    options = [*SMALL, ema(0.9), "logging.every=1", *every]
-    many = [option for option in SMALL if "broken" not in option]
-    broken = f"+dataset.train.broken={list(range(900))}"
+def test_skip_leaves_out_the_update_and_nothing_else(tmp_path, ranks):
+    step, skip = step_of_sample(BROKEN), "watch.nan=skip"
+    every = [ema(0.9), "logging.every=1", "snapshot.every=1steps", "snapshot.keep_last=100"]
+    many = [*DATA, "+dataset.test.broken=[]"]
+    none = ["trainer.batch_size=300", "trainer.epochs=1", "logging.every=5"]
     configs = [
-        composed(f"run_dir={tmp_path / 'skip'}", *options),
-        composed(f"run_dir={tmp_path / 'skip'}", *options, f"trainer.max_steps={step + 4}"),
-        composed(f"run_dir={tmp_path / 'none'}", *many, "+dataset.test.broken=[]", *NONE_COUNTED),
-        composed(f"run_dir={tmp_path / 'many'}", *many, "+dataset.test.broken=[]", broken, "watch.nan=skip"),
+        composed(f"run_dir={tmp_path / name}", skip, *words)
+        for name, words in (
+            ("skip", [*SMALL, *every, f"trainer.max_steps={step + 2}"]),
+            ("skip", [*SMALL, *every, f"trainer.max_steps={step + 4}"]),
+            ("none", [*many, f"+dataset.train.broken={list(range(SAMPLES))}", *none]),
+            ("many", [*many, f"+dataset.train.broken={list(range(900))}"]),
+        )
     ]
-    for skip, goes_on, none, everything in in_world(ranks, _train_all, configs):
-        assert skip == goes_on == none == ""
+    for *ended, everything in in_world(ranks, train_all, configs):
+        assert ended == ["", "", ""]
         assert "as in the 10 steps before" in everything
-    before, after, later = (snapshot(tmp_path / "skip", step + change) for change in (-1, 0, 1))
+    folder = tmp_path / "skip" / "snapshots"
+    before, after, later = (contents(folder / f"step_{step + change:08d}") for change in (-1, 0, 1))
     for part in ("model", "optimizer", "ema"):
         assert same(before[part], after[part])
         assert not same(after[part], later[part])
@@ -125,12 +109,7 @@ def test_skip_leaves_out_the_update_and_nothing_else(tmp_path: Path, ranks: int)
     assert curves.keys().isdisjoint({"train/loss", "train/accuracy", "train/running_loss"})
 
 
-def snapshot(folder: Path, step: int) -> dict[str, Any]:
-    saved: dict[str, Any] = contents(folder / "snapshots" / f"step_{step:08d}")
-    return saved
-
-
-def same(one: Any, other: Any) -> bool:
+def same(one, other):
     """Whether two nested dicts and lists hold the same numbers, learning rates aside."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)

@@ -18,8 +18,6 @@ from support.configs import composed
 from support.pages import python_blocks
 from support.worlds import in_world, train
 
-UNKNOWN = "trainer.epoch is no key of this config; type trainer.epochs=2"
-
 
 @pytest.fixture
 def notebook(tmp_path, monkeypatch):
@@ -37,18 +35,16 @@ def notebook(tmp_path, monkeypatch):
 def python(tmp_path):
     """python(*words) -> what `python <words>`, typed in `tmp_path`, prints."""
 
-    def made(*words, **variables):
-        env = os.environ | {"PYTHONPATH": str(ROOT / "src")} | variables
-        command = [sys.executable, *words]
-        return subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=120).stdout
-
-    return made
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    common = {"cwd": tmp_path, "env": env, "text": True, "capture_output": True, "timeout": 120}
+    return lambda *words: subprocess.run([sys.executable, *words], **common).stdout
 
 
 def output_of(cell):
     return "".join(output.get("text", "") for output in cell.outputs)
 
 
+@pytest.mark.drill
 def test_the_page_runs_in_a_notebook(notebook):
     client = notebook(python_blocks(ROOT / "docs" / "python.md"))
     client.execute()
@@ -67,6 +63,7 @@ def test_the_page_runs_in_a_notebook(notebook):
     assert folder in composed
 
 
+@pytest.mark.drill
 def test_an_interrupt_of_the_kernel_saves_and_the_call_that_it_names_goes_on(notebook, python, tmp_path):
     words, folder = '["model=mlp", "trainer.epochs=2000", "hydra.run.dir=long"]', tmp_path / "long" / "snapshots"
     client = notebook([f"import lockstep\nlockstep.train({words}, ranks=2)"])
@@ -88,14 +85,13 @@ def test_an_interrupt_of_the_kernel_saves_and_the_call_that_it_names_goes_on(not
 
 def test_what_cannot_work_is_raised_and_check_is_a_test(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    assert "\nevery weight learns" in lockstep.check(["model=linear"])
     with pytest.raises(AssertionError, match="gradients, .*; change the gradient .* or type gradient_sync=auto"):
         lockstep.check("model=linear gradient_sync=fp16")
     assert "promise" in capfd.readouterr().out
     for function in (lockstep.check, lockstep.compose, lockstep.train):
-        assert not list(tmp_path.iterdir())
-        with pytest.raises(ConfigError, match=UNKNOWN):
+        with pytest.raises(ConfigError, match="trainer.epoch is no key of this config; type trainer.epochs=2"):
             function(["trainer.epoch=2"])
+        assert not list(tmp_path.iterdir())
     (tmp_path / "broken_nets.py").write_text("def net():\n    from torch import nn\n    return nn.Linear(3, 10)\n")
     monkeypatch.syspath_prepend(tmp_path)
     words = ["model=linear", "model._target_=broken_nets.net", "~model.shape", "~model.classes", "logger=[]"]
@@ -111,22 +107,15 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.version import getbase
 
-
 def known():
     return GlobalHydra.instance(), GlobalHydra.instance().hydra, HydraConfig.instance().cfg, getbase()
-
 
 @hydra.main(version_base="1.2", config_path=".", config_name="own")
 def main(cfg):
     before = known()
     print(lockstep.compose(["model=mlp", "trainer.epochs=7"]).trainer.epochs)
-    try:
-        lockstep.compose(["trainer.epoch=2"])
-    except lockstep.errors.ConfigError as error:
-        print(error)
     assert all(now is then for now, then in zip(known(), before, strict=True))
     print(cfg.number, HydraConfig.get().job.name)
-
 
 main()
 """
@@ -141,7 +130,7 @@ def test_compose_gives_what_the_command_would_train_with_also_inside_a_hydra_mai
     assert lockstep.compose("model=mlp '+vars.sizes=[1, 2]'").vars == {"sizes": [1, 2]}
     (tmp_path / "own.yaml").write_text("number: 3\n")
     (tmp_path / "program.py").write_text(OWN_PROGRAM)
-    assert python("program.py", "number=4").splitlines() == ["7", UNKNOWN, "4 program"]
+    assert python("program.py", "number=4").splitlines() == ["7", "4 program"]
 
 
 NET = """
@@ -153,30 +142,27 @@ class Net(nn.Sequential):
 """
 OWN_SCRIPT = """
 import sys
-
 import torch
-
 import lockstep
 
 sys.path.insert(0, "nets")
 overrides = ["model._target_=far.Net", "optimizer._target_=beside.Descent", "trainer.epochs=1"]
-for held_out in ("0.1", "null"):
-    result = lockstep.train([*overrides, f"loader.validation={held_out}", f"hydra.run.dir=runs/{held_out}"], ranks=2)
-    net = result.net()
-    print("net", type(net.net).__module__, len(net.predict(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))))
+result = lockstep.train([*overrides, "loader.validation=null", "hydra.run.dir=run"], ranks=2)
+net = result.net()
+print("net", type(net.net).__module__, len(net.predict(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))))
 """
 
 
-def test_ranks_import_what_the_caller_can_and_a_net_of_ones_own_is_loaded(python, tmp_path):
+def test_ranks_import_what_the_caller_can_and_a_net_of_ones_own_is_loaded(python, tmp_path, monkeypatch):
     (tmp_path / "nets").mkdir()
     (tmp_path / "nets" / "far.py").write_text(NET)
     (tmp_path / "beside.py").write_text("import torch\n\nclass Descent(torch.optim.SGD):\n    pass\n")
     (tmp_path / "script.py").write_text(OWN_SCRIPT)
     said = python("script.py")
-    assert said.count("rank 0 of 2") == 2
-    assert said.count("net far 2") == 2  # the best one, and where nothing chooses the last one
-    later = "import lockstep\nprint(type(lockstep.load('runs/0.1', 'best').net))\n"
-    assert python("-c", later, PYTHONPATH=f"{ROOT / 'src'}:{tmp_path / 'nets'}") == "<class 'far.Net'>\n"
+    assert "rank 0 of 2" in said
+    assert "net far 2" in said  # where nothing chooses, the last one
+    monkeypatch.syspath_prepend(tmp_path / "nets")
+    assert type(lockstep.load(tmp_path / "run").net).__module__ == "far"
 
 
 def test_a_loop_of_ones_own_gives_the_numbers_of_the_command(python, tmp_path):

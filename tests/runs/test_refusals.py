@@ -1,14 +1,13 @@
 """Bad input to the real command: one sentence, exit code 2, no traceback, and nothing is left behind."""
 
 import socket
-from pathlib import Path
 
 import pytest
 
-from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command
+from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN
 
 
-def assert_refused(run: Command, *said: str) -> None:
+def assert_refused(run, *said):
     """Few lines, one of them a sentence; no traceback, no weights, no record of a run."""
     for words in said:
         assert words in run.sentence
@@ -23,7 +22,6 @@ OWN = ["dataset=pair", "dataset.classes=2", "model=linear"]
 BAD = [
     (["+experiment=x"], "experiment=x is no option, and experiment has the options cifar10_speed, "),
     (["hydra/sweeper=optun"], "hydra/sweeper has the options basic, lists, optuna; type hydra/sweeper="),
-    (["hydra.run.dir=/proc/x"], "/proc/x cannot be written (No such file or directory); type hydra.run.dir="),
     (["hydra.run.dir=/etc/passwd"], "/etc/passwd cannot be written (File exists); type hydra.run.dir="),
     (["-m", "hydra.sweep.dir=/proc/x", "seed=1,2"], "the run folder /proc/x cannot be written"),
     (["-m", "optimizer.lr=interval(0.1,1)"], "type hydra/sweeper=optuna hydra.sweeper.n_trials=20"),
@@ -33,9 +31,9 @@ BAD = [
 ]
 # What a rank alone can know.
 FOUND_BY_RANKS = [
+    (["step=cuda_graph"], "step=cuda_graph records what one rank computes on a GPU; type step=default"),
     (["launch=torchrun", "model=resnet18", "model.name=foo"], "no model.name=foo with these options (Unknown model"),
     (["launch=torchrun", "dataset.classes=5"], "and the classes are 0 to 4; type dataset.classes="),
-    (["dataset.classes=5"], "and the classes are 0 to 4; type dataset.classes="),
     (["launch=fork", "Words"], "CrossEntropy takes logits and class numbers (N, classes, ...) and (N, ...), "),
     (["Ragged"], "of the training data make no batch of inputs and targets (stack expects"),
     (["launch=fork", "Gone"], "make no batch of inputs and targets (object of type 'NoneType' has no len()); give all"),
@@ -76,13 +74,3 @@ def test_an_occupied_port_is_named_with_a_free_one(start):
 def test_a_rank_that_is_no_number_is_refused(start):
     run = start(*PYTHON_TRAIN, RANK="abc", WORLD_SIZE=2).finish(2)
     assert_refused(run, "RANK=abc in the environment is not a whole number; type `unset RANK WORLD_SIZE`")
-
-
-def test_a_snapshot_of_another_model_or_optimizer_is_refused_with_what_differs(train):
-    made = train("model=linear", "trainer.max_steps=2", "hydra.run.dir=made")
-    run = train("model=mlp", "optimizer=adamw", f"resume={made.cwd}/made", "hydra.run.dir=other", code=2)
-    assert "does not fit this run" in run.sentence
-    for key in ("model._target_", "model.width", "optimizer"):
-        assert f"{key} (" in run.sentence
-    assert "Traceback" not in run.output
-    assert not (Path(run.cwd) / "other" / "model.pt").exists()

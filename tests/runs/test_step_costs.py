@@ -7,12 +7,11 @@ A GPU is as fast as the host that feeds it: on small nets each operator takes th
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.training.callbacks import Callback
@@ -36,18 +35,18 @@ FRAMES = [
 class Counter(TorchDispatchMode, Callback):
     """Counts in the steps after `first`: in the second epoch, whose steps find what the first epoch has made."""
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first):
         super().__init__()
         self.first, self.calls, self.operators = first, 0, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.operators += 1
         return func(*args, **(kwargs or {}))
 
-    def on_step_end(self, run: Any) -> None:
+    def on_step_end(self, run):
         self.after(run.progress.step)
 
-    def after(self, step: int) -> None:
+    def after(self, step):
         """`step` steps are done."""
         match step - self.first:
             case 0:
@@ -58,15 +57,15 @@ class Counter(TorchDispatchMode, Callback):
             case n if n == 2 * STEPS:
                 self.__exit__(None, None, None)
 
-    def _count(self, frame: Any, event: str, arg: Any) -> None:
+    def _count(self, frame, event, arg):
         self.calls += event == "call" and frame.f_code.co_name not in ("after", "on_step_end")
 
     @property
-    def found(self) -> tuple[float, float]:
+    def found(self):
         return self.calls / STEPS, self.operators / STEPS
 
 
-def bare_steps() -> tuple[float, float]:
+def bare_steps():
     images, targets = torch.randint(0, 256, (1437, 1, 8, 8), dtype=torch.uint8), torch.randint(0, 10, (1437,))
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9, fused=True)
@@ -80,7 +79,7 @@ def bare_steps() -> tuple[float, float]:
     return counter.found
 
 
-def our_steps(config: Any) -> tuple[float, float]:
+def our_steps(config):
     from lockstep import build
     from lockstep.distributed.world import join_world
     from lockstep.loggers.base import Loggers, RunInfo
@@ -97,7 +96,7 @@ def our_steps(config: Any) -> tuple[float, float]:
     return counter.found
 
 
-def test_a_step_has_few_calls_and_no_operators_above_a_bare_loop(tmp_path: Path) -> None:
+def test_a_step_has_few_calls_and_no_operators_above_a_bare_loop(tmp_path):
     words = ["model=linear", f"trainer.batch_size={BATCH}", "trainer.epochs=2", f"run_dir={tmp_path}"]
     (ours,), bare = in_world(1, our_steps, composed(*words)), bare_steps()
     calls, operators = ours[0] - bare[0], ours[1] - bare[1]
@@ -109,21 +108,21 @@ def test_a_step_has_few_calls_and_no_operators_above_a_bare_loop(tmp_path: Path)
 class Noting(nn.Linear):
     """It writes down the stack of its newest backward pass."""
 
-    def __init__(self, classes: int) -> None:
+    def __init__(self, classes):
         super().__init__(64, classes)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         outputs = super().forward(inputs.flatten(1))
         if outputs.requires_grad:
             outputs.register_hook(lambda gradient: self.note())
         return outputs
 
-    def note(self) -> None:
+    def note(self):
         stack = traceback.extract_stack()
         Path("frames.txt").write_text("\n".join(f"{frame.filename}:{frame.name}" for frame in stack))
 
 
-def test_a_backward_pass_is_six_calls_below_main(train: Any, tmp_path: Path) -> None:
+def test_a_backward_pass_is_six_calls_below_main(train, tmp_path):
     """In the first step one more looks at what the net draws, and in all steps of a net that has dropout."""
     words = ["model=linear", "~model.shape", "model._target_=test_step_costs.Noting", "trainer.max_steps=2"]
     train(*words, "hydra.run.dir=run", PYTHONPATH=ROOT / "tests" / "runs")

@@ -1,13 +1,11 @@
 """Parameters and buffers of every type and layout, and tensors with several names, in everything that holds them."""
 
 from collections import deque
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import lockstep
 from lockstep.errors import ConfigError
@@ -15,35 +13,29 @@ from lockstep.models.base import matching_parameters
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.state import require_loadable, trained_weights
 from lockstep.strategies.base import to_bytes
-from lockstep.training.ema import Average
 from support.commands import ema
 from support.configs import composed, with_values
 from support.models import MadeInForward, OddTensors
 from support.run_folders import newest_snapshot
 from support.small_text import small_gpt
-from support.worlds import distance, in_world, train, train_all, weights
+from support.worlds import distance, in_world, train_all, weights
 
 MODEL = ("model=linear", "model._target_=support.models.OddTensors", "optimizer.fused=false", "logger=[]")
 
 
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+def assert_same(one, other):
     assert one.keys() == other.keys()
     for name, value in one.items():
         assert (value.dtype, value.shape, value.layout) == (other[name].dtype, other[name].shape, other[name].layout)
         assert torch.equal(to_bytes([value]), to_bytes([other[name]])), name
 
 
-def as_made() -> OddTensors:
-    return OddTensors([1, 8, 8], 10)
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_each_type_and_layout_is_trained_averaged_saved_and_resumed(tmp_path: Path, strategy: str) -> None:
+def test_each_type_and_layout_is_trained_averaged_saved_and_resumed(tmp_path, strategy):
     trains_all = strategy == "ddp"
     words = [*MODEL, f"+model.trains_all={trains_all}", f"strategy={strategy}", ema(0.5)]
     words += ["trainer.batch_size=500", "trainer.epochs=2"]
-    base = composed(*words)
-    whole, parts = (with_values(base, f"run_dir={tmp_path / name}") for name in ("whole", "parts"))
+    whole, parts = (composed(*words, f"run_dir={tmp_path / name}") for name in ("whole", "parts"))
     in_world(2, train_all, [whole, with_values(parts, "trainer.pause_after=1"), parts])
     runs = [torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "parts")]
     assert_same(*runs)
@@ -64,37 +56,16 @@ def test_each_type_and_layout_is_trained_averaged_saved_and_resumed(tmp_path: Pa
     assert saved["ema"]["shift"].dtype == torch.float32, "bfloat16 rounds small changes of an average away"
 
 
-def test_an_average_of_complex_and_bfloat16_weights_is_that_of_plain_torch() -> None:
-    model = as_made()
-    averaged = model.filter, model.shift, model.running_mean
-    ema, steps = Average(model, 0.9), []
-    for number in range(50):
-        with torch.no_grad():
-            model.filter.mul_(1j)
-            model.shift.fill_(1 + number / 128)
-            model.running_mean.fill_(number)
-        ema.update()
-        steps.append(tuple(tensor.detach().to(torch.complex128) for tensor in averaged))
-    expected = steps[0]
-    for step in steps[1:]:
-        expected = tuple(0.9 * average + 0.1 * weight for average, weight in zip(expected, step, strict=True))
-    with ema.applied():
-        for tensor, wanted, rounded in zip(averaged, expected, (1e-6, 2**-8, 1e-5), strict=True):
-            assert torch.allclose(tensor.to(torch.complex128), wanted, atol=rounded)
-    assert torch.allclose(ema.averages["shift"].double(), expected[1].real, atol=1e-6)
-    assert model.running_mean == 49
-
-
 class Tied(nn.Module):
     """Two linear layers that share one weight."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
         self.second.weight = self.first.weight
 
 
-def test_any_name_of_a_shared_weight_freezes_groups_and_initialises_it(tmp_path: Path) -> None:
+def test_any_name_of_a_shared_weight_freezes_groups_and_initialises_it(tmp_path):
     model = Tied(3)
     freeze(model, ["second"])
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["first.weight", "second.bias"]
@@ -116,12 +87,10 @@ def test_any_name_of_a_shared_weight_freezes_groups_and_initialises_it(tmp_path:
     assert torch.equal(model.second.bias, values["second.bias"])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_average_of_a_shared_weight_is_under_all_its_names(tmp_path: Path, strategy: str) -> None:
-    """In model.pt, in model_best.pt and in what init= reads of a snapshot."""
-    words = small_gpt(tmp_path, ema(0.5), f"strategy={strategy}", f"run_dir={tmp_path / 'run'}")
-    cfg = composed(*words)
-    in_world(2, train_all, [cfg])
+def test_the_average_of_a_shared_weight_is_under_all_its_names(tmp_path):
+    """In model.pt, and in what init= reads of a snapshot."""
+    words = small_gpt(tmp_path, ema(0.5), "strategy=fsdp", f"run_dir={tmp_path / 'run'}")
+    in_world(2, train_all, [composed(*words)])
     saved = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
     newest = newest_snapshot(tmp_path / "run")  # whole
     shared = ["embedding.tokens.weight", "head.linear.weight"]
@@ -131,9 +100,7 @@ def test_the_average_of_a_shared_weight_is_under_all_its_names(tmp_path: Path, s
 
 
 @pytest.mark.parametrize(("strategy", "extra"), [("ddp", "set"), ("fsdp", "bytes")])
-def test_buffers_that_a_forward_pass_makes_and_extra_state_are_resumed(
-    tmp_path: Path, strategy: str, extra: str
-) -> None:
+def test_buffers_that_a_forward_pass_makes_and_extra_state_are_resumed(tmp_path, strategy, extra):
     words = ["model=linear", "model._target_=support.models.MadeInForward", f"+model.extra={extra}", "logger=[]"]
     base = composed(*words, f"strategy={strategy}", "trainer.batch_size=500", "trainer.epochs=2")
     whole, parts = (with_values(base, f"run_dir={tmp_path / name}") for name in ("whole", "parts"))
@@ -147,27 +114,31 @@ def test_buffers_that_a_forward_pass_makes_and_extra_state_are_resumed(
     assert_same(loaded, one)
 
 
-def test_what_no_snapshot_holds_is_refused() -> None:
+def test_what_no_snapshot_holds_is_refused():
     for value in (MadeInForward([4], 2, "array").state_dict(), {"a": [deque()]}, [np.float32(1)], {"a": lambda: 0}):
         with pytest.raises(ConfigError, match=r"^the state of the model.* has .*; keep tensors, numbers"):
             require_loadable(value)
 
 
-def test_sparse_gradients_give_the_numbers_of_dense_ones(tmp_path: Path) -> None:
-    words = ["model=linear", "model._target_=support.models.Words", "~model.shape", "~model.classes", "logger=[]"]
-    words += ["trainer.epochs=1", "trainer.precision=fp64"]
-    configs = [composed(*words, f"+model.sparse={word}", f"run_dir={tmp_path / word}") for word in ("false", "true")]
-    in_world(1, train_all, configs)
-    assert distance(weights(tmp_path / "false"), weights(tmp_path / "true")) < 1e-12
-
-
-def test_the_type_of_a_run_is_its_precisions_whatever_the_default_is(tmp_path: Path) -> None:
-    cfg = composed("model=linear", "trainer.max_steps=2", "logger=[]", f"run_dir={tmp_path / 'run'}")
-    in_world(1, train_with_another_default, cfg)
-    saved = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
-    assert {value.dtype for value in saved.values()} == {torch.float32}
-
-
-def train_with_another_default(cfg: Any) -> float:
+def train_with_another_default(configs):
     torch.set_default_dtype(torch.float64)
-    return train(cfg)
+    train_all(configs)
+
+
+def test_sparse_gradients_give_the_numbers_of_dense_ones_and_the_default_type_changes_nothing(tmp_path):
+    words = ["model=linear", "model._target_=support.models.Words", "~model.shape", "~model.classes", "logger=[]"]
+    words += ["trainer.epochs=1"]
+    configs = [
+        composed(
+            *words, "trainer.epochs=1", f"+model.sparse={sparse}", f"trainer.precision={kind}", f"run_dir={folder}"
+        )
+        for sparse, kind, folder in (
+            ("false", "fp64", tmp_path / "dense"),
+            ("true", "fp64", tmp_path / "sparse"),
+            ("true", "fp32", tmp_path / "single"),
+        )
+    ]
+    in_world(1, train_with_another_default, configs)
+    assert distance(weights(tmp_path / "dense"), weights(tmp_path / "sparse")) < 1e-12
+    saved = torch.load(tmp_path / "single" / "model.pt", weights_only=True)
+    assert {value.dtype for value in saved.values()} == {torch.float32}

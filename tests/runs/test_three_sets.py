@@ -1,13 +1,13 @@
 """A run that chooses on a validation set, and reads its test set once, with the weights that it chose."""
 
 import csv
-import json
 import signal
 import sys
 
 import pytest
 
 from lockstep.errors import EXIT_RESUMABLE
+from lockstep.runs.record import read_run
 from lockstep.runs.samples import read_samples
 from lockstep.runs.stats import wilson
 from support.commands import TRAIN, ema
@@ -23,10 +23,6 @@ LOGGED = [*SMALL, "logger=[tensorboard,console,csv]"]
 FIRST_IS_BEST = ["task._target_=support.models.LargestLoss"]
 
 
-def run_of(folder):
-    return json.loads((folder / "run.json").read_text())
-
-
 def steps_of(folder, tag):
     return [step for step, _ in scalars(folder).get(tag, [])]
 
@@ -35,7 +31,8 @@ def test_the_default_run_chooses_on_validation_and_reads_the_test_set_once(train
     output, folder = train(*LOGGED, *FIRST_IS_BEST, "hydra.run.dir=run").output, tmp_path / "run"
     assert "1293 training, 144 validation and 360 test samples" in output
     assert "chosen on the test set" not in output
-    run, tested = run_of(folder), run_of(folder)["test"]["metrics"]
+    run = read_run(folder)
+    tested = run["test"]["metrics"]
     assert [steps_of(folder, tag) for tag in ("val/loss", "val/accuracy", "test/loss")] == [[6, 12], [6, 12], [6]]
     rows = [row for row in read_rows(folder) if row[1].startswith("test/")]
     assert rows == [(6, "test/loss", tested["loss"]), (6, "test/accuracy", tested["accuracy"])]
@@ -51,13 +48,6 @@ def test_the_default_run_chooses_on_validation_and_reads_the_test_set_once(train
     assert samples["loss"].mean() == pytest.approx(tested["loss"])
     assert samples["right"].mean() == pytest.approx(tested["accuracy"])
     assert len(numbers) == run["data"]["validation_samples"] == 144
-    # The numbers are those of the weights that were chosen, as mode=evaluate measures them.
-    for split, snapshot, expected in (("test", "best", tested), ("val", "last", {"loss": run["objective"]["last"]})):
-        words = [f"mode.split={split}", f"mode.snapshot={snapshot}", f"mode.file={split}.json"]
-        train("mode=evaluate", "resume=run", *words, "logger=[]")
-        found = json.loads((tmp_path / f"{split}.json").read_text())
-        assert found["metrics"] | expected == pytest.approx(found["metrics"], rel=1e-6)
-        assert found["samples"] == {"test": 360, "val": 144}[split]
     train("mode=predict", "resume=run", "mode.split=val", "mode.file=val.csv")
     with (tmp_path / "val.csv").open() as file:
         predicted = list(csv.DictReader(file))
@@ -72,15 +62,16 @@ READ = [  # words, the steps of the evaluations and of the tests, and the step w
     (["loader.validation=null", "monitor=auto", "trainer.batch_size=240"], [], [12], 12),
     (["evaluation.every=2"], [12], [12], 12),
     (["trainer.pause_after=1"], [6], [], None),
+    (["trainer.final=train+val", "trainer.batch_size=240"], [], [12], 12),
 ]
 
 
-def test_when_the_test_set_is_read(tmp_path):
+def test_when_the_test_set_is_read_and_that_a_final_training_takes_all_data(tmp_path):
     folders, words = [tmp_path / str(number) for number in range(len(READ))], [*LOGGED, *FIRST_IS_BEST]
     runs = [composed(*words, *row[0], f"run_dir={at}", whole=False) for at, row in zip(folders, READ, strict=True)]
     in_world(1, train_all, runs)
     for folder, (words, val, test, tested) in zip(folders, READ, strict=True):
-        run, chooses = run_of(folder), "loader.validation=null" not in words
+        run, chooses = read_run(folder), words[0] not in ("loader.validation=null", "trainer.final=train+val")
         assert (steps_of(folder, "val/loss"), steps_of(folder, "test/loss")) == (val, test), words
         assert (run["test"] or {}).get("step") == tested
         assert run["objective"]["name"] == ("val/loss" if chooses else "test/loss")
@@ -89,12 +80,15 @@ def test_when_the_test_set_is_read(tmp_path):
             number = dict(scalars(folder)["test/loss"])[tested]
             assert run["test"]["metrics"]["loss"] == pytest.approx(number, rel=1e-6)
             said = f"with the weights of step {tested}, {'chosen on val' if chooses else 'the last ones'}"
-            assert said in (folder / "train.log").read_text()
+            assert words[0] == "trainer.final=train+val" or said in (folder / "train.log").read_text()
+    final = (folders[-1] / "train.log").read_text()
+    assert "1437 training and 360 test samples" in final
+    assert "nothing is chosen, and its number is the test's alone" in final
+    assert "chosen on" not in final
+    assert same_bits(folders[-1], folders[2])
 
 
-@pytest.mark.parametrize(
-    ("number", "more"), [(signal.SIGTERM, []), (signal.SIGKILL, []), (signal.SIGTERM, ["evaluation.test=every"])]
-)
+@pytest.mark.parametrize(("number", "more"), [(signal.SIGKILL, []), (signal.SIGTERM, ["evaluation.test=every"])])
 def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(number, more, start, tmp_path):
     own = ["dataset._target_=support.own_data.Stopping"]
     # Transforms, so that samples are read one by one, and batches in which the ranks ask for a stop.
@@ -102,7 +96,7 @@ def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(numb
     typed, folder = [sys.executable, TRAIN, *LOGGED, *FIRST_IS_BEST, "hydra.run.dir=run", *own], tmp_path / "run"
     (tmp_path / "stop").write_text(str(int(number)))
     first = start(*typed).finish(EXIT_RESUMABLE if number == signal.SIGTERM else -number)
-    run, kept = run_of(folder), [folder / "model.pt", *folder.glob("snapshots/*/*")]
+    run, kept = read_run(folder), [folder / "model.pt", *folder.glob("snapshots/*/*")]
     assert (run["test"], run["steps"]) == (None, 12)
     if number == signal.SIGTERM:
         assert "stopped early at step 12, before the test; go on there with" in first.output
@@ -110,7 +104,7 @@ def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(numb
     contents = [path.read_bytes() for path in kept]
     for starts in (2, 3):  # the last time all is done, and the test set is not read again
         assert "with the weights of step 6, chosen on val" in start(*typed).finish().output
-        run = run_of(folder)
+        run = read_run(folder)
         assert (run["test"]["step"], len(run["starts"]), run["starts"][-1]["state"]) == (6, starts, "finished")
         assert steps_of(folder, "test/loss") == ([6, 12] if more else [6])
         assert run["test"]["metrics"]["loss"] == pytest.approx(scalars(folder)["test/loss"][0][1], rel=1e-6)
@@ -122,56 +116,34 @@ def test_a_run_that_is_cut_in_mid_epoch_goes_on_with_the_same_split_and_ends_wit
     words = ["model=mlp", "trainer.epochs=2", "scheduler=constant", "logger=[csv,console]"]
     train(*words, "hydra.run.dir=whole")
     train(*words, "hydra.run.dir=parts", "trainer.max_steps=30")
-    for word in ("loader.split_seed=1", "loader.validation=0.2", "loader.validation=null"):  # another split
+    for word in ("loader.split_seed=1", "loader.validation=null"):  # another split
         assert f"holds a run with {word.split('=')[0]}=" in train(*words, "hydra.run.dir=parts", word, code=2).sentence
-        said = train(*words, "hydra.run.dir=other", "resume=parts", word, code=2).sentence
-        assert "does not fit this run: " in said
-        assert "validation data (" in said
+    said = train(*words, "hydra.run.dir=other", "resume=parts", "loader.validation=null", code=2).sentence
+    assert "does not fit this run: " in said
+    assert "validation data (" in said
     train(*words, "hydra.run.dir=parts")
     assert same_bits(tmp_path / "whole", tmp_path / "parts")
-    whole, parts = run_of(tmp_path / "whole"), run_of(tmp_path / "parts")
+    whole, parts = read_run(tmp_path / "whole"), read_run(tmp_path / "parts")
     for key in ("data", "test", "objective"):
         assert whole[key] == parts[key], key
-
-
-def test_a_run_without_validation_does_not_go_on_with_it(train):
-    train(*SMALL, "hydra.run.dir=run", "loader.validation=null", "trainer.max_steps=8")
-    words = [*SMALL, "hydra.run.dir=other", "resume=run", "loader.validation=0.1"]
-    assert "does not fit this run" in train(*words, code=2).sentence
 
 
 def test_the_jobs_of_a_sweep_share_the_split_and_folds_validate_each_sample_once(start, tmp_path):
     sweep = [sys.executable, TRAIN, "-m", *SMALL, "logger=[]"]
     assert "val/loss" in start(*sweep, "seed=0,1", "hydra.sweep.dir=seeds", *FIRST_IS_BEST).finish().output
-    runs = [run_of(tmp_path / "seeds" / folder) for folder in ("seed=0", "seed=1")]
+    runs = [read_run(tmp_path / "seeds" / folder) for folder in ("seed=0", "seed=1")]
     assert len({run["data"]["validation_numbers"] for run in runs}) == 1
     for run in runs:  # the number of a job is that of the weights that it has chosen
         assert run["objective"]["best"] != run["objective"]["last"]
     start(*sweep, "loader.folds=5", "loader.fold=range(0,5)", "hydra.sweep.dir=folds", "trainer.epochs=1").finish()
-    runs = [run_of(path.parent) for path in sorted((tmp_path / "folds").glob("*/run.json"))]
+    runs = [read_run(path.parent) for path in sorted((tmp_path / "folds").glob("*/run.json"))]
     numbers = [int(number) for run in runs for number in run["data"]["validation_numbers"].split()]
     assert (len(runs), sorted(numbers)) == (5, list(range(1437)))
     assert all(run["test"]["step"] == run["steps"] for run in runs)
 
 
-def test_a_final_training_takes_all_data_and_reads_the_test_set_once(train, tmp_path):
-    final = train(*LOGGED, "trainer.final=train+val", "hydra.run.dir=final").output
-    train(*LOGGED, "loader.validation=null", "hydra.run.dir=whole")
-    assert "1437 training and 360 test samples" in final
-    assert "nothing is chosen, and its number is the test's alone" in final
-    assert "chosen on" not in final
-    assert same_bits(tmp_path / "final", tmp_path / "whole")
-    assert steps_of(tmp_path / "final", "test/loss") == [12]
-    assert not (tmp_path / "final" / "model_best.pt").exists()
-    test = run_of(tmp_path / "final")["test"]
-    assert test["step"] == 12
-    assert test["metrics"]["loss"] == pytest.approx(scalars(tmp_path / "whole")["test/loss"][-1][1], rel=1e-6)
-
-
 STRATEGIES = {
-    "ddp": [],
-    "fsdp": ["strategy=fsdp"],
-    "sharded": ["strategy=fsdp", ema(0.5)],
+    "fsdp": ["strategy=fsdp", ema(0.5)],
     "pipeline": ["strategy=pipeline", "model=mlp"],
     "virtual_ranks": ["strategy=virtual_ranks", "strategy.count=4"],
     "async_parameter_server": ["strategy=async_parameter_server"],
@@ -192,22 +164,9 @@ def test_each_strategy_tests_the_weights_that_were_chosen(name, tmp_path):
     words += ["mode=evaluate", f"resume={folder}", "mode.snapshot=best", f"mode.file={tmp_path}/best.json", "logger=[]"]
     evaluation = composed(*words, f"run_dir={tmp_path}/evaluation", whole=False)
     best = in_world(2, trained_and_evaluated, cfg, evaluation)[0]
-    run, rows = run_of(folder), {(tag, step): value for step, tag, value in read_rows(folder)}
+    run, rows = read_run(folder), {(tag, step): value for step, tag, value in read_rows(folder)}
     first = run["objective"]["step"]
     assert run["test"]["step"] == first < run["steps"]
     assert run["objective"]["best"] == rows["val/loss", first] != rows["val/loss", run["steps"]]
     assert run["test"]["metrics"] == pytest.approx(best, rel=1e-9)
     assert run["test"]["metrics"]["loss"] == rows["test/loss", first]
-
-
-def test_validation_counts_each_sample_once_on_any_number_of_ranks(tmp_path):
-    words, found = [*SMALL, "trainer.precision=fp64", "logger=[]", "trainer.epochs=1", "monitor=val/loss"], []
-    for size, more in ((1, []), (3, []), (2, ["strategy=virtual_ranks", "strategy.count=4"])):
-        folder = tmp_path / str(size)
-        in_world(size, train_all, [composed(*words, *more, f"run_dir={folder}", whole=False)])
-        found.append(run_of(folder))
-    one, *others = found
-    for run in others:
-        assert run["objective"]["best"] == pytest.approx(one["objective"]["best"], rel=1e-9)
-        assert run["test"]["metrics"] == pytest.approx(one["test"]["metrics"], rel=1e-9)
-        assert run["data"]["validation_numbers"] == one["data"]["validation_numbers"]

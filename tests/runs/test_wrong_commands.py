@@ -1,10 +1,8 @@
-"""Seventy wrong commands. A sentence names each mistake and says what to type, and the command with what it says is
+"""Wrong commands. A sentence names each mistake and says what to type, and the command with what it says is
 right, or goes wrong elsewhere. Whole commands with such mistakes are in test_hydra_versions.py."""
 
 import re
 import shlex
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -29,7 +27,6 @@ class Net(nn.Module):
 CONFIGS = {  # below the folder of --config-dir
     "model/own": "_target_: own_net.Net\nwidht: 4\nshape: ${dataset.shape}\nclasses: ${dataset.classes}\n",
     "model/nothing": "_target_: own_net.Net\nwidth: ${nothing}\nshape: ${dataset.shape}\nclasses: ${dataset.classes}\n",
-    "model/missing": "_target_: own_net.Net\nwidth: ???\nshape: ${dataset.shape}\nclasses: ${dataset.classes}\n",
 }
 
 # What is right, and what the mistake needs | the mistake | what the sentence says, or else the key of the mistake |
@@ -37,86 +34,49 @@ CONFIGS = {  # below the folder of --config-dir
 TABLE = """
  | trainer.epoch=3 | trainer.epoch
  | epochs=3 | epochs
- | lr=0.1 | lr
  | optimzer.lr=0.1 | optimzer.lr
- | optimizer.learning_rate=0.1 | optimizer.learning_rate
- | trainer.lr=0.1 | trainer.lr
  | +trainer.epoch=3 | trainer.epoch
  | +modle=mlp | modle
- | ++trainer.epohcs=3 | trainer.epohcs
  | +trainer.epochs=3 | trainer.epochs
  | ~trainer.epoch | trainer.epoch
- | ~trainer.epochs | trainer.epochs
- | dataset.batch_size=32 | dataset.batch_size
  | modle=mlp | modle
- | Trainer.epochs=3 | Trainer.epochs
  | model=convnett | convnett
- | dataset=Digits | Digits
- | optimizer=adam | adam
- | strategy=DDP | DDP
  | sync_bn=true | sync_bn
  | logger=[tensorbord] | tensorbord
- | experiment=mnist | mnist
  | model=[mlp,linear] | model
- | optimizer=null | optimizer
  | ~optimizer | optimizer
- | +model=mlp | model
  | trainer=3 | trainer
 model=mlp | model.widht=8 | model.widht
  | model.width=8 | model.width
  | launch.nproc_per_node=2 | launch.nproc_per_node
  | trainer.epochs="'3'" | trainer.epochs
- | trainer.epochs=[3] | trainer.epochs
  | trainer.precision=16 | trainer.precision
- | trainer.precision=float32 | trainer.precision
- | trainer.deterministic=yes | trainer.deterministic
- | trainer.max_grad_norm=none | trainer.max_grad_norm
  | optimizer.lr=-1 | -1
  | dataset.std=[0] | dataset.std
  | trainer.epochs=[3 | trainer.epochs
- | optimizer.lr=(0.1 | optimizer.lr
- | resume="'runs/a" | resume
  | data_dir=a=b | data_dir
- | trainer.epochs | trainer.epochs
  | trainer.epochs 3 | trainer.epochs
- | trainer.epochs:3 | trainer.epochs
  | optimizer.lr = 0.1 | optimizer.lr
- | optimizer.lr= 0.1 | 0.1
- | optimizer.lr =0.1 | optimizer.lr
  | optimizer.lr=0.1,0.01 | optimizer.lr
- | model=mlp,linear | model
  | seed=??? | seed
  | seed=${nothing} | seed
  | model._target_=no_module.Net | no_module.Net
  | model._target_=own_net.Nett | own_net.Nett
  | model._target_=own_net.LIMIT | it is neither a class nor a function
- | model._target_=Net | Net
 model._target_=own_net.Net | +model.widht=4 | widht
  | --config-dir=conf model=own | widht
  | --config-dir=conf model=nothing | model.width
- | --config-dir=conf model=missing | model.width
 model=mlp | model.dropout=2 | model.dropout
  | scheduler=torch | scheduler.schedule
  | seed=abc | a valid integer | seed=<value>
- | seed=-1 | greater than or equal to 0 | seed=<value>
- | seed=null | a valid integer | seed=<value>
- | seed=2.5 | a valid integer | seed=<value>
  | optimizer.lr=1.2.3% | a valid number | optimizer.lr=<value>
- | trainer.epochs=true | a valid integer | trainer.epochs=<value>
- | trainer.max_time=30 | a valid string | trainer.max_time=null
  | trainer.max_time=0s | a time such as 90s, 30min or 2h | trainer.max_time=null
  | trainer.compile=fast | a valid boolean or 'reduce-overhead' or 'max-autotune' | trainer.compile=reduce-overhead
  | trainer.ema=1 | an object | trainer.ema=null
- | trainer.max_grad_norm=inf | a finite number | trainer.max_grad_norm=null
  | trainer.checkpoint_activations=block | a valid array | trainer.checkpoint_activations=[block]
- | trainer.final=all | 'train+val' | trainer.final=null
  | evaluation.test=always | 'end', 'every' or 'never' | evaluation.test=end
- | snapshot.every=0steps | epochs, steps or minutes, such as 50steps | snapshot.every=1epochs
- | watch.nan=ignore | 'stop' or 'skip' | watch.nan=stop
  | backend.timeout=0.5 | greater than or equal to 1 | backend.timeout=<value>
- | dataset.shape=[1,8,0] | greater than or equal to 1 | dataset.shape=null
 optimizer=adamw | optimizer.betas=0.9 | a valid array | optimizer.betas=<value>
-optimizer=adamw | optimizer.betas=[0.9] | longer | optimizer.betas=<value>
 launch=fork | launch.nproc_per_node=some | a valid integer or 'auto', 'gpu' or 'cpu' | launch.nproc_per_node=auto
  | loader.validation=1.5 | less than 1 | loader.validation=null
  | loader.folds=5 |  | loader.fold=0
@@ -124,10 +84,8 @@ loader.folds=5 | loader.fold=5 |  | loader.fold=0
  | loader.fold=1 |  | loader.folds=5
 loader.validation=null | trainer.final=train+val |  | trainer.final=null
  | monitor=test/accuracy |  | monitor=val/accuracy
- | monitor=best |  | monitor=val/loss
 loader.validation=null | monitor=val/loss |  | loader.validation=0.1
 monitor=val/loss | trainer.final=train+val |  | trainer.final=null
-loader.validation=null | evaluation.patience=3 |  | evaluation.patience=null
 monitor=null | scheduler=plateau |  | scheduler=cosine
 trainer.precision=fp16 | watch.nan=skip |  | watch.nan=stop
  | parameters.groups=[{lr:0.1}] |  | parameters.groups=[{match:fc,lr:0.1}]
@@ -139,17 +97,19 @@ model._target_=own_net.Net +model.width=3 +model.x=1 | +model.y=2 | takes no x o
 optimizer=adamw | optimizer.betas=[0.9,1.5] | (Invalid beta parameter at index 1: 1.5); type optimizer=sgd
  | scheduler._target_=torch.optim.lr_scheduler.StepLR | StepLR needs step_size; type +scheduler.step_size=<value>
  | loader.transforms=[{_target_:torchvision.transforms.v2.Nope}] | loader.transforms[0]._target_=
- | +dataset.nois=3 | lockstep.data.vision.Digits takes no nois; type ~dataset.nois
  | task.loss={_target_:torch.nn.HuberLoss,dleta:3} | takes no dleta, but
  | callbacks=[{_target_:own_net.Net,width:3}] | needs shape and classes; type callbacks='[{_target_:own_net.Net,
- | loader.test_transforms=[{_target_:torchvision.transforms.v2.Resize}] | v2.Resize needs size; type
-model=mlp | ~model.width | mlp needs width; type +model.width=<value>
+launch=spawn | launch.start_method=thread | 'fork' or 'spawn'
+launch=torchrun | launch.nproc_per_node=0 | launch.nproc_per_node=0 should be
+mode=find_lr | mode.max_lr=1e-7 | is below min_lr; type mode.max_lr=0.001
+mode=find_lr | mode.steps=5 | should be greater than or equal to 40
+ | snapshot.mirror=s3://bucket/run | should be an object | snapshot.mirror=null
 """
 FILLED_IN = {"scheduler.schedule": "'{_target_:torch.optim.lr_scheduler.StepLR,step_size:3}'"}
 ROWS = [[part.strip() for part in [*row.split(" | "), ""][:4]] for row in TABLE.strip("\n").splitlines()]
 
 
-def advice_in(sentence: str) -> list[str] | None:
+def advice_in(sentence):
     """The words of what a sentence says to type: the first of several. None if more than a value is left to fill in."""
     text = re.split(r",? or |, for | for |, with ", sentence.rpartition("; type ")[2])[0].replace(
         "<value>", FILLED_IN.get(sentence.split()[1], "1")
@@ -157,11 +117,11 @@ def advice_in(sentence: str) -> list[str] | None:
     return None if "<" in text else shlex.split(text)
 
 
-def key_of(word: str) -> str:
+def key_of(word):
     return re.split("[=:]", word.lstrip("+~"))[0]
 
 
-def corrections(words: list[str], wrong: list[str], advice: list[str]) -> Iterator[list[str]]:
+def corrections(words, wrong, advice):
     """The command with the advice: added, where it replaces words of the same key; or in the place of the mistake."""
     if advice[:3] == ["the", "command", "without"]:
         yield [word for word in words if word != advice[3]]
@@ -172,7 +132,7 @@ def corrections(words: list[str], wrong: list[str], advice: list[str]) -> Iterat
 
 
 @pytest.mark.timeout(600)
-def test_what_a_refusal_says_to_type_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_refusal_says_to_type_is_right(tmp_path, monkeypatch):
     for name, text in CONFIGS.items():
         path = tmp_path / "conf" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +140,7 @@ def test_what_a_refusal_says_to_type_is_right(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "own_net.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    ends = list[str]()
+    ends = []
     for kept, wrong, named, to_type in ROWS:
         mistake = shlex.split(wrong)
         words = [*shlex.split(kept), *mistake]
@@ -197,3 +157,20 @@ def test_what_a_refusal_says_to_type_is_right(tmp_path: Path, monkeypatch: pytes
         ends.append(end)
         print(f"{' '.join(words)}\n    {said}\n    {end}")
     assert sum(end not in ("the same", "something is to be filled in") for end in ends) >= len(ROWS) - 15
+
+
+def test_what_needs_more_than_another_word_is_refused():
+    several = "several nodes need launch=spawn, and launch.max_restarts=0: torchrun"
+    for typed, said in (
+        ("launch=spawn launch.nnodes=2 launch.start_method=fork", several),
+        ("launch=spawn launch.nnodes=2 launch.max_restarts=3", several),
+        ("launch=spawn launch.nnodes=2 launch.node_rank=2", "does not fit launch.nnodes=2; type launch.node_rank=0 to"),
+        (
+            "mode=find_lr resume=outputs/a",
+            "leave resume=outputs/a out, or type parameters.init=<a run> for its weights",
+        ),
+        ("mode=check resume=outputs/a", "leave resume=outputs/a out, or type parameters.init=<a run> for its"),
+        ("mode=evaluate", "mode=evaluate needs a trained run; type resume=<a run folder>"),
+        ("mode=evaluate resume=x", "resume=x does not exist; type resume=<a run folder"),
+    ):
+        assert said in str(answer(*typed.split())), typed

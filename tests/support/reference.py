@@ -26,13 +26,6 @@ class Reference:
     def weights(self) -> Tensor:
         return self.trajectory[-1]
 
-    def average(self, decay: float) -> Tensor:
-        """The exponential moving average of the trajectory, from the first step's weights on."""
-        average = self.trajectory[0].clone()
-        for weights in self.trajectory[1:]:
-            average = decay * average + (1 - decay) * weights
-        return average
-
 
 def train_reference(
     model: nn.Module,

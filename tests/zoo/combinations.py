@@ -230,7 +230,19 @@ class Combination(NamedTuple):
         return list({word.partition("=")[0]: word for word in words}.values())
 
 
-ONCE = [Combination("linear", kind, "two") for kind in REFUSED_KINDS]
+ONCE = [
+    *(Combination("linear", kind, "two") for kind in REFUSED_KINDS),
+    # What a net changes in an evaluation is put back, buffers and weights.
+    Combination("AlwaysCounting", "tensors", "one", after="resume"),
+    Combination("AlwaysCounting", "tensors", "two", equal="small evaluations"),
+    Combination("EmbeddedMaxNorm", "tensors", "one"),
+    # Weights that some ranks do not need in a step, and what an optimizer keeps.
+    Combination("Experts", "tensors", "two, unused", "accumulation", after="resume"),
+    *(Combination("batch_norm_1d", "tensors", "two", name, after="resume") for name in OWN_OPTIMIZERS),
+    *(Combination("Experts", "tensors", way) for way in ("two, all_reduce", "three, parameter_server", "fsdp, two")),
+    *(Combination("Unused", "tensors", way) for way in ("two, ring", "fsdp, two", "virtual_ranks, one")),
+    Combination("LateExperts", "tensors", "virtual_ranks"),
+]
 
 
 def drawn(count: int, seed: Any, **fixed: str) -> list[Combination]:
