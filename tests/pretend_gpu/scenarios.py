@@ -7,6 +7,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from lockstep.data import loader
+from lockstep.training import exchange, loop
 from pretend_gpu import device
 from support.commands import ema
 from support.configs import composed, parts_of, record_of
@@ -18,6 +20,7 @@ BASE = ["trainer.max_steps=14", "trainer.epochs=9", FEW, "logging.every=1000", "
 BASE += ["watch.weights_every=5", "backend.timeout=100"]
 MIX = "loader.batch_transforms=[{_target_:torchvision.transforms.v2.MixUp,alpha:1.0,num_classes:10}]"
 EMPTY = ["trainer.batch_size=359", "trainer.max_steps=4"]  # of 360 samples: an epoch's last batch is one sample
+VIEW = ["model._target_=support.models.Viewing", "+model.norms=1", "trainer.channels_last=false"]
 PLAN = "strategy.parallelize_plan=[{1:colwise},{4:rowwise}]"
 ALL = ["trainer.gradient_accumulation_steps=2", "trainer.max_grad_norm=1"]
 ALL += ["loader.augment={_target_:lockstep.data.augment.ShiftFlip,pad:1,flip:true}"]
@@ -41,11 +44,7 @@ SCENARIOS: dict[str, tuple[int, list[str], dict[str, float]]] = {
     "checkpointed blocks": (2, ["trainer.checkpoint_activations=['layer*']", "sync_bn=on"], COMPARED),
     "sync_bn": (2, ["sync_bn=on"], COMPARED),
     "sync_bn, bf16, a share without samples": (2, [*EMPTY, "trainer.precision=bf16"], ALONE),
-    "sync_bn, a view of a share without samples": (
-        2,
-        [*EMPTY, "model._target_=support.models.Viewing", "+model.norms=1", "trainer.channels_last=false"],
-        ALONE,
-    ),
+    "sync_bn, a view of a share without samples": (2, [*EMPTY, *VIEW], ALONE),
     "bf16": (2, ["trainer.precision=bf16", "sync_bn=off"], COMPARED),
     "fp16, fused": (2, FP16, COMPARED),
     "fp16, unfused": (2, [*FP16, "optimizer.fused=false"], UNFUSED),
@@ -69,16 +68,27 @@ SCENARIOS: dict[str, tuple[int, list[str], dict[str, float]]] = {
 }
 
 
+# On Apple's GPU, in one process.
+MPS = {
+    "convnet": [ema(0.9)],
+    "dropout and others": [
+        *("model=mlp", "optimizer=adamw", *ALL[:2], "model.dropout=0.3", "task.class_weights=[1,2,3,4,5,6,7,8,9,10]")
+    ],
+    "mixup": ["model=mlp", MIX],
+    "regression": ["dataset=random", "dataset.samples=61", "model=mlp"],
+    "bf16": ["trainer.precision=bf16"],
+    "bf16-true": ["trainer.precision=bf16-true"],
+}
+
+
 def small_training(folder: Path, *words: str, backend: str = "nccl") -> Any:
-    return composed(f"run_dir={folder}", *BASE, f"backend.name={backend}", *words)
+    base = [word for word in BASE if word != FEW or "dataset=random" not in words]
+    return composed(f"run_dir={folder}", *base, f"backend.name={backend}", *words)
 
 
 def trained_on_gpus(cfg: Any, gpus: int = GPUS, of: str = "cuda") -> dict[str, Any]:
     """{"error": "file:line Error: words" of what has failed, "waits": {place: of the host in a step, after the
     first one}, "collectives", "products", "weights_moved": as `device.Seen` has them}."""
-    from lockstep.data import loader
-    from lockstep.training import exchange, loop
-
     loader.VALUES_AT_ONCE = 1  # else the first step loads the whole epoch of so few samples
     exchange.LONG = math.inf  # a slow machine reads at once
     device.pretend(gpus, "gloo" if of == "mps" else cfg.backend.name, of)

@@ -3,6 +3,7 @@ ranks call the same collectives, and the weights are those of the CPU."""
 
 import csv
 import json
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from lockstep.strategies.one_process import UnevenDataParallel
 from lockstep.tasks.tasks import CrossEntropy
 from lockstep.training.run import Progress
 from pretend_gpu import device
-from pretend_gpu.scenarios import GPUS, SCENARIOS, small_training, trained_on_gpus, worked
+from pretend_gpu.scenarios import GPUS, MPS, SCENARIOS, small_training, trained_on_gpus, worked
 from support.commands import ema
 from support.worlds import distance, in_world, train, weights
 
@@ -34,11 +35,8 @@ def test_a_training_on_gpus_is_that_of_the_cpu_and_the_host_waits_for_nothing(na
         assert "bfloat16" in rank["products"]
         assert "float16" not in rank["products"]
     if name == "fsdp, bf16":
-        gathered = [
-            dtype for rank in found for call in rank["collectives"] if "gather" in call[0] for dtype, _ in call[1:]
-        ]
-        assert "bfloat16" in gathered
-        assert "float32" not in gathered
+        calls = [call for rank in found for call in rank["collectives"] if "gather" in call[0]]
+        assert {dtype for call in calls for dtype, _ in call[1:]} & {"bfloat16", "float32"} == {"bfloat16"}
     in_world(ranks, train, small_training(tmp_path / "cpu", *words, backend="gloo"))
     if name == "pipeline":  # no GPU gets the weights of another one
         moved = sum(rank["weights_moved"] for rank in found)
@@ -57,11 +55,9 @@ def test_what_gpus_have_trained_is_resumed_evaluated_predicted_and_exported(tmp_
         assert [rank["error"] for rank in found] == ["", ""]
     in_world(2, train, small_training(cpu, *words, backend="gloo"))
     assert distance(weights(cpu), weights(gpu)) < 1e-6
-    for mode in ("evaluate", "predict"):
-        for folder, gpus, backend in ((gpu, GPUS, "nccl"), (cpu, 0, "gloo")):
-            in_world(
-                2, worked, small_training(folder, *words, f"mode={mode}", f"resume={folder}", backend=backend), gpus
-            )
+    for mode, (folder, gpus, backend) in product(("evaluate", "predict"), ((gpu, GPUS, "nccl"), (cpu, 0, "gloo"))):
+        use = [*words, f"mode={mode}", f"resume={folder}"]
+        in_world(2, worked, small_training(folder, *use, backend=backend), gpus)
     of_gpu, of_cpu = (json.loads((folder / "evaluation.json").read_text())["metrics"] for folder in (gpu, cpu))
     assert of_gpu == pytest.approx(of_cpu, rel=1e-5)
     rows = [list(csv.reader((folder / "predictions.csv").open())) for folder in (gpu, cpu)]
@@ -70,6 +66,27 @@ def test_what_gpus_have_trained_is_resumed_evaluated_predicted_and_exported(tmp_
     in_world(1, worked, small_training(gpu, *words, "mode=export", f"resume={gpu}"), 1)
     program = torch.export.load(gpu / "last.pt2")  # in this process, which has no GPU
     assert {tensor.device.type for tensor in [*program.state_dict.values(), *program.constants.values()]} == {"cpu"}
+
+
+@pytest.mark.parametrize("name", MPS)
+def test_a_training_on_apples_gpu_has_the_weights_of_the_cpu(tmp_path: Path, name: str) -> None:
+    words = [*MPS[name], "logger=[tensorboard]", "logging.every=2"]
+    (found,) = in_world(1, trained_on_gpus, small_training(tmp_path / "mps", *words, backend="auto"), 1, "mps")
+    assert (found["error"], found["weights_moved"] > 0) == ("", True)
+    words += ["trainer.channels_last=false"]  # as on that GPU
+    in_world(1, train, small_training(tmp_path / "cpu", *words, backend="gloo"))
+    assert distance(weights(tmp_path / "cpu"), weights(tmp_path / "mps")) < (1e-2 if "bf16" in name else 1e-5)
+
+
+def test_a_snapshot_of_apples_gpu_goes_on_and_is_evaluated_on_a_cpu(tmp_path: Path) -> None:
+    mps, cpu = tmp_path / "mps", tmp_path / "cpu"
+    paused, evaluated = ["trainer.pause_after=1"], ["mode=evaluate", f"resume={mps}"]
+    for work, words in ((trained_on_gpus, paused), (worked, evaluated)):
+        (found,) = in_world(1, work, small_training(mps, "model=mlp", *words, backend="auto"), 1, "mps")
+        assert found is None or found["error"] == ""
+    in_world(2, train, small_training(mps, "model=mlp", backend="gloo"))
+    in_world(1, train, small_training(cpu, "model=mlp", backend="gloo"))
+    assert distance(weights(cpu), weights(mps)) < 1e-5
 
 
 def losses_of_pixels() -> list[float]:
