@@ -39,14 +39,14 @@ def parser() -> argparse.ArgumentParser:
 
 def answer(options: argparse.Namespace) -> Iterable[str]:
     """The lines that the verb prints."""
-    from lockstep.runs import compare, samples, table
+    from lockstep.runs import stats, table
 
     if options.verb == "compare":
-        return compare.compare(options.folders, options.a, options.b, options.metric)
+        return table.compare(options.folders, options.a, options.b, options.metric)
     if options.verb == "diff":
-        return compare.diff(*options.folders)
+        return table.diff(*options.folders)
     if options.verb == "samples":
-        return samples.samples_table(options.place, options.worst, options.by)
+        return stats.samples_table(options.place, options.worst, options.by)
     runs = table.rows_of(options.folders)
     if not runs:
         raise ConfigError(f"no run below {' '.join(options.folders)}; type python src/runs.py table <another folder>")

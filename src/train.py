@@ -33,7 +33,7 @@ def main(cfg: DictConfig) -> Any:
         config = check(cfg)
         record = record_config(cfg, config, HydraConfig.get(), sys.argv)
         require_same_run(record, config.run_dir)
-        from lockstep.preflight import preflight  # imports torch
+        from lockstep.build import preflight  # imports torch
 
         parts = preflight(config)
         if parts.mode.starts_ranks:  # itself

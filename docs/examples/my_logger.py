@@ -1,6 +1,6 @@
 """A logger: '+logger.lines={_target_: my_logger.JSONLinesLogger, run_dir: "${run_dir}"}'
 
-What must not come twice after a kill is dropped in `start`, as lockstep.loggers.csv_logger does.
+What must not come twice after a kill is dropped in `start`, as lockstep.loggers.base.CSVLogger does.
 """
 
 import json

@@ -4,8 +4,8 @@ from itertools import islice
 
 import lockstep
 from lockstep import build
+from lockstep.build import preflight
 from lockstep.distributed.world import join_world
-from lockstep.preflight import preflight
 from lockstep.training.evaluate import evaluate
 
 

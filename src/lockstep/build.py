@@ -1,40 +1,47 @@
-"""Builds the parts of a run in each rank: data, then model, then what trains. Each part once.
-What draws random numbers has a seed block of its own, so that it does not depend on what was built before."""
+"""Builds the parts of a job, each once: before a process starts those that are checked and handed to all ranks, and in
+each rank data, then model, then what trains.
 
+What draws random numbers has a seed block of its own, so that it does not depend on what was built before.
+"""
+
+import gc
+import importlib.util
 import os
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from lockstep.config.check import check_nodes, instantiate, instantiate_as, locate, nodes_in
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
-from lockstep.data.build import Data, build_data, completed, loader_of, prepare_first, reader_of
-from lockstep.data.loader import InputConverter, Loader
+from lockstep.data.build import build_data, completed, loader_of, prepare_first, reader_of
+from lockstep.data.loader import InputConverter
 from lockstep.data.partition import seeded
 from lockstep.data.reader import SampleReader, request_of
-from lockstep.data.source import class_names, map_tensors
-from lockstep.distributed.environment import read_rank_info
+from lockstep.data.source import Tensors, class_names, map_tensors, of_each_sample, unwrapped
+from lockstep.distributed import backend, environment, signals
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World, require_same_data
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, first_line
 from lockstep.failures.record import heartbeat
 from lockstep.files import short_hash
+from lockstep.launchers.base import Launcher
 from lockstep.loggers.base import Logger, Loggers, RunInfo
 from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
-from lockstep.preflight import Parts, check_batch_size
+from lockstep.modes.base import Mode, Parts
 from lockstep.runs.record import SWEEP, RunRecord, read_run
-from lockstep.runs.samples import NAME as SAMPLES
-from lockstep.snapshots.checkpointer import Checkpointer
-from lockstep.snapshots.fingerprint import data_fingerprint
+from lockstep.runs.stats import SAMPLES
+from lockstep.snapshots.checkpointer import Checkpointer, interval
+from lockstep.snapshots.files import list_snapshots, named_snapshots, snapshots_to_try
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
-from lockstep.strategies.base import model_dtype
+from lockstep.strategies.base import JobSpec, Strategy, model_dtype
+from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.tasks.base import Task
 from lockstep.training import setup
 from lockstep.training.callbacks import Callback
@@ -47,7 +54,96 @@ from lockstep.training.run import Clock, Loaders, Progress, Run, time_limit
 from lockstep.training.schedules import Schedule, TorchSchedule
 from lockstep.training.step import Step
 
+LARGEST_TENSOR = 2**30  # bytes; a larger one may be a file that is mapped into memory, and is sampled
+TENSOR_ROWS = 64  # sampled of such a tensor
 LONGEST = 2000  # names of classes, or numbers of validation samples, in run.json
+
+
+def preflight(config: RunConfig, starts: bool = True) -> Parts:
+    """The parts of a job. Raises ConfigError for whatever can be known to fail. starts: False for a job of a sweep that
+    starts later. Nothing is begun or written, and no data is prepared."""
+    check_nodes(config.launch, "launch")
+    check_nodes(config.mode, "mode")
+    launcher, mode = instantiate_as(Launcher, config.launch, "launch"), instantiate_as(Mode, config.mode, "mode")
+    if not starts and not mode.trains:
+        raise ConfigError(f"mode={mode.name} is no training, and a sweep trains; type the command without -m")
+    parts = build_parts(config, launcher, mode)
+    if starts:
+        begin(config, parts)
+    gc.freeze()  # what has been imported stays
+    gc.enable()
+    return parts
+
+
+def begin(config: RunConfig, parts: Parts) -> None:
+    """What comes first in the process that starts a job."""
+    if not (parts.mode.starts_ranks or parts.launcher.runs_elsewhere):
+        signals.set_run_folder(config.run_dir)
+        if parts.launcher.starts_processes:
+            prepare_first(config)
+
+
+def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
+    """The parts, checked against each other, this machine and what the config names. Nothing is started or written."""
+    check_nodes(config)
+    for name, node in config.logger.items():
+        package = getattr(locate(f"logger.{name}", node["_target_"]), "package", "")
+        if package and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"logger={name} needs {package}; type pip install {package}")
+    path = config.optimizer["_target_"]
+    if path.startswith("torch.optim."):  # which refuses some hyperparameters: it is asked with one small weight
+        try:
+            instantiate(config.optimizer, [torch.nn.Parameter(torch.zeros(2, 2))])
+        except Exception as error:
+            raise ConfigError(f"{path} refuses its arguments ({first_line(error)}); type optimizer=sgd") from None
+    strategy = instantiate_as(Strategy, config.strategy, "strategy")
+    gradient_sync = instantiate_as(GradientSync, config.gradient_sync, "gradient_sync")
+    launcher.validate()
+    time_limit(config.trainer.max_time)
+    interval(config.snapshot.every)
+    job, folder = job_spec(config, launcher), Path(config.run_dir)
+    if mode.trains:
+        if not list_snapshots(folder / "snapshots"):
+            named_snapshots(config.resume)
+        if config.snapshot.mirror is not None:
+            instantiate(config.snapshot.mirror).require_free(config.resume, folder)
+    elif mode.needs_run:
+        snapshots_to_try(config.resume, mode.snapshot, mode.name)
+    elif config.resume is not None:
+        what = f"mode={mode.name} reads no run; leave resume={config.resume} out"
+        raise ConfigError(f"{what}, or type parameters.init=<a run> for its weights")
+    mode.validate(job)
+    strategy.validate(job)
+    if not mode.needs_run:
+        check_batch_size(config, strategy.data_share_of(job.world_size))
+    return Parts(launcher, mode, strategy, gradient_sync)
+
+
+def job_spec(config: RunConfig, launcher: Launcher) -> JobSpec:
+    """What the config asks for. Raises ConfigError if this machine lacks the backend."""
+    (world_size, ranks_here), name = launcher.num_ranks(), config.backend.name
+    started_by = "fork" if launcher.starts_processes else environment.read_rank_info().started_by
+    info = environment.RankInfo(0, world_size, 0, ranks_here, started_by)
+    # Another machine may have the GPUs that this one lacks.
+    chosen = name if launcher.runs_elsewhere else backend.choose_backend(name, info)
+    device_type = "cuda" if chosen == "nccl" else "mps" if backend.uses_mps(name, world_size) else "cpu"
+    has_own_step = locate("step", config.step["_target_"]) is not Step
+    gradient_sync = locate("gradient_sync", config.gradient_sync["_target_"])
+    return JobSpec(config, world_size, device_type, has_own_step, gradient_sync)
+
+
+def check_batch_size(config: RunConfig, shares: int) -> int:
+    """Samples of a global batch, which is cut into `shares`. Raises ConfigError if a rank would get none."""
+    trainer, steps = config.trainer, config.trainer.gradient_accumulation_steps
+    batch_size = trainer.batch_size if trainer.batch_size_per_rank is None else trainer.batch_size_per_rank * shares
+    if batch_size < shares * steps:
+        cut_into = [f"{shares} ranks"] * (shares > 1) + [f"{steps} micro-batches"] * (steps > 1)
+        what = f"trainer.batch_size={batch_size} is too small for {' and '.join(cut_into)}"
+        raise ConfigError(f"{what}; type trainer.batch_size={shares * steps} or more")
+    return batch_size
+
+
+# What each rank builds.
 
 
 def build_run(config: RunConfig, world: World, parts: Parts) -> Run:
@@ -71,19 +167,19 @@ def build_run(config: RunConfig, world: World, parts: Parts) -> Run:
     dtype, progress = torch.float64 if config.trainer.precision == "fp64" else torch.float32, Progress()
     has_all = parts.strategy.data_share_of(world.size) == world.size and parts.strategy.passes_whole_batches
     task.start(world, progress, dtype, has_all and config.trainer.gradient_accumulation_steps == 1)
-    readers = build_readers(config, parts, data, task)
-    converter = build_model(config, world, parts, task, readers["train"])
-    loaders = Loaders(split=split, held_out=data.held_out, **build_loaders(config, parts, readers, converter))
-    return assemble(config, parts, task, loaders, progress)
-
-
-def build_readers(config: RunConfig, parts: Parts, data: Data, task: Task) -> dict[str, SampleReader]:
-    """What reads the samples of each split. Training data that a mode evaluates is transformed as the tests are."""
     check = partial(task.check_targets, classes=config.dataset.get("classes")) if parts.mode.needs_labels else None
-    trains = not parts.mode.needs_run
+    # Training data that a mode evaluates is transformed as the tests are.
+    trains, strategy, trainer = not parts.mode.needs_run, parts.strategy, config.trainer
     train = data.train if trains else getattr(data.train, "evaluated", data.train)  # of a text: each token once
-    splits = [("train", train), ("test", data.test), *([] if data.val is None else [("val", data.val)])]
-    return {name: reader_of(config, split, name, trains and name == "train", check) for name, split in splits}
+    sets = {"train": train, "test": data.test} | ({} if data.val is None else {"val": data.val})
+    readers = {name: reader_of(config, one, name, trains and name == "train", check) for name, one in sets.items()}
+    converter = build_model(config, world, parts, task, readers["train"])
+    plan = partial(strategy.parts, micro_batches=trainer.gradient_accumulation_steps)
+    own = {"converter": converter, "device": world.device, "parts": plan, "share": strategy.data_share(world)}
+    shares = strategy.data_share_of(world.size)
+    own["batch_size"] = check_batch_size(config, shares) if trains else trainer.batch_size
+    loaders = {name: loader_of(config, one, name == "train" and trains, **own) for name, one in readers.items()}
+    return assemble(config, parts, task, Loaders(split=split, held_out=data.held_out, **loaders), progress)
 
 
 def build_model(config: RunConfig, world: World, parts: Parts, task: Task, reader: SampleReader) -> InputConverter:
@@ -114,19 +210,6 @@ def build_model(config: RunConfig, world: World, parts: Parts, task: Task, reade
     setup.checkpoint_activations(model, trainer.checkpoint_activations)
     strategy.setup(model, task.outputs, world, parts.gradient_sync, trainer.precision)
     return converter.to(world.device)
-
-
-def build_loaders(
-    config: RunConfig, parts: Parts, readers: dict[str, SampleReader], converter: InputConverter
-) -> dict[str, Loader]:
-    """What reads this rank's shares of each split."""
-    strategy, trainer, trains = parts.strategy, config.trainer, not parts.mode.needs_run
-    world = strategy.world
-    batch_size = check_batch_size(config, strategy.data_share_of(world.size)) if trains else trainer.batch_size
-    plan = partial(strategy.parts, micro_batches=trainer.gradient_accumulation_steps)
-    own = {"converter": converter, "device": world.device, "parts": plan, "share": strategy.data_share(world)}
-    own["batch_size"] = batch_size
-    return {name: loader_of(config, reader, name == "train" and trains, **own) for name, reader in readers.items()}
 
 
 def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, progress: Progress) -> Run:
@@ -180,14 +263,34 @@ def direction_of(config: RunConfig, task: Task, objective: str) -> str:
 # What saves, evaluates and logs.
 
 
-def agreed_on(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """What all ranks must agree on: all but how they were launched."""
-    return {key: value for key, value in flat.items() if not key.startswith("launch.")}
+def data_fingerprint(dataset: Any) -> str:
+    """A hash of a data set, and what it covers: "0123456789abcdef of all samples and targets". Another run, rank or
+    resumed run shall see that its data is another one.
 
-
-def model_config(record: ConfigRecord) -> dict[str, Any]:
-    """{key: value} of the model, without values from environment variables."""
-    return {key: value for key, value in record.shown.items() if key.startswith("model.")}
+    In memory every bit counts, or of more than `LARGEST_TENSOR` bytes some rows. A data set may have it as its
+    attribute `fingerprint`. Elsewhere the length counts, and the attributes `files` and `targets`: random transforms
+    change the samples. The hash of a part is that of the whole.
+    """
+    whole = unwrapped(dataset)[0]
+    weights, own, covers = of_each_sample(whole, "weights"), getattr(whole, "fingerprint", None), ""
+    if isinstance(own, str):
+        found = own
+    elif isinstance(whole, Tensors):
+        tensors, length, covers = [whole.inputs.detach(), whole.targets.detach()], len(whole), "all samples and targets"
+        described = [(str(tensor.dtype), list(tensor.shape)) for tensor in tensors]
+        if max(tensor.nbytes for tensor in tensors) > LARGEST_TENSOR:
+            count = min(TENSOR_ROWS, length)
+            rows = torch.arange(count) * length // count
+            tensors = [tensor[rows.to(tensor.device)] for tensor in tensors]
+            covers = f"{count} of {length} samples and targets"
+        values = (tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+        found = f"{short_hash(described, *values)} of {covers}"
+    else:
+        named = {"files": getattr(whole, "files", None), "targets": of_each_sample(whole, "targets")}
+        kept = {name: each for name, each in named.items() if isinstance(each, np.ndarray) and each.dtype.kind != "O"}
+        bits = [(name, each.tobytes()) for name, each in kept.items()]
+        found = f"{short_hash((len(whole), bits))} of {' and '.join(['the length', *kept])}"
+    return found if weights is None else f"{found}, weights {short_hash(np.asarray(weights, np.float64).tobytes())}"
 
 
 def snapshots(record: ConfigRecord, run: Run) -> Checkpointer:
@@ -195,16 +298,16 @@ def snapshots(record: ConfigRecord, run: Run) -> Checkpointer:
     config, loaders = run.config, run.loaders
     count, data = len(loaders.train), data_fingerprint(loaders.train.reader.dataset)
     require_same_data(run.world, "training data", count, data)
-    identity = model_config(record) | {"optimizer": config.optimizer["_target_"], "seed": config.seed}
+    identity = {key: value for key, value in record.shown.items() if key.startswith("model.")}
+    identity |= {"optimizer": config.optimizer["_target_"], "seed": config.seed}
     identity |= {"training samples": count, "training data": data}
     if loaders.split is not None:
         identity["validation data"] = loaders.split
     mirror = instantiate(config.snapshot.mirror) if run.world.is_rank_zero else None
-    return Checkpointer(run, identity, agreed_on(record.shown), mirror)
+    return Checkpointer(run, identity, dict(record.shown), mirror)
 
 
 def torchmetrics_of(run: Run) -> dict[str, Any]:
-    """Those of `evaluation.metrics`, by their names, in float64."""
     nodes = run.config.evaluation.metrics
     return {name: instantiate(node).set_dtype(torch.float64).to(run.meter.device) for name, node in nodes.items()}
 
@@ -248,7 +351,7 @@ def run_info(record: ConfigRecord, snapshots: Checkpointer) -> RunInfo:
     facts["options"] = {group: option for group, option in record.options.items() if not group.startswith("hydra/")}
     facts["environment"] = {"threads": torch.get_num_threads(), "device": device}
     facts["classes"] = names if len(names) <= LONGEST else []
-    facts["start"] = {"world_size": world.size, "launcher": read_rank_info().started_by, "hosts": hosts}
+    facts["start"] = {"world_size": world.size, "launcher": environment.read_rank_info().started_by, "hosts": hosts}
     return RunInfo(run, facts)
 
 

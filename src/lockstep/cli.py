@@ -20,7 +20,8 @@ from lockstep.compat import register_resolver
 from lockstep.config.check import OPTIONS, explain, flatten, key_of, raised_by
 from lockstep.config.record import RECORD, sets, typed_overrides
 from lockstep.config.schema import CONF, NO_NUMBER, SHARED_BY
-from lockstep.distributed import environment, host, rendezvous, signals
+from lockstep.distributed import environment, host, signals
+from lockstep.distributed.rendezvous import STORE_TIMEOUT, run_started_at
 from lockstep.distributed.run_folder import folder_of_run, unwritable
 from lockstep.launchers.base import flush_output, print_line
 
@@ -45,7 +46,10 @@ def run(main: Callable[[], Any]) -> NoReturn:
             if info.started_by in ("torchrun", "srun", "mpirun") or os.environ.pop(host.ENDS_WITH_PARENT, ""):
                 host.end_with_parent()  # imports and the config take seconds, in which it may be killed
             if {"--help", "-h"} & {*words} and info.is_rank_zero:
-                print(help_text(), end="")
+                groups = [f"  {group}: {', '.join(names)}" for group, names in sorted(OPTIONS.items()) if names]
+                options = "\n".join(groups)
+                said, values = ((CONF / name).read_text() for name in ("help.txt", "config.yaml"))
+                print(f"{said}\nOptions (group=option):\n\n{options}\n\nValues (key=value):\n\n{values}", end="")
             elif info.is_rank_zero or not asks_for_text(words):
                 register_resolvers()
                 # argparse takes no flag between two overrides.
@@ -63,13 +67,6 @@ def run(main: Callable[[], Any]) -> NoReturn:
     host.remove_temporary_folder()
     # gloo's threads sometimes abort the interpreter while it exits, and torchrun would call a finished run failed.
     os._exit(code if code in errors.EXIT_CODES else errors.EXIT_FAILED)
-
-
-def help_text() -> str:
-    """What --help prints: how to start, the options of each group, and the values of a run with their comments."""
-    options = "\n".join(f"  {group}: {', '.join(names)}" for group, names in sorted(OPTIONS.items()) if names)
-    values = (CONF / "config.yaml").read_text()
-    return f"{(CONF / 'help.txt').read_text()}\nOptions (group=option):\n\n{options}\n\nValues (key=value):\n\n{values}"
 
 
 @contextmanager
@@ -118,10 +115,8 @@ def register_resolvers() -> None:
             info = environment.node_rank_info(nnodes, launch.node_rank, launch.master_addr, launch.master_port)
         else:
             info = environment.read_rank_info()
-        timeout = (
-            timedelta(seconds=seconds) if isinstance(seconds, int | float) and seconds > 0 else rendezvous.STORE_TIMEOUT
-        )
-        moment = rendezvous.run_started_at(info, not asks_for_text(sys.argv), timeout)
+        timeout = timedelta(seconds=seconds) if isinstance(seconds, int | float) and seconds > 0 else STORE_TIMEOUT
+        moment = run_started_at(info, not asks_for_text(sys.argv), timeout)
         return moment.strftime(pattern.replace("%f", f"{moment.microsecond // 1000:03}"))
 
     register_resolver("started", started)
@@ -148,7 +143,6 @@ def asks_for_text(words: Sequence[str]) -> bool:
 
 
 def config_dirs(words: Sequence[str]) -> list[Path]:
-    """The folders of configs that are typed."""
     return [Path(word.partition("=")[2]) for word in words if word.startswith("--config-dir=")]
 
 

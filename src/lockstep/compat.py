@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import path_value
-from lockstep.source_code import ROOT
+from lockstep.files import ROOT
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -174,16 +174,15 @@ def batch_norm_class() -> Any:
     return _BatchNorm
 
 
-def shape_and_offsets_of_part(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's part of `tensor`, and where it begins in each dimension.
+def offsets_of_part(tensor: "DTensor") -> tuple[int, ...]:
+    """Where this rank's part of `tensor` begins in each dimension.
 
     Two meshes can cut one dimension, and no public function tells where a part begins then. Missing: an ImportError,
     and no sharded snapshot can be written or read.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    part, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(part), tuple(offsets)
+    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
 def quiet_redistribution() -> None:

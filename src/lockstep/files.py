@@ -1,8 +1,9 @@
-"""Files that are written whole or not at all. No torch here."""
+"""Whose code a file is, and files that are written whole or not at all. No torch here."""
 
 import fcntl
 import hashlib
 import os
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,25 @@ from typing import Any, BinaryIO
 
 Contents = str | bytes | memoryview | Callable[[BinaryIO], object]
 """What a file shall hold, or a function that writes it to the open file."""
+
+
+PROJECT = Path(__file__).parent  # the folder src/lockstep
+ROOT = PROJECT.parents[1]  # the folder of src/ and conf/
+_OWN = (f"{PROJECT}/", f"{ROOT}/src/hydra_plugins/", f"{ROOT}/src/train.py")
+_PYTHON = tuple(f"{sysconfig.get_path(scheme)}/" for scheme in ("stdlib", "platstdlib"))
+
+
+def is_library(file: str) -> bool:
+    """Whether it is Python's own or an installed package. Code without a file, such as "<string>", counts too."""
+    return file.startswith(("<", *_PYTHON)) or "/site-packages/" in file or "/dist-packages/" in file
+
+
+def is_project(file: str) -> bool:
+    return file.startswith(_OWN)
+
+
+def is_users(file: str) -> bool:
+    return not is_library(file) and not is_project(file)
 
 
 def is_url(name: object) -> bool:

@@ -21,8 +21,8 @@ from lockstep.config.schema import RunConfig
 from lockstep.distributed import environment, host
 from lockstep.errors import EXIT_CONFIG, ConfigError, RankFailed
 from lockstep.failures.report import read_report
+from lockstep.files import ROOT
 from lockstep.runs.record import read_run
-from lockstep.source_code import ROOT
 
 TABLE = "promise  "  # the beginning of what mode=check prints
 

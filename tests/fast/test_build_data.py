@@ -13,6 +13,8 @@ from sklearn.datasets import load_digits
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from torchvision import tv_tensors
 
+from lockstep import build
+from lockstep.build import data_fingerprint
 from lockstep.config.check import instantiate
 from lockstep.data.build import build_data, completed, reader_of
 from lockstep.data.reader import EVALUATION, SampleReader, batches, request_of
@@ -21,8 +23,6 @@ from lockstep.data.split import hold_out
 from lockstep.data.vision import Digits
 from lockstep.errors import ConfigError
 from lockstep.failures.record import exception_record
-from lockstep.snapshots import fingerprint as fingerprint_module
-from lockstep.snapshots.fingerprint import data_fingerprint
 from support import own_data
 from support.configs import composed, with_values
 from support.digits import digits
@@ -127,7 +127,7 @@ def test_one_bit_in_any_row_in_memory_counts_and_of_other_data_the_length_and_al
         pair[changed].view(1000, -1)[row, -1] ^= 1
         assert before != data_fingerprint(Tensors(*pair))
     assert before != data_fingerprint(Tensors(inputs, targets, weights=torch.ones(1000)))
-    monkeypatch.setattr(fingerprint_module, "LARGEST_TENSOR", 100)
+    monkeypatch.setattr(build, "LARGEST_TENSOR", 100)
     assert data_fingerprint(Tensors(inputs, targets)).endswith(" of 64 of 1000 samples and targets")
     rows = [(torch.rand(3), number) for number in range(50)]
     assert data_fingerprint(rows) == data_fingerprint(rows[:]) != data_fingerprint([*rows, rows[0]])

@@ -11,14 +11,13 @@ import yaml  # type: ignore[import-untyped]
 from torch import nn
 
 from lockstep import cli
+from lockstep.build import job_spec, preflight
 from lockstep.config.check import OPTIONS, check, check_nodes, explain, flatten, instantiate, instantiate_as, nodes_in
 from lockstep.config.record import config_flags
 from lockstep.config.schema import CONF, RunConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, show
 from lockstep.launchers.env import EnvLauncher
-from lockstep.preflight import job_spec, preflight
 from lockstep.tasks.base import Task
-from lockstep.text import show
 from support.configs import NEEDS, as_composed, composed
 from support.refusals import accepted, answer
 

@@ -26,7 +26,7 @@ from lockstep.failures.record import PHASES, Frame, Heartbeat, exception_record,
 from lockstep.failures.report import failures_in, make_report, resume_command, screen, tell
 from lockstep.failures.verdict import Facts, find_verdict, parse_calls, parse_stack, table
 from lockstep.failures.watchdog import SILENCE, Watchdog
-from lockstep.source_code import PROJECT
+from lockstep.files import PROJECT
 from lockstep.training.rng import SampleDraws
 from support.commands import ROOT
 

@@ -17,14 +17,13 @@ from lockstep.cli import with_overrides_of_run
 from lockstep.config.record import RECORD
 from lockstep.data.loader import InputConverter
 from lockstep.errors import ConfigError
-from lockstep.loggers.base import Logger, Loggers
+from lockstep.loggers.base import CSVLogger, Logger, Loggers
 from lockstep.loggers.console import ConsoleLogger
-from lockstep.loggers.csv_logger import CSVLogger
 from lockstep.loggers.tensorboard import TensorBoardLogger
 from lockstep.models.gpt import gpt
 from lockstep.modes.base import TrainedRun
+from lockstep.modes.evaluate import table
 from lockstep.modes.export import net_as, require_same_outputs
-from lockstep.modes.predict import table
 from lockstep.modes.trained_net import TrainedNet
 from lockstep.tasks.tasks import MultiLabel, Regression
 from support.commands import ema

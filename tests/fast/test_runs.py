@@ -23,13 +23,19 @@ import lockstep
 import runs as runs_py
 from lockstep.errors import ConfigError
 from lockstep.loggers.base import EpochSummary
-from lockstep.runs.compare import compare, verdict
 from lockstep.runs.record import RunRecord, read_run, seconds_of, settle, state_of
-from lockstep.runs.samples import of_differences, samples_table
-from lockstep.runs.stats import estimate, is_share, over_samples, pairs_for, welch, wilson
-from lockstep.runs.table import choosing, rho_of, row_of, rows_of, settings
-from lockstep.sweeps.jobs import divide_machine
-from lockstep.sweeps.launch import folder_name, is_at_edge
+from lockstep.runs.stats import (
+    estimate,
+    is_share,
+    of_differences,
+    over_samples,
+    pairs_for,
+    samples_table,
+    welch,
+    wilson,
+)
+from lockstep.runs.table import choosing, compare, rho_of, row_of, rows_of, settings, verdict
+from lockstep.sweeps.launch import divide_machine, folder_name, is_at_edge
 from lockstep.sweeps.search import distributions, overrides_of
 from support.commands import ROOT
 from support.logged import run_info

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.snapshots import files, sharded
+from lockstep.snapshots import files, state
 from lockstep.snapshots.files import MANIFEST, STATE, list_snapshots, load_first_good, named_snapshots, snapshots_to_try
-from lockstep.snapshots.sharded import load_shards, save_shards
-from lockstep.snapshots.state import as_held
+from lockstep.snapshots.state import as_held, load_shards, save_shards
 
 MATRIX = torch.arange(28, dtype=torch.float64).view(7, 4)
 
@@ -190,7 +189,7 @@ def test_what_resume_a_mode_and_python_name(tmp_path: Path, monkeypatch: pytest.
 def test_any_window_of_a_tensor_in_parts_can_be_read_and_what_is_missing_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharded, "FILE_BYTES", 40)
+    monkeypatch.setattr(state, "FILE_BYTES", 40)
     for dtype in (torch.float64, torch.bfloat16, torch.bool, torch.uint16, torch.complex128):
         folder, matrix, names = tmp_path / str(dtype), MATRIX.remainder(5).to(dtype), set[str]()
         for rank in range(4):

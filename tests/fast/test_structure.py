@@ -9,7 +9,7 @@ SRC = ROOT / "src" / "lockstep"
 
 # What each package may import besides itself, `errors` and what imports nothing of this project. `train.py` and the
 # modules of EXEMPT may import everything.
-PLAIN = {"compat", "errors", "files", "text", "source_code"}
+PLAIN = {"compat", "errors", "files"}
 ALLOWED = {name: set[str]() for name in (*PLAIN, "config", "failures")} | {
     "distributed": {"failures"},
     "runs": {"failures"},  # reads and writes run folders for train.py and runs.py, without torch
@@ -24,7 +24,7 @@ ALLOWED = {name: set[str]() for name in (*PLAIN, "config", "failures")} | {
     "training": {"loggers", "runs", "failures", "strategies", "data", "models", "tasks", "distributed"},
     "snapshots": {"failures", "training", "strategies", "data", "models", "tasks", "distributed"},
 }
-EXEMPT = ("build", "data.build", "modes", "preflight", "sweeps.jobs", "sweeps.launch", "sweeps.search")
+EXEMPT = ("build", "data.build", "modes", "sweeps.launch", "sweeps.search")
 EXEMPT += ("launchers.rank_imports", "__init__", "__main__", "notebook")
 # Beside their packages: what saves by the snapshots, which do not know it, and a strategy that has a step of its own.
 ALSO = {"training.loop": "snapshots", "training.exchange": "snapshots", "strategies.async_server": "training"}
@@ -32,7 +32,7 @@ SCHEMA = "lockstep.config.schema"  # it imports nothing of this project but its 
 # How a value is typed, and what is recorded of a config, which all may import.
 TEXT_OF_CONFIG = {"check", "check.flatten", "check.word", "record", "record.config_flags", "record.ConfigRecord"}
 TEXT_OF_CONFIG |= {"record.RECORD", "record.sets"}
-WITHOUT_TORCH = ("cli", "compat", "config", "errors", "files", "text", "failures", "runs", "sweeps")
+WITHOUT_TORCH = ("cli", "compat", "config", "errors", "files", "failures", "runs")
 WITHOUT_TORCH += tuple(f"distributed.{name}" for name in ("environment", "host", "rendezvous", "run_folder", "signals"))
 MODULES = {".".join(path.relative_to(SRC).with_suffix("").parts): path for path in sorted(SRC.rglob("*.py"))}
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from lockstep.data.partition import seeded
 from lockstep.models.tutorial import mlp
-from lockstep.training.lr_range import smoothed
+from lockstep.modes.find_lr import smoothed
 from support.commands import PYTHON_TRAIN, Command
 from support.digits import digits
 from support.event_files import scalars

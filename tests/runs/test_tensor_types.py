@@ -94,7 +94,7 @@ def test_the_average_of_a_shared_weight_is_under_all_its_names(tmp_path):
     saved = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
     newest = newest_snapshot(tmp_path / "run")  # whole
     shared = ["embedding.tokens.weight", "head.linear.weight"]
-    for held in (saved, trained_weights(newest, tmp_path, averaged=True)):
+    for held in (saved, trained_weights(newest, tmp_path)):
         assert torch.equal(held[shared[0]], held[shared[1]])
     assert not torch.equal(newest["model"][shared[0]], saved[shared[0]])
 

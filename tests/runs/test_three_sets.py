@@ -8,8 +8,7 @@ import pytest
 
 from lockstep.errors import EXIT_RESUMABLE
 from lockstep.runs.record import read_run
-from lockstep.runs.samples import read_samples
-from lockstep.runs.stats import wilson
+from lockstep.runs.stats import read_samples, wilson
 from support.commands import TRAIN, ema
 from support.configs import composed, parts_of, record_of
 from support.digits import digits

@@ -9,8 +9,7 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
 from lockstep.config.check import instantiate
-from lockstep.modes.check import PROMISES, Ended, ended
-from lockstep.modes.recorder import run, trace_in
+from lockstep.modes.check import PROMISES, Ended, ended, run, trace_in
 from lockstep.modes.train import Train
 from support.configs import composed, parts_of, record_of
 from support.own_data import Points

@@ -20,7 +20,7 @@ from lockstep.config.check import check, instantiate, with_own_arguments
 from lockstep.config.record import ConfigRecord, record_config
 from lockstep.config.schema import RunConfig
 from lockstep.launchers.env import EnvLauncher
-from lockstep.preflight import Parts
+from lockstep.modes.base import Parts
 from support.commands import ROOT, WHOLE
 
 # What must be typed beside an option.

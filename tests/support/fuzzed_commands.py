@@ -14,8 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from lockstep.config.check import CHECKED_BY_TYPE, OPTIONS, flatten, locate
 from lockstep.config.schema import CONF, RunConfig
-from lockstep.errors import ConfigError
-from lockstep.text import show
+from lockstep.errors import ConfigError, show
 from support.configs import composed_with_hydra
 
 SLOW_LAUNCHERS = ("spawn", "torchrun", "slurm")  # they import torch again, or need a cluster

@@ -3,13 +3,13 @@
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lockstep import cli
+from lockstep.build import build_parts
 from lockstep.config.check import check_nodes, explain, instantiate_as
 from lockstep.config.schema import RunConfig
 from lockstep.data.build import prepare_first
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode
-from lockstep.preflight import build_parts
 from support.configs import composed
 
 

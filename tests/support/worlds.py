@@ -13,7 +13,7 @@ from support.ports import free_port
 
 PRELOAD = """torch torch.distributed torch.nn.parallel torch.distributed.fsdp torch.distributed.pipelining hydra train
 lockstep.build lockstep.training.loop lockstep.training.metrics lockstep.data.vision lockstep.loggers.tensorboard tqdm
-lockstep.loggers.console lockstep.loggers.rank_logs torch.utils.tensorboard"""
+lockstep.loggers.console lockstep.modes.base torch.utils.tensorboard"""
 
 
 def in_world(size: int, function: Callable[..., Any], *args: Any, limit: float = TIMEOUT) -> list[Any]:

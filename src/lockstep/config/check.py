@@ -23,8 +23,7 @@ from omegaconf import DictConfig, OmegaConf, errors, open_dict
 
 from lockstep.compat import hydra_may_call_all
 from lockstep.config.schema import CONF, FROM_DATA, GET_FIRST, PASSED, Node, RunConfig
-from lockstep.errors import ConfigError
-from lockstep.text import first_line, show
+from lockstep.errors import ConfigError, first_line, show
 
 GROUPS = [folder for folder in CONF.iterdir() if folder.is_dir() and folder.name not in ("hydra", "local")]
 OPTIONS = {group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in GROUPS}

@@ -20,9 +20,8 @@ from lockstep.data.partition import Order, fold_in, seeded
 from lockstep.data.reader import Check, SampleReader, request_of
 from lockstep.data.source import DataSource, class_numbers, of_each_sample, unwrapped
 from lockstep.data.split import hold_out
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, first_line, show
 from lockstep.failures.record import exception_record
-from lockstep.text import first_line, show
 
 log = logging.getLogger(__name__)
 

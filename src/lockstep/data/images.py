@@ -15,9 +15,8 @@ from torch import Tensor
 from lockstep.config.schema import Count
 from lockstep.data.source import DataSource, Splits, Tensors
 from lockstep.data.vision import on_all_cores, read_image
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, first_line
 from lockstep.files import one_at_a_time, short_hash, write_whole
-from lockstep.text import first_line
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 LARGEST = 16e9  # bytes of the pixels of a split that cache=auto keeps

@@ -21,8 +21,7 @@ from lockstep.data.partition import Array, Part, fold_in, random_states_kept, se
 from lockstep.data.source import TARGET_KEYS, unwrapped
 from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.signals import STOP_SIGNALS
-from lockstep.errors import ConfigError
-from lockstep.text import first_line
+from lockstep.errors import ConfigError, first_line
 
 EVALUATION = -1  # the epoch of samples that are evaluated: their random numbers are the same each time
 SAMPLE, COLLATE = 1, 3  # folded into the seeds of what samples and a collate_fn draw

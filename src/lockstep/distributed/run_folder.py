@@ -14,8 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from lockstep.config.check import flatten, word
 from lockstep.config.record import RECORD, ConfigRecord, sets
 from lockstep.config.schema import NO_NUMBER, SHARED_BY
-from lockstep.errors import ConfigError, path_word
-from lockstep.text import differing, show
+from lockstep.errors import ConfigError, differing, path_word, show
 
 if TYPE_CHECKING:
     from lockstep.distributed.world import World

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.source_code import is_project
+from lockstep.files import is_project
 
 # The words of the CPU's allocator, whose error has no type of its own, of C++, of oneDNN and of the system.
 OUT_OF_MEMORY = "MemoryError|allocate memory|out of memory|bad_alloc|could not create a memory"

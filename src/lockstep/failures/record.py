@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 from lockstep.compat import BACKWARD, CALLED_OPERATOR, GENERATED
 from lockstep.errors import EXIT_FAILED, ConfigError, StoppedEarly, kind_of, printable
 from lockstep.failures.explain import explain_exception
-from lockstep.files import write_whole
-from lockstep.source_code import PROJECT, is_library, is_project, is_users
+from lockstep.files import PROJECT, is_library, is_project, is_users, write_whole
 
 FOLDER = "LOCKSTEP_RANK_FOLDER"  # the environment variable with the folder that a launcher has made
 PHASES: tuple[str, ...] = ("start", "meeting", "prepare", "build", "resume", "train", "evaluation", "snapshot")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.compat import COMPILERS
+from lockstep.errors import aligned
 from lockstep.failures.record import Frame, Place
-from lockstep.source_code import is_project, is_users
-from lockstep.text import aligned
+from lockstep.files import is_project, is_users
 
 DEBUGGERS = ("/bdb.py", "/pdb.py", "/code.py", "/pydevd")
 MOST_ROWS, WIDEST_CALL = 16, 40

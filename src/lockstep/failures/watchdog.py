@@ -27,8 +27,7 @@ from lockstep.failures import verdict as verdicts
 from lockstep.failures.record import STACK_SIGNAL, Place, heartbeat, last_lines, read, read_place
 from lockstep.failures.report import ENDED, claim, leave, process_state
 from lockstep.failures.verdict import Facts, Verdict
-from lockstep.files import write_whole
-from lockstep.source_code import is_users
+from lockstep.files import is_users, write_whole
 
 log = logging.getLogger(__name__)
 

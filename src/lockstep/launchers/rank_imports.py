@@ -17,11 +17,8 @@ from torch.utils.serialization import config  # of torch.save
 
 import lockstep.build
 import lockstep.loggers.console
-import lockstep.loggers.rank_logs
 import lockstep.loggers.tensorboard
-import lockstep.snapshots.checkpointer
 import lockstep.strategies.ddp
 import lockstep.training.loop
-import lockstep.training.setup
 
 torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # torch imports its compiler with the first optimizer

@@ -1,22 +1,24 @@
-"""The contract of a logger, and the list that hands every call to several loggers.
+"""The contract of a logger, the smallest one, and the list that hands every call to several loggers.
 
 To add one: a subclass of `Logger`, and `conf/logger/<name>.yaml` with one key, whose value has the `_target_`; then
 type `logger=[tensorboard,console,<name>]`. Rank 0 alone has loggers: they must not call a collective.
 """
 
+import csv
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from lockstep.errors import EXIT_FINISHED, StoppedEarly, TrainingDiverged, exit_code_of
+from lockstep.files import write_whole
 from lockstep.runs.record import FAILED
-
-if TYPE_CHECKING:
-    from lockstep.training.run import Run
+from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ class RunInfo:
     standard error over the samples}}; exit_code: of the command.
     """
 
-    run: "Run"
+    run: Run
     facts: Mapping[str, Any]
     last: Mapping[str, float] = field(default_factory=dict)
     test: Mapping[str, Any] | None = None
@@ -89,7 +91,25 @@ class Logger:
         """Release files and threads. The last call."""
 
 
-class Loggers(Logger):
+class CSVLogger(Logger):
+    """Numbers as a table: metrics.csv in the run folder, a row for each, with the columns step, tag and value."""
+
+    def __init__(self, run_dir: str) -> None:
+        self.path = Path(run_dir) / "metrics.csv"
+
+    def start(self, info: RunInfo) -> None:
+        step, lines = info.run.progress.step, list[str]()
+        if step and self.path.exists():  # without the header, and what a kill has cut off
+            lines = self.path.read_text(encoding="utf-8").split("\n")[1:-1]
+        kept = [line for line in lines if int(line.partition(",")[0]) <= step]
+        write_whole(self.path, "\n".join(["step,tag,value", *kept, ""]), sync=False)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows((step, tag, float(value)) for tag, value in metrics.items())
+
+
+class Loggers(Logger, AbstractContextManager["Loggers"]):
     """Hands every call to each logger. The first exception of one is a warning; one that cannot start is left out.
 
     members: loggers, and the RunRecord, which has their methods.
@@ -101,9 +121,6 @@ class Loggers(Logger):
         self.warned = set[int]()  # ids of those that have failed
         self.waiting = dict[str, tuple[Callable[[], Mapping[str, Tensor]], int]]()  # {split: as `draw` has got it}
         self.draw_at = time.monotonic() + FIRST_DRAWING
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self.info is not None:

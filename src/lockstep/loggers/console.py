@@ -3,9 +3,7 @@
 import logging
 import shlex
 import threading
-from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
 
 from lockstep.errors import path_value
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
@@ -16,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class ConsoleLogger(Logger):
-    """One line per epoch, and a few at the start and the end. `rank_logs` decides where the lines go."""
+    """One line per epoch, and a few at the start and the end. `RankLogs` decides where the lines go."""
 
     def start(self, info: RunInfo) -> None:
         run, loaders = info.run, info.run.loaders
@@ -48,22 +46,17 @@ class ConsoleLogger(Logger):
             log.info("best:       %s %.4f at step %d", run.objective, progress.best, progress.best_step)
         if info.test is not None:
             chosen = ", the last ones" if run.objective is None else ", chosen on val"
-            log.info("test:       %s, with the weights of step %d%s", of_test(info.test), info.test["step"], chosen)
+            errors, samples, parts = info.test.get("errors", {}), info.test.get("samples"), list[str]()
+            for name, value in info.test["metrics"].items():  # with intervals of 95 % for new samples
+                found = over_samples(name, value, errors.get(name), samples)
+                parts.append(f"{name} {value:.4f}" + ("" if found is None else " ({:.4f} to {:.4f})".format(*found)))
+            log.info("test:       %s, with the weights of step %d%s", ", ".join(parts), info.test["step"], chosen)
         if info.facts["sweep"] is None:
             script = shlex.split(info.facts["command"])[1]
             evaluate = ["python", script, "mode=evaluate", f"resume={path_value(folder)}", *info.facts["flags"]]
             log.info("run folder: %s", folder)
             log.info("evaluate:   %s", shlex.join(evaluate))
             log.info("curves:     tensorboard --logdir %s", shlex.quote(folder))
-
-
-def of_test(test: Mapping[str, Any]) -> str:
-    """The numbers of a test with intervals of 95 % for new samples: loss 0.1, accuracy 0.9639 (0.9394 to 0.9787)."""
-    parts = []
-    for name, value in test["metrics"].items():
-        found = over_samples(name, value, test.get("errors", {}).get(name), test.get("samples"))
-        parts.append(f"{name} {value:.4f}" + ("" if found is None else " ({:.4f} to {:.4f})".format(*found)))
-    return ", ".join(parts)
 
 
 class ProgressBarLogger(Logger):

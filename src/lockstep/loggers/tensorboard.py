@@ -1,6 +1,5 @@
 """TensorBoard events in the run folder. A step on the x-axis is the number of optimizer steps done."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,9 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter, summary
 
 from lockstep.config.schema import Whole
+from lockstep.errors import show
 from lockstep.loggers.base import Logger, RunInfo
 from lockstep.runs.record import FINISHED, changes_no_number
-from lockstep.text import show
 
 
 class TensorBoardLogger(Logger):
@@ -31,7 +30,15 @@ class TensorBoardLogger(Logger):
             metrics = [*info.run.task.better, *info.run.config.evaluation.metrics]
             charts = {name: ("Multiline", [f"^(train|val|test)/{name}$"]) for name in metrics}
             self.writer.add_custom_scalars({"results": charts | {"best so far": ("Multiline", ["^best/.*$"])}})
-            self._write(summary.hparams(hyperparameters(info.facts), {})[1], 0)  # [0]: the columns of all runs
+            facts = info.facts
+            values = {**facts["options"], **facts["config"], "world_size": facts["start"]["world_size"]}
+            # Those by which runs are compared. Without null, for which TensorBoard would show all of a key as text.
+            hyperparameters = {
+                key: value if type(value) in (int, float, str) else show(value)
+                for key, value in values.items()
+                if value is not None and not changes_no_number(key) and not key.endswith(("._target_", "._partial_"))
+            }
+            self._write(summary.hparams(hyperparameters, {})[1], 0)  # [0]: the columns of all runs
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """All tags share one event: one for each takes several times as long."""
@@ -51,13 +58,3 @@ class TensorBoardLogger(Logger):
     def _write(self, written: Summary, step: int) -> None:
         self.writer.file_writer.add_summary(written, step)
         self.writer.flush()
-
-
-def hyperparameters(facts: Mapping[str, Any]) -> dict[str, int | float | str]:
-    """{key: value} by which runs are compared. Numbers stay numbers, truth values and lists become text; null is left
-    out, since TensorBoard would show all values of the key as text."""
-    return {
-        key: value if type(value) in (int, float, str) else show(value)
-        for key, value in {**facts["options"], **facts["config"], "world_size": facts["start"]["world_size"]}.items()
-        if value is not None and not changes_no_number(key) and not key.endswith(("._target_", "._partial_"))
-    }

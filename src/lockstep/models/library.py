@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.config.schema import Classes, ImageShape
-from lockstep.errors import ConfigError
-from lockstep.text import first_line
+from lockstep.errors import ConfigError, first_line
 
 SMALL_IMAGE = 64  # pixels; below, a ResNet keeps the image's size in its first layers
 

@@ -1,33 +1,44 @@
 """The contract of a mode: what a command does with its config. `src/train.py` starts ranks, and each calls `Mode.work`.
 
 To add one: a subclass of `Mode` with `run` in a file of its own here, `conf/mode/<name>.yaml` with its `_target_` and
-keys. docs/modes.md tells what users see. No torch at the top: `main` imports this.
+keys. docs/modes.md tells what users see.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
+import torch
+from torch.distributed import get_backend
+
+from lockstep.config.record import ConfigRecord
+from lockstep.config.schema import RunConfig
+from lockstep.data.loader import Loader
+from lockstep.data.source import class_names, require_same_classes
 from lockstep.distributed import signals
-from lockstep.errors import ConfigError, exits_are_failures
-from lockstep.failures.record import heartbeat
+from lockstep.distributed.environment import read_rank_info
+from lockstep.distributed.run_folder import hold_run_folder, unwritable
+from lockstep.distributed.watch import watch
+from lockstep.distributed.world import World, join_world, require_same_config
+from lockstep.errors import KINDS, ConfigError, StoppedEarly, exits_are_failures
+from lockstep.failures.record import heartbeat, message_of
 from lockstep.files import Contents, write_whole
+from lockstep.launchers.base import Launcher
 from lockstep.runs.record import read_run, settle
-
-if TYPE_CHECKING:
-    from lockstep.config.record import ConfigRecord
-    from lockstep.config.schema import RunConfig
-    from lockstep.data.loader import Loader
-    from lockstep.distributed.world import World
-    from lockstep.preflight import Parts
-    from lockstep.strategies.base import JobSpec
-    from lockstep.training.run import Run
+from lockstep.snapshots.checkpointer import restore_trained
+from lockstep.snapshots.files import snapshots_to_try
+from lockstep.strategies.base import JobSpec, Strategy
+from lockstep.strategies.gradient_sync import GradientSync
+from lockstep.training.run import Run
+from lockstep.training.setup import set_determinism
 
 log = logging.getLogger(__name__)
 
+FILE_FORMAT = logging.Formatter("[%(asctime)s][%(name)s][%(levelname)s] - %(message)s")
 OTHER_FILE = "type mode.file=<a file that you can write>"
 
 
@@ -40,18 +51,18 @@ class TrainedRun:
     config: {key: value} of this command, as files may have it.
     """
 
-    run: "Run"
+    run: Run
     snapshot: Path
     saved: Mapping[str, Any]
     config: Mapping[str, Any]
 
     @property
-    def world(self) -> "World":
+    def world(self) -> World:
         return self.run.world
 
     @property
     def folder(self) -> Path:
-        """The run folder, where the snapshot is."""
+        """Of the run."""
         return folder_of(self.snapshot)
 
     @property
@@ -64,7 +75,7 @@ class TrainedRun:
         """The names of the classes, empty if the training data had none."""
         return [str(name) for name in recorded(self.snapshot).get("classes", ())]
 
-    def loader(self, split: str) -> "Loader":
+    def loader(self, split: str) -> Loader:
         """split: "train", "val" or "test". Raises ConfigError for a validation set that there is none of."""
         found: Loader | None = getattr(self.run.loaders, split)
         if found is None:
@@ -101,7 +112,6 @@ def recorded(snapshot: Path) -> Mapping[str, Any]:
 
 
 def folder_of(snapshot: Path) -> Path:
-    """The run folder that a snapshot is in."""
     parent = snapshot.parent
     return parent.parent if parent.name == "snapshots" else parent
 
@@ -127,28 +137,36 @@ class Mode:
         """Whether it starts from a trained run."""
         return not self.trains and not self.starts_ranks
 
-    def validate(self, job: "JobSpec") -> None:
+    def validate(self, job: JobSpec) -> None:
         """Raise ConfigError for what this mode cannot do. Called before any process starts."""
         if self.in_one_process and job.world_size > 1:
             what = f"mode={self.name} is the work of one process, not of {job.world_size}"
             raise ConfigError(f"{what}; type launch=env")
 
-    def work(self, config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> Any:
+    def work(self, config: RunConfig, record: ConfigRecord, parts: "Parts") -> Any:
         """What every rank does from start to end. Rank 0's value is what the command returns.
 
-        Here: bring the trained net back, and `run`.
+        Here: bring the trained net back, and `run`. Raises ConfigError if a class number, or a token number of a text,
+        has another name than in the training. Warns if the data has changed although the config names the same data.
         """
         from lockstep import build
-        from lockstep.snapshots.checkpointer import restore_trained
-        from lockstep.snapshots.files import snapshots_to_try
 
         with join(config, record, parts, holds=False) as world:
             run = build.build_run(config, world, parts)
             record = record.completed(run.config)
             paths = snapshots_to_try(config.resume, self.snapshot, self.name)
-            saved, snapshot = restore_trained(run, paths, build.model_config(record))
+            saved, snapshot = restore_trained(run, paths, record.shown)
             trained = TrainedRun(run, snapshot, saved, record.shown)
-            _check_data(trained)
+            before, now, data = saved["config"], record.shown, recorded(snapshot).get("data", {})
+            keys = [key for key in {*before, *now} if key.startswith("dataset.")]
+            is_same = all(before.get(key) == now.get(key) for key in keys)
+            for name, loader in (("training", run.loaders.train), ("test", run.loaders.test)):
+                dataset, advice = loader.reader.dataset, "type dataset=<data with the classes of the training>"
+                require_same_classes(trained.classes, class_names(dataset), "the training", "this data", advice)
+                found = build.data_fingerprint(dataset)
+                then = data.get(f"{name}_data", found)
+                if is_same and then != found:
+                    log.warning("the %s data is not that of the training: it was %s, and is %s", name, then, found)
             heartbeat.enter("mode")
             return self.run(trained)
 
@@ -157,21 +175,72 @@ class Mode:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a command is made of. Ranks get it as it is."""
+
+    launcher: Launcher
+    mode: Mode
+    strategy: Strategy
+    gradient_sync: GradientSync
+
+
+class RankLogs:
+    """Inside its block, this rank's log lines go to files once they are open; on rank 0 also to stdout. A line that
+    cannot be written, on a full disk or to a reader that is gone, is lost without a word.
+
+    An exception that ends the block is written to the rank's own log.
+    """
+
+    def __init__(self) -> None:
+        root = logging.getLogger()
+        self.rank, self.before = read_rank_info().rank, ([*root.handlers], root.level, logging.raiseExceptions)
+        self.files: list[logging.FileHandler] = []
+        self.console: list[logging.Handler] = [logging.StreamHandler(sys.stdout)] if self.rank == 0 else []
+
+    def __enter__(self) -> Self:
+        log_to([*self.files, *self.console], logging.INFO, False)
+        return self
+
+    def open(self, folder: str) -> None:
+        """Log to folder/logs/rank<N>.log, and on rank 0 to folder/train.log, when this run holds the folder: one that
+        is refused must not write there. Raises ConfigError if the folder is not writable."""
+        names = [f"logs/rank{self.rank}.log", *["train.log"] * (self.rank == 0)]
+        try:
+            Path(folder, "logs").mkdir(parents=True, exist_ok=True)
+            # A traceback may hold any characters.
+            self.files = [logging.FileHandler(f"{folder}/{name}", "a", "utf-8", False, "replace") for name in names]
+        except OSError as error:
+            raise ConfigError(unwritable(folder, error)) from error
+        for file in self.files:
+            file.setFormatter(FILE_FORMAT)
+        log_to([*self.files, *self.console], logging.INFO, False)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, StoppedEarly):
+            log.info("%s", error)
+        elif isinstance(error, Exception):
+            heartbeat.fails(error)  # before the log has the traceback, which the report need not repeat
+            # The process that started the ranks prints it on the console.
+            log_to(self.files or [logging.NullHandler()], logging.INFO, False)
+            log.error("%s", message_of(error), exc_info=None if isinstance(error, tuple(KINDS)) else error)
+        log_to(*self.before)
+        for handler in (*self.files, *self.console):
+            with suppress(OSError):  # the last lines of a log do not fit on a full disk
+                handler.close()
+
+
+def log_to(handlers: Sequence[logging.Handler], level: int, raises: bool) -> None:
+    """What logging.basicConfig sets, without closing the handlers of before."""
+    root, logging.raiseExceptions = logging.getLogger(), raises
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
 @contextmanager
-def join(config: "RunConfig", record: "ConfigRecord", parts: "Parts", holds: bool = True) -> "Iterator[World]":
+def join(config: RunConfig, record: ConfigRecord, parts: Parts, holds: bool = True) -> Iterator[World]:
     """Inside the block this rank has met the others, all with the same config. What fails there is reported, signals
     are listened to, and logs are written. holds: whether no other run may write into the run folder."""
-    import torch
-    from torch.distributed import get_backend
-
-    from lockstep import build
-    from lockstep.distributed.environment import read_rank_info
-    from lockstep.distributed.run_folder import hold_run_folder
-    from lockstep.distributed.watch import watch
-    from lockstep.distributed.world import join_world, require_same_config
-    from lockstep.loggers.rank_logs import RankLogs
-    from lockstep.training.setup import set_determinism
-
     signals.listen(config.run_dir)
     with (
         RankLogs() as logs,
@@ -188,23 +257,6 @@ def join(config: "RunConfig", record: "ConfigRecord", parts: "Parts", holds: boo
         if world.is_rank_zero:
             settle(Path(config.run_dir))
         watch(world, config.run_dir, config.watch.timeout, config.watch.on_hang)
-        same = "type the same command on every node"
-        require_same_config(world, build.agreed_on(record.flat), build.agreed_on(record.shown), same)
+        own = [{k: v for k, v in of.items() if not k.startswith("launch.")} for of in (record.flat, record.shown)]
+        require_same_config(world, own[0], own[1], "type the same command on every node")
         yield world
-
-
-def _check_data(trained: TrainedRun) -> None:
-    """Raise ConfigError if a class number, or a token number of a text, has another name than in the training. Warn if
-    the data has changed since then, although the config names the same data."""
-    from lockstep.data.source import class_names, require_same_classes
-    from lockstep.snapshots.fingerprint import data_fingerprint
-
-    before, now, data = trained.saved["config"], trained.config, recorded(trained.snapshot).get("data", {})
-    is_same = all(before.get(key) == now.get(key) for key in before.keys() | now.keys() if key.startswith("dataset."))
-    for name, loader in (("training", trained.run.loaders.train), ("test", trained.run.loaders.test)):
-        dataset, advice = loader.reader.dataset, "type dataset=<data with the classes of the training>"
-        require_same_classes(trained.classes, class_names(dataset), "the training", "this data", advice)
-        fingerprint = data_fingerprint(dataset)
-        then = data.get(f"{name}_data", fingerprint)
-        if is_same and then != fingerprint:
-            log.warning("the %s data is not that of the training: it was %s, and is %s", name, then, fingerprint)

@@ -1,28 +1,52 @@
 """mode=check: which promises hold for a job, and where they break.
 
 It trains the job as typed for a few steps, in float64 and on few samples, in ways that must give the same numbers. The
-first stage that parts tells the cause. `lockstep.modes.recorder` is what a rank does. No torch at the top: `main`
-imports this. All ranks are forks of one process: what a module draws when it is imported is not seen, either.
+first stage that parts tells the cause. Such a run is an ordinary training, which a callback sees, by the hooks that
+PyTorch has for all modules and all optimizers. All ranks are forks of one process: what a module draws when it is
+imported is not seen, either.
 """
 
+import os
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import numpy as np
+import torch
 from annotated_types import Ge
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import Subset
 
-from lockstep.config.check import instantiate_as
-from lockstep.errors import EXIT_FAILED, ConfigError, RankFailed, StoppedEarly, first_of
+from lockstep.build import build_parts
+from lockstep.compat import is_of_transform
+from lockstep.config.check import flatten, instantiate_as
+from lockstep.config.record import ConfigRecord
+from lockstep.config.schema import RunConfig
+from lockstep.data.build import prepare_first
+from lockstep.data.source import DataSource, Splits, class_numbers, tensors_in, unwrapped
+from lockstep.data.split import hold_out
+from lockstep.distributed import signals
+from lockstep.errors import EXIT_FAILED, ConfigError, RankFailed, StoppedEarly, aligned, first_of
 from lockstep.failures.explain import known_meaning
-from lockstep.modes.base import Mode
-from lockstep.text import aligned
-
-if TYPE_CHECKING:
-    from lockstep.config.record import ConfigRecord
-    from lockstep.config.schema import RunConfig
-    from lockstep.preflight import Parts
+from lockstep.launchers.local import LocalLauncher
+from lockstep.loggers.base import Logger
+from lockstep.modes.base import Mode, Parts
+from lockstep.modes.train import Train
+from lockstep.snapshots.files import list_snapshots
+from lockstep.strategies.base import Strategy, local_part
+from lockstep.training.callbacks import Callback
+from lockstep.training.run import Run
 
 STAGES = ("start", "samples", "layers", "loss", "gradients", "weights", "evaluation")
 RESULTS = STAGES[3:]  # which decide whether runs part; the others say why
+BY_SAMPLE = STAGES[1:3]  # to which each sample adds
 FEW = 7  # samples of a rank's batch, seldom another size of a tensor
 FLOOR = 1e-3  # of the largest value of a stage: what differences are relative to, at least
 TOLERANCES = {64: 1e-6, 32: 1e-3, 16: 0.1}  # relative, by the fewest bits in which a net computes
@@ -51,10 +75,21 @@ CAUSES = {  # of what is named before it; by a way and a stage, by a stage, or b
 UNHELD = "put layers into torch.nn.ModuleList, tensors into torch.nn.ParameterList, and those of a loss into the model"
 
 
-class Ended(NamedTuple):
-    """A run: its trace, as `recorder.Trace`, and what has ended it too early."""
+NOISE = 0.7  # eps to this power, of the largest gradient: what is smaller is rounding
+EVALUATED = 9  # samples of an evaluation
 
-    trace: dict[Any, Any]
+Trace = dict[tuple[int, str, str], Tensor]
+"""{(step, stage, name): (a number, two sums)}, in the order of their events. The number is of the samples in "samples"
+and "layers", and a checksum of all bits in "start", "loss", "gradients", "weights" (and buffers) and "evaluation". Of
+step 0 by name alone: "bits", in which a part of the net computes; weights "held" by an optimizer, and "beside" the
+model."""
+NOTHING = torch.zeros(3, dtype=torch.float64)
+
+
+class Ended(NamedTuple):
+    """A run: its trace, of numbers, and what has ended it too early."""
+
+    trace: dict[tuple[int, str, str], Any]
     error: Exception | None = None
     failed: str = ""
 
@@ -72,27 +107,17 @@ class Check(Mode):
 
     name, starts_ranks = "check", True
 
-    def __init__(
-        self, steps: Annotated[int, Ge(4)], ranks: Annotated[int, Ge(2)], changed: dict[str, dict[str, Any]]
-    ) -> None:
-        self.steps, self.ranks = steps, ranks
-        self.changed = {f"{section}.{key}": value for section, keys in changed.items() for key, value in keys.items()}
+    def __init__(self, steps: Annotated[int, Ge(4)], ranks: Annotated[int, Ge(2)], changed: dict[str, Any]) -> None:
+        self.steps, self.ranks, self.changed = steps, ranks, flatten(changed)
 
-    def work(self, config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> None:
+    def work(self, config: RunConfig, record: ConfigRecord, parts: Parts) -> None:
         """Ends the process with EXIT_FAILED if a promise does not hold."""
-        from multiprocessing.util import get_temp_dir  # it goes with this process, also at Ctrl-C
-
-        import torch
-
-        from lockstep.data.build import prepare_first
-        from lockstep.strategies.base import Strategy
-
         torch.set_num_threads(1)  # this process forks again: it must start no threads
         prepare_first(config)
         shares, fails = instantiate_as(Strategy, config.strategy, "strategy").data_share_of(self.ranks), ""
         for precision in dict.fromkeys(["fp64", config.trainer.precision]):  # some nets cannot compute in float64
             job = config.changed({"trainer.precision": precision})
-            ways = self.ways(job, shares, Path(get_temp_dir(), precision))
+            ways = self.ways(job, shares, Path(get_temp_dir(), precision))  # it goes with this process, also at Ctrl-C
             runs = {"one": ended(ways.pop("one"), record, 1)}
             if not runs["one"].error:
                 runs |= {name: ended(way, record, self.ranks if name == "two" else 1) for name, way in ways.items()}
@@ -105,17 +130,17 @@ class Check(Mode):
         if any(holds == "no" for _, holds, _ in rows):
             raise StoppedEarly("a promise does not hold, as the table says", EXIT_FAILED)
 
-    def ways(self, job: "RunConfig", shares: int, folder: Path) -> "dict[str, RunConfig]":
+    def ways(self, job: RunConfig, shares: int, folder: Path) -> dict[str, RunConfig]:
         """The configs of the runs. shares: in which the ranks that are compared with one cut a batch."""
         data, micro_batches = job.loader, job.trainer.gradient_accumulation_steps
         size = min(job.trainer.batch_size, FEW * max(2, shares) * micro_batches)
         fold = None if data.folds is None else [data.fold, data.folds]
         hold = [data.validation, fold, data.split_seed, data.groups] if job.holds_out else None
         few = {key: job.dataset.get(key) for key in ("shape", "classes", "mean", "std")} | {"source": job.dataset}
-        few |= {"_target_": "lockstep.modes.recorder.Few", "samples": 5 * size // 2, "hold": hold}
+        few |= {"_target_": "lockstep.modes.check.Few", "samples": 5 * size // 2, "hold": hold}
         every = self.changed | {"dataset": few, "trainer.batch_size": size, "logger": {}}
         every |= {"trainer.epochs": self.steps, "trainer.max_steps": self.steps}
-        every["callbacks"] = [*job.callbacks, {"_target_": "lockstep.modes.recorder.Recorder"}]
+        every["callbacks"] = [*job.callbacks, {"_target_": "lockstep.modes.check.Recorder"}]
         ways: dict[str, dict[str, Any]] = {
             "one": {},
             "again": {"evaluation.every": 10**6},
@@ -127,7 +152,7 @@ class Check(Mode):
             ways["compiled"] = {"trainer.compile": job.trainer.compile}
         return {way: job.changed(every | keys | {"run_dir": str(folder / way)}) for way, keys in ways.items()}
 
-    def rows(self, job: "RunConfig", runs: dict[str, Ended]) -> list[tuple[str, str, str]]:
+    def rows(self, job: RunConfig, runs: dict[str, Ended]) -> list[tuple[str, str, str]]:
         """(promise, whether it holds: "yes", "no", or "-" where nobody asks for it, why), of these runs of `ways`.
 
         Raises the error of a job whose first step fails.
@@ -161,13 +186,8 @@ class Check(Mode):
         return [*rows, ("not looked at", "-", f"fp16, bf16, GPUs, other samples, what begins after step {self.steps}")]
 
 
-def ended(config: "RunConfig", record: "ConfigRecord", ranks: int) -> Ended:
+def ended(config: RunConfig, record: ConfigRecord, ranks: int) -> Ended:
     """A run on so many ranks. Raises what no other run can be compared with, such as a hang."""
-    from lockstep.launchers.local import LocalLauncher
-    from lockstep.modes.recorder import run, trace_in
-    from lockstep.modes.train import Train
-    from lockstep.preflight import build_parts
-
     folder = Path(config.run_dir)
     folder.mkdir(parents=True)
     try:
@@ -184,8 +204,6 @@ def ended(config: "RunConfig", record: "ConfigRecord", ranks: int) -> Ended:
 def judged(way: str, one: Ended, other: Ended, tolerance: float, to_the_end: bool) -> tuple[str, str]:
     """(whether two runs are alike, where they part and why). tolerance: relative; 0: the bits are compared. to_the_end:
     whether more than their first steps are compared."""
-    from lockstep.modes.recorder import BY_SAMPLE
-
     steps = sorted({step for step, stage, _ in other.trace if stage == "weights"})[: None if to_the_end else 1]
     largest = {stage: max([1e-30, *(size for *_, size in one.of(stage))]) for stage in STAGES}
     evaluated = min((step for step, stage, _ in one.trace if stage == "evaluation"), default=10**9)
@@ -210,3 +228,153 @@ def judged(way: str, one: Ended, other: Ended, tolerance: float, to_the_end: boo
     cause = CAUSES.get(f"{kind} {stage}") or CAUSES.get(stage) or CAUSES[kind]
     names = next(iter(found)) if stage == "layers" else first_of([*found])
     return "no", f"step {step}, {stage}, {max(found.values()):.0e} apart: {names}: {cause}"
+
+
+@dataclass(kw_only=True)
+class Few(DataSource):
+    """So many samples of a run's data. hold: what `hold_out` takes after the data; None: nothing is held out."""
+
+    source: Any
+    hold: Any
+    samples: int
+
+    def prepare(self) -> None:
+        self.source.prepare()
+
+    def splits(self) -> Splits:
+        train, test, val = self.source.splits()
+        if val is None and self.hold is not None:
+            train, val = hold_out(train, *self.hold)
+        if getattr(unwrapped(train)[0], "draws", None):
+            unwrapped(train)[0].draws = self.samples
+        return Splits(few(train, self.samples), few(test, EVALUATED), None if val is None else few(val, EVALUATED))
+
+
+def few(data: Any, count: int) -> Any:
+    """`count` samples at even distances. The largest class is there, as it may tell how many there are."""
+    numbers, classes = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int), class_numbers(data)
+    if classes is not None:
+        numbers[-1] = int(classes.argmax())
+    return Subset(data, np.unique(numbers))  # type: ignore[arg-type]  # an array is enough
+
+
+def run(config: RunConfig, record: ConfigRecord, parts: Parts) -> None:
+    """A rank trains, and prints nothing. `resume` is another run, whose oldest snapshot is taken."""
+    if config.resume is not None:
+        config = config.changed({"resume": str(list_snapshots(Path(config.resume, "snapshots"))[-1])})
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    parts.mode.work(config, record, parts)
+
+
+class Recorder(Callback):
+    """Leaves the trace of a rank in the run folder."""
+
+    def __init__(self) -> None:
+        self.trace: Trace = {}
+        self.rows = 0  # samples of a forward pass
+
+    def on_fit_start(self, run: Run, logger: Logger) -> None:
+        signals.listen()  # there is nothing to save: the first signal ends this rank
+        self.run, own = run, dict(run.model.named_parameters())
+        self.names = {of: f"{name or 'model'} ({type(of).__name__})" for name, of in run.model.named_modules()}
+        self._keep("start", {name: weight for name, weight in own.items() if weight.requires_grad}, ahead=1)
+        types = {weight.dtype for weight in own.values() if weight.is_floating_point()}
+        self.trace |= {(0, "bits", str(8 * dtype.itemsize)): NOTHING for dtype in types}
+        register_optimizer_step_pre_hook(self._before_update)
+        if not run.config.trainer.compile:  # which would compile the hooks, too
+            register_module_forward_pre_hook(self._before_forward)
+            register_module_forward_hook(self._after_forward)
+
+    def on_step_end(self, run: Run) -> None:
+        self._keep("loss", run.meter.means(run.world.all_reduce_sum(run.meter.flush().clone()).tolist()))
+        self._keep("weights", dict([*run.model.named_parameters(), *run.model.named_buffers()]))
+
+    def on_evaluation(self, run: Run, split: str, metrics: Mapping[str, float]) -> None:
+        self._keep("evaluation", {f"{split}/{name}": value for name, value in metrics.items()})
+
+    def _keep(self, stage: str, values: Mapping[str, Any], ahead: int = 0) -> None:
+        step = self.run.progress.step + ahead
+        new = {(step, stage, name): value for name, value in values.items() if (step, stage, name) not in self.trace}
+        self.trace |= {key: kept(value) for key, value in new.items()}
+        if stage in ("weights", "evaluation"):
+            torch.save(self.trace, Path(self.run.config.run_dir, f"trace_{self.run.world.rank}.pt"))
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if module is self.run.strategy.evaluated and module.training:
+            self.rows = next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 0)
+            self._add("samples", "samples", inputs)
+
+    def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if module in self.names:
+            self._add("layers", self.names[module], outputs)
+        else:  # around the model, or of a loss
+            self._look_behind(outputs)
+        if module is self.run.strategy.evaluated:
+            self.rows = 0  # a checkpointed block computes again in the backward pass
+
+    def _add(self, stage: str, name: str, values: Any) -> None:
+        """What is by samples in `values`, to what the same layer has returned for other samples of the batch."""
+        key = (self.run.progress.step + 1, stage, name)
+        plain = [t for t in tensors_in(values) if not (isinstance(t, DTensor) or is_of_transform(t))]
+        fitting = [t for t in plain if self.rows and t.layout == torch.strided and t.dim() and t.numel()]
+        found = [summed(0, t.detach().reshape(self.rows, -1)) for t in fitting if len(t) % self.rows == 0]
+        if found:
+            self.trace[key] = sum(found, self.trace.get(key, NOTHING) + torch.tensor([self.rows, 0, 0]))
+
+    def _look_behind(self, outputs: Any) -> None:
+        """Look in autograd's graph for computing in another type, and for weights that the model has not."""
+        nodes, seen = [tensor.grad_fn for tensor in tensors_in(outputs)], set[Any]()
+        # Of weights in parts nothing is known.
+        own = {id(weight) for weight in self.run.model.parameters() if not isinstance(weight, DTensor)}
+        while nodes:
+            node: Any = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            weight = getattr(node, "variable", None)
+            if own and isinstance(weight, nn.Parameter) and id(weight) not in own:
+                self.trace[0, "beside", f"the weight of shape {list(weight.shape)} beside the model"] = NOTHING
+            if "ToCopy" in node.name():
+                self.trace[0, "bits", "32"] = NOTHING
+            with suppress(RuntimeError):  # before torch 2.14 a function of the user's may not tell
+                nodes += [following for following, _ in node.next_functions]
+
+    @torch.no_grad()
+    def _before_update(self, optimizer: Any, *_: Any) -> None:
+        step, weights = self.run.progress.step + 1, dict(self.run.model.named_parameters())
+        held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        self.trace |= {(0, "held", name): NOTHING for name, weight in weights.items() if id(weight) in held}
+        own = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+        self._keep("gradients", own, ahead=1)
+        # Of a gradient that is zero rounding leaves something, and an optimizer such as Adam makes a whole step of it.
+        largest = max([float(self.trace[step, "gradients", name][2]) for name in own], default=0.0)
+        for part in [part for part in map(local_part, own.values()) if part.layout == torch.strided]:
+            part.masked_fill_(part.abs() < largest * torch.finfo(part.dtype).eps ** NOISE, 0)
+
+
+def summed(number: int, rows: Tensor) -> Tensor:
+    """(number, a weighted sum over rows (n, values), the sum of their norms, which is not linear)."""
+    weighted = rows.cpu().double() * torch.linspace(1, 2, rows.shape[1], dtype=torch.float64)
+    return torch.stack([weighted.new_tensor(number), weighted.sum(), weighted.norm(dim=1).sum()]).nan_to_num(0, 0, 0)
+
+
+def kept(value: Any) -> Tensor:
+    """Of a number, or of a tensor that may be in parts, sparse or complex. Of one in parts a collective."""
+    whole = torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else value.detach()
+    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    whole = whole if whole.layout == torch.strided else whole.to_dense()
+    whole = torch.view_as_real(whole) if whole.is_complex() else whole
+    # A copy: a storage that numpy has seen cannot be freed, and FSDP2 frees gathered weights.
+    values = whole.cpu().reshape(1, -1).clone()
+    return summed(zlib.crc32(values[0].view(torch.uint8).numpy().data), values)
+
+
+def trace_in(folder: Path) -> dict[tuple[int, str, str], tuple[float, ...]]:
+    """Of all ranks of a run: what each adds by its samples, and of all else the first one's."""
+    found: Trace = {}
+    for trace in [torch.load(path, weights_only=True) for path in sorted(folder.glob("trace_*.pt"))]:
+        for key, value in trace.items():
+            found[key] = found[key] + value if key in found and key[1] in BY_SAMPLE else found.get(key, value)
+    return {key: tuple(value.tolist()) for key, value in found.items()}

@@ -3,20 +3,18 @@
 import importlib
 import io
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from lockstep.errors import ConfigError
-from lockstep.modes.base import Mode, TrainedRun
-from lockstep.text import first_line
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lockstep.config.record import ConfigRecord
-    from lockstep.config.schema import RunConfig
-    from lockstep.modes.trained_net import TrainedNet
-    from lockstep.preflight import Parts
+from lockstep.config.record import ConfigRecord
+from lockstep.config.schema import RunConfig
+from lockstep.data.reader import request_of
+from lockstep.data.source import tensors_in
+from lockstep.errors import ConfigError, first_line
+from lockstep.modes.base import Mode, Parts, TrainedRun
+from lockstep.modes.trained_net import TrainedNet
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +22,6 @@ SUFFIXES = {"torch_export": "pt2", "onnx": "onnx"}
 WEIGHTS = "its weights are in model.pt, and lockstep.load gives the net"
 EXAMPLES = 5  # samples of the batch by which outputs are compared
 TOLERANCE = 1e-4  # of outputs that another program computes in float32, relative to the largest one
-
-Exported = tuple[bytes, Callable[["Tensor"], Any]]
-"""What a file holds, and what it computes of raw samples (N, ...): a tensor, or a tuple, list or dict of such."""
 
 
 class Export(Mode):
@@ -47,15 +42,12 @@ class Export(Mode):
     ) -> None:
         self.snapshot, self.format, self.module, self.file = snapshot, format, module, file
 
-    def work(self, config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> None:
+    def work(self, config: RunConfig, record: ConfigRecord, parts: Parts) -> None:
         # On the CPU: a program keeps the device that it was traced on.
         super().work(config.changed({"backend.name": "gloo"}), record, parts)
 
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError if the file cannot be written, or would compute something else."""
-        from lockstep.data.reader import request_of
-        from lockstep.modes.trained_net import TrainedNet
-
         stem = self.snapshot if self.snapshot in ("last", "best") else trained.snapshot.stem
         path, loader = trained.output(self.file, f"{stem}.{SUFFIXES[self.format]}"), trained.run.loaders.test
         samples, _ = loader.reader.read(request_of(range(min(EXAMPLES, len(loader.reader)))))
@@ -69,53 +61,39 @@ class Export(Mode):
         trained.write(path, contents)
 
 
-def net_as(net: "TrainedNet", samples: "Tensor", format: str) -> bytes:
-    """The net with its preprocessing, as torch_export or onnx. samples: raw ones.
+def net_as(net: TrainedNet, samples: Tensor, format: str) -> bytes:
+    """The net with its preprocessing, as torch_export, whose `torch.export.load(path).module()` is the net, or as onnx,
+    with the input "samples" and the output "outputs". samples: raw ones.
 
     Raises what torch raises of a net that it cannot export, and AssertionError for one that computes something else.
     """
-    import torch
-
     if len(samples) == 1:  # torch.export would take a batch of one for the only size
         samples = torch.cat([samples, samples])
     shapes: dict[int, Any] = {0: torch.export.Dim("batch", min=1)}
     if samples.dim() == 2 and not samples.is_floating_point() and samples.shape[1] > 1:  # tokens: or fewer
         shapes[1] = torch.export.Dim.AUTO(min=1, max=samples.shape[1])
+    options: dict[str, Any] = {"dynamic_shapes": {"samples": shapes}}
+    file, is_onnx = io.BytesIO(), format == "onnx"
     with torch.no_grad():
-        contents, outputs_of = (onnx if format == "onnx" else program)(net, samples, {"samples": shapes})
+        if is_onnx:
+            for name in ("onnxscript", "onnx_ir"):  # they log each of their passes
+                logging.getLogger(name).setLevel(logging.WARNING)
+            options |= {"input_names": ["samples"], "output_names": ["outputs"], "dynamo": True, "verbose": False}
+            exported: Any = torch.onnx.export(net, (samples,), **options)
+            file.write(exported.model_proto.SerializeToString())
+            runtime = importlib.import_module("onnxruntime")
+            session = runtime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
+        else:
+            torch.export.save(torch.export.export(net, (samples,), **options), file)
+            module: Any = torch.export.load(file).module()
         for batch in (samples, samples[:1]):
-            require_same_outputs(net(batch), outputs_of(batch), format)
-    return contents
-
-
-def program(net: "TrainedNet", samples: "Tensor", shapes: Any) -> Exported:
-    """torch.export. `torch.export.load(path).module()` is the net."""
-    import torch
-
-    file = io.BytesIO()
-    torch.export.save(torch.export.export(net, (samples,), dynamic_shapes=shapes), file)
-    return file.getvalue(), torch.export.load(file).module()
-
-
-def onnx(net: "TrainedNet", samples: "Tensor", shapes: Any) -> Exported:
-    """ONNX with the input "samples" and the output "outputs"."""
-    import torch
-
-    for name in ("onnxscript", "onnx_ir"):  # they log each of their passes
-        logging.getLogger(name).setLevel(logging.WARNING)
-    names: dict[str, Any] = {"input_names": ["samples"], "output_names": ["outputs"], "dynamic_shapes": shapes}
-    exported: Any = torch.onnx.export(net, (samples,), dynamo=True, verbose=False, **names)
-    contents = exported.model_proto.SerializeToString()
-    session = importlib.import_module("onnxruntime").InferenceSession(contents, providers=["CPUExecutionProvider"])
-    return contents, lambda batch: [*map(torch.from_numpy, session.run(None, {"samples": batch.cpu().numpy()}))]
+            theirs = session.run(None, {"samples": batch.cpu().numpy()}) if is_onnx else module(batch)
+            require_same_outputs(net(batch), [*map(torch.from_numpy, theirs)] if is_onnx else theirs, format)
+    return file.getvalue()
 
 
 def require_same_outputs(ours: Any, theirs: Any, format: str) -> None:
     """Raise AssertionError if an exported net computes something else than the net. The data may hold NaN."""
-    import torch
-
-    from lockstep.data.source import tensors_in
-
     ours, theirs = [*tensors_in(ours)], [*tensors_in(theirs)]
     largest = max([1.0, *(float(one.nan_to_num(0, 0, 0).abs().max()) for one in ours if one.numel())])
     near: dict[str, Any] = {"rtol": 0, "atol": TOLERANCE * largest, "equal_nan": True}

@@ -2,23 +2,28 @@
 
 import logging
 import shlex
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from statistics import fmean, stdev
+from typing import Annotated, Any
 
 from annotated_types import Ge
+from torch.optim import Optimizer
+from torch.utils.tensorboard import SummaryWriter
 
+from lockstep import build
+from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import Positive, RunConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, show
 from lockstep.failures.record import heartbeat
-from lockstep.modes.base import Mode, join
-from lockstep.text import show
-
-if TYPE_CHECKING:
-    from lockstep.config.record import ConfigRecord
-    from lockstep.preflight import Parts
+from lockstep.modes.base import Mode, Parts, join
+from lockstep.training.schedules import Schedule
 
 log = logging.getLogger(__name__)
 
-RISING = "lockstep.training.lr_range.rising"
+RISING = "lockstep.modes.find_lr.rising"
+START = 10  # steps whose losses tell where the loss begins, and how much batches differ
+PART = 1 / 3
+WINDOW = 5  # losses on each side of one that it is averaged with; an average of earlier losses alone would lag
 
 
 class FindLr(Mode):
@@ -27,8 +32,7 @@ class FindLr(Mode):
     Model, data, batches and optimizer are the run's own. All rates of an optimizer rise by the same factor. Nothing is
     evaluated, and no snapshot is written. The loss of each step goes to TensorBoard.
 
-    min_lr: optimizer.lr of the first step.
-    max_lr: optimizer.lr of the last step.
+    min_lr, max_lr: optimizer.lr of the first and of the last step.
     steps: training steps from the first to the last; fewer are no curve.
     """
 
@@ -39,36 +43,37 @@ class FindLr(Mode):
             raise ConfigError(f"mode.max_lr={show(max_lr)} is below min_lr; type mode.max_lr={show(1000 * min_lr)}")
         self.min_lr, self.max_lr, self.steps = min_lr, max_lr, steps
 
-    def work(self, config: RunConfig, record: "ConfigRecord", parts: "Parts") -> float:
+    def work(self, config: RunConfig, record: ConfigRecord, parts: Parts) -> float:
         """Returns the suggestion. Raises ConfigError, on all ranks, if the loss never falls."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        from lockstep import build
-        from lockstep.training.lr_range import RateFinder, suggested
-
         typed = config.optimizer.get("lr")
         if not typed:
             raise ConfigError("mode=find_lr scales the rates from optimizer.lr; type optimizer.lr=0.1")
         changes: dict[str, Any] = {"trainer.max_steps": self.steps, "trainer.epochs": self.steps}
         changes |= {"trainer.max_time": None, "trainer.pause_after": None, "trainer.ema": None, "watch.nan": "stop"}
         changes["scheduler"] = {"_target_": RISING, "first": self.min_lr / typed, "last": self.max_lr / typed}
+        losses, lowest = list[float](), float("inf")
         with join(config, record, parts) as world:
-            run, finder = build.build_run(config.changed(changes), world, parts), RateFinder()
+            run = build.build_run(config.changed(changes), world, parts)
             if run.step.unit > 1:
                 raise ConfigError("mode=find_lr needs steps that all ranks take together; type strategy=ddp")
             run.strategy.module.train()
             heartbeat.enter("mode", epoch=1)
             for batch in run.loaders.train.batches(run.progress):
                 if run.progress.samples == 0:
-                    run.meter.clear()
                     run.step.draws.begin_epoch(run.progress.step)
+                run.meter.clear()
                 run.step(batch)
                 run.progress.advance(batch)
-                finder.on_step_end(run)
-                if run.finished:
+                # Of this step over all ranks, before its update.
+                sums = run.world.all_reduce_sum(run.meter.flush().clone())
+                losses.append(run.meter.means(sums.tolist()).get("loss", float("nan")))
+                begin, newest = fmean(losses[:START]), fmean(losses[-START:])
+                lowest = min(lowest, newest)
+                has_diverged = not newest <= begin + max(abs(begin), begin - lowest)
+                if has_diverged or run.finished:
                     break
                 run.end_epoch()
-            losses, ratio = finder.losses, self.max_lr / self.min_lr
+            ratio = self.max_lr / self.min_lr
             rates = [self.min_lr * ratio ** (step / (self.steps - 1)) for step in range(len(losses))]
             if world.is_rank_zero:
                 with SummaryWriter(config.run_dir) as writer:
@@ -91,3 +96,24 @@ class FindLr(Mode):
             if any("lr" in group for group in config.parameters.groups):
                 log.info("and multiply each lr of parameters.groups by %.2g", factor)
             return found
+
+
+def rising(optimizer: Optimizer, total_steps: int, first: float, last: float) -> Schedule:
+    """All rates times a factor that rises exponentially, from `first` to `last` in the last step."""
+    return Schedule(optimizer, lambda step: first * (last / first) ** (min(step, total_steps - 1) / (total_steps - 1)))
+
+
+def suggested(rates: Sequence[float], losses: Sequence[float]) -> float | None:
+    """A part of the rate with the lowest loss, None if it never falls by more than batches differ. The usual rule,
+    the rate at which it falls fastest, is too low where it falls slowly: see docs/modes.md."""
+    curve = smoothed(losses)
+    lowest = curve.index(min(curve))
+    if lowest < START or fmean(losses[:START]) - curve[lowest] <= 2 * stdev(losses[:START]):
+        return None
+    return max(rates[0], PART * rates[lowest])
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """Each loss as the mean of those around it, of equally many on both sides."""
+    sides = [min(WINDOW, step, len(losses) - 1 - step) for step in range(len(losses))]
+    return [fmean(losses[step - side : step + side + 1]) for step, side in enumerate(sides)]

@@ -1,15 +1,15 @@
-"""mode=train, the default. Functions import torch, and what needs it, inside: `main` imports this without torch."""
+"""mode=train, the default."""
 
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from pathlib import Path
 
+from lockstep import build
+from lockstep.config.record import RECORD, ConfigRecord
+from lockstep.config.schema import RunConfig
 from lockstep.distributed import signals
 from lockstep.failures.record import heartbeat
-from lockstep.modes.base import Mode, join
-
-if TYPE_CHECKING:
-    from lockstep.config.record import ConfigRecord
-    from lockstep.config.schema import RunConfig
-    from lockstep.preflight import Parts
+from lockstep.modes.base import Mode, Parts, join
+from lockstep.training.loop import fit
 
 
 class Train(Mode):
@@ -17,12 +17,8 @@ class Train(Mode):
 
     name, trains = "train", True
 
-    def work(self, config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> float | None:
+    def work(self, config: RunConfig, record: ConfigRecord, parts: Parts) -> float | None:
         """Returns the objective of the weights that it chose, None if nothing is chosen."""
-        from lockstep import build
-        from lockstep.snapshots.checkpointer import write_hydra_files
-        from lockstep.training.loop import fit
-
         with join(config, record, parts) as world:
             run = build.build_run(config, world, parts)
             record = record.completed(run.config)
@@ -32,8 +28,11 @@ class Train(Mode):
                 heartbeat.recording(),  # of the training, before the files are closed, which takes time
             ):
                 snapshots.resume(config.resume)
-                if not run.finished:
-                    write_hydra_files(world, config.run_dir, record.files)
+                folder = Path(config.run_dir, RECORD)
+                with suppress(OSError):  # a full disk costs these files, not the training
+                    for name, text in record.files.items() if world.is_rank_zero and not run.finished else ():
+                        folder.mkdir(exist_ok=True)
+                        (folder / name).write_text(text)
                 info = build.run_info(record, snapshots)
                 tested = build.earlier_test(info)
                 loggers.start(info)

@@ -79,10 +79,8 @@ def load(
     channels_last = config["trainer.channels_last"] and "auto"  # a GPU may have trained what a CPU must not
     memory_format = model_memory_format(net, channels_last, torch.device(device))
     cast(net, precision)  # before the weights come: float64 would lose digits
-    net = net.to(device)
-    if memory_format == torch.channels_last:
-        net = net.to(memory_format=torch.channels_last)
-    weights = trained_weights(saved, path, averaged=True)
+    net = net.to(device).to(memory_format=memory_format)
+    weights = trained_weights(saved, path)
     give_buffers(net, weights, saved["buffers"])
     net.load_state_dict(weights)
     normalised = config.get("dataset.mean"), config.get("dataset.std")

@@ -6,6 +6,7 @@ import platform
 import re
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.schema import NO_NUMBER
-from lockstep.errors import ConfigError
-from lockstep.files import write_whole
-from lockstep.source_code import ROOT, hash_of_source, module_hashes
-from lockstep.text import differing
+from lockstep.errors import ConfigError, differing
+from lockstep.files import ROOT, is_users, short_hash, write_whole
 
 NAME, FORMAT = "run.json", 2
 SWEEP = "LOCKSTEP_SWEEP"  # the environment variable that tells a job of a sweep the sweep's folder
@@ -96,7 +95,6 @@ def state_of(run: Run) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether this machine has the process."""
     try:
         os.kill(pid, 0)
     except OSError as error:
@@ -126,19 +124,27 @@ class RunRecord:
         before: Run = {"starts": [], "history": [], "samples_per_second": None}
         with suppress(ConfigError):  # a fresh folder, or a file that is damaged
             before = read_run(self.folder)
+        if starts := before["starts"]:  # one has its values of the keys that the next one has changed
+            changed = differing(before["config"], facts["config"])
+            starts[-1]["config"] = {key: then for key, (then, _) in changed.items()}
         code, now, self.progress = code_facts(), time.time(), progress
+        files = {name: getattr(module, "__file__", None) or "" for name, module in [*sys.modules.items()]}
+        users = {name: file for name, file in files.items() if file.endswith(".py") and is_users(file)}
+        modules = {name: hashed(Path(file)) for name, file in users.items() if not file.startswith(f"{ROOT}/src/")}
         (name, mode), step = self.objective, progress.step
         self.begun = facts["start"] | {"started": now, "ended": now, "state": RUNNING, "exit_code": None}
+        # What earlier starts did after this step is done again.
+        earlier = [one | {"to_step": max(one["from_step"], min(one["to_step"], step))} for one in starts]
         self.begun |= {"pid": os.getpid(), "from_step": step, "to_step": step, "source": code["source"]}
         self.run = {
             "format": FORMAT,
             **{key: value for key, value in facts.items() if key != "start"},
-            "code": code | {"modules": module_hashes()},
+            "code": code | {"modules": modules},
             "environment": facts["environment"] | versions(),
             "objective": {"name": name, "mode": mode, "best": progress.best, "step": progress.best_step, "last": None},
             "history": [row for row in before["history"] if row["step"] <= step] if step else [],
             "test": None,
-            "starts": [*(_earlier(before, facts["config"], step) if before["starts"] else []), self.begun],
+            "starts": [*earlier, self.begun],
             "steps": step,
             "samples_per_second": before["samples_per_second"] if step else None,
         }
@@ -191,16 +197,6 @@ def settle(folder: Path) -> None:
             write_whole(folder / NAME, json.dumps(run, indent=1), sync=False)
 
 
-def _earlier(before: Run, config: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
-    """The earlier starts of a run that goes on after `step`, with this `config`: what they did later is done again.
-
-    "config" of a start has its values of the keys that the next one has changed.
-    """
-    changed = differing(before["config"], config)
-    before["starts"][-1]["config"] = {key: then for key, (then, _) in changed.items()}
-    return [one | {"to_step": max(one["from_step"], min(one["to_step"], step))} for one in before["starts"]]
-
-
 @cache
 def versions() -> dict[str, str]:
     """{"python": "3.11.2", "torch": ...} of this process, without importing anything."""
@@ -213,9 +209,17 @@ def versions() -> dict[str, str]:
 
 @cache  # of the code that a sweep's jobs share, too
 def code_facts(root: Path = ROOT) -> dict[str, str]:
-    """{"source": a hash of src/ and conf/, "commit": where git knows this folder}."""
+    """{"source": a hash of the Python files in src/ and the YAML files in conf/, "commit": where git knows it}."""
+    paths = sorted(path for pattern in ("src/**/*.py", "conf/**/*.yaml") for path in root.glob(pattern))
+    local = root / "conf" / "local"  # of this machine; the config shows what it sets
+    hashes = [hashed(path, path.relative_to(root)) for path in paths if not path.is_relative_to(local)]
     git = ["git", "-C", str(root), "rev-parse", "HEAD", "HEAD:./src"]  # the latter fails in a repository around it
-    facts = {"source": hash_of_source(root)}
+    facts = {"source": short_hash(*hashes)}
     with suppress(OSError, subprocess.SubprocessError):
         facts["commit"] = subprocess.run(git, check=True, capture_output=True, text=True, timeout=30).stdout.split()[0]
     return facts
+
+
+def hashed(path: Path, name: object = "") -> str:
+    """Of a file and its name. An editor may just be replacing it."""
+    return short_hash(name, path.read_bytes() if path.exists() else b"")

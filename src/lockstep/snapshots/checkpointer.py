@@ -18,20 +18,18 @@ import torch.distributed as dist
 from lockstep.distributed import signals
 from lockstep.distributed.run_folder import go_on_words
 from lockstep.distributed.world import World
-from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly, TrainingDiverged
+from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly, TrainingDiverged, differing
 from lockstep.failures.record import heartbeat
 from lockstep.files import is_url
 from lockstep.snapshots import files
 from lockstep.snapshots.files import list_snapshots, load_first_good, load_state, step_of
-from lockstep.snapshots.state import collect, restore, restore_weights, trained_weights
-from lockstep.text import differing
+from lockstep.snapshots.state import Shards, collect, restore, restore_weights, save_shards, trained_weights
 from lockstep.training.exchange import require_same_weights
 from lockstep.training.nonfinite import SMALLER_STEPS, are_finite, diverged
 from lockstep.training.run import Run
 
 if TYPE_CHECKING:
     from lockstep.snapshots.mirror import Mirror
-    from lockstep.snapshots.sharded import Shards
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +126,6 @@ class Checkpointer:
         return self.unit == "min" and time.monotonic() - self.saved_at >= 60 * self.count
 
     def ask(self) -> None:
-        """Save when it is possible next."""
         self.is_due = True
 
     def due_after_step(self) -> bool:
@@ -191,15 +188,13 @@ class Checkpointer:
         if self.world.is_rank_zero or self.threads_world is not None:
             self.pending = self.thread.submit(self.write, self.path(kind), state, shards)
 
-    def write(self, path: Path, state: dict[str, Any] | None, shards: "Shards") -> None:
+    def write(self, path: Path, state: dict[str, Any] | None, shards: Shards) -> None:
         """In the thread. Each rank writes what it alone has, and rank 0 ends the snapshot when all is on the disk. A
         full disk costs a warning, not the training."""
         unfinished, rank, names = path.with_name(f"{path.name}.tmp"), self.world.rank, list[str]()
         written, problem = files.Files(), ""
         try:
             if shards:
-                from lockstep.snapshots.sharded import save_shards
-
                 names = save_shards(shards, unfinished, rank)
             if state is not None:
                 names.append(f"state_{rank:05d}.pt" if rank else files.STATE)
@@ -309,14 +304,14 @@ def bring_back(run: Run, find: Callable[[], Path | None], restore: Callable[...,
     return saved, path
 
 
-def restore_trained(run: Run, paths: list[Path], model_config: dict[str, Any]) -> files.Found:
+def restore_trained(run: Run, paths: list[Path], config: Mapping[str, Any]) -> files.Found:
     """Bring the weights of the first good snapshot of `paths`, one at least, into `run`. A collective. Raises
-    ConfigError, on all ranks, for one of another net than that of `model_config`, {key: value}."""
+    ConfigError, on all ranks, for one of another net than that of the flat `config`."""
 
     def find() -> Path:
         saved, path = load_first_good(paths)
-        of_model = {key: value for key, value in saved["identity"].items() if key.startswith("model.")}
-        if differ := differences(of_model, model_config):
+        both = [{k: v for k, v in of.items() if k.startswith("model.")} for of in (saved["identity"], config)]
+        if differ := differences(*both):
             advice = "leave model= out, and type data like that of the training"
             raise ConfigError(f"{path} does not fit this run: {differ}; {advice}")
         return path
@@ -335,13 +330,3 @@ def differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 def compared(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a flat config that says what is computed, without where."""
     return {key: value for key, value in config.items() if not key.startswith(NOT_COMPARED)}
-
-
-def write_hydra_files(world: World, run_dir: str | Path, files: Mapping[str, str]) -> None:
-    """The composed config and the typed overrides, {file name: text}, in `run_dir`/.hydra, by rank 0 when the run holds
-    the folder. A full disk costs the files, not the training."""
-    folder = Path(run_dir) / ".hydra"
-    with suppress(OSError):
-        for name, text in files.items() if world.is_rank_zero else ():
-            folder.mkdir(exist_ok=True)
-            (folder / name).write_text(text)

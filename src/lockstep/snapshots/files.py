@@ -3,7 +3,7 @@
 `step_00000123/` holds `state.pt`, of torch.save, with tensors and plain values only; `state_00003.pt`, the layers that
 rank 3 alone has; the tensors of which each rank has a part, in `*.safetensors`; and `manifest.json`, the size and
 SHA-256 of each file. It is filled under the name `step_00000123.tmp`, the manifest is written last, and one rename
-makes it valid. `best_00000123/` is that of the best evaluation. No torch at the top: listing snapshots needs none.
+makes it valid. `best_00000123/` is that of the best evaluation.
 """
 
 import hashlib
@@ -17,9 +17,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ConfigError
+import torch
+
+from lockstep.errors import ConfigError, first_line
 from lockstep.files import is_url, sync_folder, write_whole
-from lockstep.text import first_line
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +72,6 @@ def snapshots_to_try(run: str | None, which: str, mode: str) -> list[Path]:
 
 def write_tensors(path: Path, contents: Any) -> None:
     """A file of torch.save, whole or not at all. Raises OSError."""
-    import torch
-
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda file: torch.save(contents, file))
 
@@ -143,8 +142,6 @@ def verify(path: Path) -> None:
 
 def load_tensors(path: Path) -> Any:
     """What torch.save has written, on the CPU. Raises many types, also where loading could run code."""
-    import torch
-
     # Mapped: the ranks of a machine share one copy.
     return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 

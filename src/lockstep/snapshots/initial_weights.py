@@ -86,7 +86,7 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
         for key in ("model", "state_dict"):  # of many people's files
             contents = contents[key] if isinstance(contents.get(key), dict) else contents
     else:
-        contents = trained_weights(*load_first_good(named_snapshots(path)), averaged=True)
+        contents = trained_weights(*load_first_good(named_snapshots(path)))
     found = {name: value for name, value in contents.items() if isinstance(value, Tensor)}
     for prefix in WRAPPERS:
         if all(name.startswith(prefix) for name in found):

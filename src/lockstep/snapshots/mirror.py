@@ -5,10 +5,9 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, first_line
 from lockstep.files import short_hash
 from lockstep.snapshots.files import MANIFEST, files_of, list_snapshots, verify
-from lockstep.text import first_line
 
 log = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ in evaluations.
 
 import copy
 import io
+import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -14,33 +15,36 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lockstep.compat import shape_and_offsets_of_part
+from lockstep.compat import offsets_of_part
 from lockstep.data.source import tensors_in
 from lockstep.errors import ConfigError
+from lockstep.files import write_whole
 from lockstep.training.run import Run
-
-if TYPE_CHECKING:
-    from lockstep.snapshots.sharded import Part, Shards
 
 log = logging.getLogger(__name__)
 
 SECTIONS = ("model", "optimizer", "ema")  # of state.pt: {name of a parameter or buffer: nested tensors}
+FILE_BYTES = 2**25  # of a file with parts of tensors, at least: it is put together in memory
+FILES = 16  # of a rank, at most
+
+Part = tuple[Tensor, tuple[int, ...]]  # (a part of a tensor, where it begins in the whole)
+Shards = dict[str, Part]  # {place of a tensor: this rank's part of it, contiguous on the CPU}
 
 
-def collect(run: Run, totals: Tensor) -> tuple[dict[str, Any] | None, "Shards"]:
+def collect(run: Run, totals: Tensor) -> tuple[dict[str, Any] | None, Shards]:
     """(what this rank writes by torch.save, its parts of tensors that are cut), all copies. A collective.
 
     Rank 0 writes all that is not cut, and another rank the layers that rank 0 has not, None if there are none. totals:
     of the meter, over all ranks. Raises ConfigError, on all ranks, for what no snapshot holds.
     """
     run.strategy.module.train()
-    weights, optimizer, shards = run.model.state_dict(), run.optimizer.state_dict(), dict[str, "Part"]()
+    weights, optimizer, shards = run.model.state_dict(), run.optimizer.state_dict(), Shards()
     names = dict(enumerate(name for name, _ in optimized(run)))
     state, others = ({k: v for k, v in optimizer["state"].items() if (k in names) == own} for own in (True, False))
     sections: dict[str, Any] = {
@@ -64,7 +68,22 @@ def collect(run: Run, totals: Tensor) -> tuple[dict[str, Any] | None, "Shards"]:
         "seconds": run.clock.seconds,
     }
     require_loadable([sections, beside])
-    sections = map_tensors(partial(_without_parts, shards), sections)
+
+    def without_part(place: str, tensor: Any) -> Any:
+        """`tensor`, or, if it is cut, one without numbers that stands for it. `shards` gets this rank's part of that,
+        if it is the first that has it. A collective."""
+        if not hasattr(tensor, "to_local"):  # without the import of DTensor, which takes long
+            return tensor
+        if not tensor.dim() or not tensor.numel():
+            return tensor.full_tensor()
+        part, mesh = tensor.to_local().detach(), tensor.device_mesh
+        of_copies = zip(mesh.get_coordinate(), tensor.placements, strict=True)
+        if part.numel() and 0 in mesh.mesh and not any(at for at, placement in of_copies if placement.is_replicate()):
+            own_part = part.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            shards[place] = own_part, offsets_of_part(tensor)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    sections = map_tensors(without_part, sections)
     known = run.world.broadcast_json({section: list(named) for section, named in sections.items()})
     if not run.world.is_rank_zero:
         own = {s: {name: each for name, each in named.items() if name not in known[s]} for s, named in sections.items()}
@@ -82,21 +101,6 @@ def hyperparameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Without functions. A step may hold a rate in a tensor."""
     plain = {k: v for k, v in group.items() if k not in ("params", "param_names") and not callable(v)}
     return {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in plain.items()}
-
-
-def _without_parts(shards: "Shards", place: str, tensor: Any) -> Any:
-    """`tensor`, or, if it is cut, one without numbers that stands for it. `shards` gets this rank's part of that, if it
-    is the first that has it. A collective."""
-    if not hasattr(tensor, "to_local"):  # without the import of DTensor, which takes long
-        return tensor
-    if not tensor.dim() or not tensor.numel():
-        return tensor.full_tensor()
-    part, mesh = tensor.to_local().detach(), tensor.device_mesh
-    of_copies = zip(mesh.get_coordinate(), tensor.placements, strict=True)
-    if part.numel() and 0 in mesh.mesh and not any(at for at, placement in of_copies if placement.is_replicate()):
-        copy_of_part = part.to("cpu", copy=True, memory_format=torch.contiguous_format)
-        shards[place] = copy_of_part, shape_and_offsets_of_part(tensor)[1]
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def copied(value: Any) -> Any:
@@ -124,7 +128,23 @@ def restore(run: Run, saved: dict[str, Any], path: Path) -> None:
     progress = run.progress
     vars(progress).update(own["progress"])  # in place: others hold it
     run.clock.start(own["seconds"], progress.step)
-    _restore_optimizer(run, saved, own, path)
+    # The state of each parameter; of the groups, what the run has made of a value, unless the config changes it.
+    named, beside = _like_weights(run, "optimizer", saved, path), own["optimizer_beside"]
+    by_index = {index: named[name] for index, (name, _) in enumerate(optimized(run)) if name in named}
+    groups = [dict(group) for group in run.optimizer.state_dict()["param_groups"]]
+    if len(groups) == len(own["groups"]):
+        built = map(hyperparameters_of, run.hyperparameters)
+        for group, before, then, now in zip(groups, own["groups"], own["groups_as_built"], built, strict=True):
+            for key, value in before.items():
+                if key != "capturable" and then.get(key) == now.get(key):  # which the step decides
+                    like = group.get(key)
+                    group[key] = torch.full_like(like, value) if isinstance(like, Tensor) else value
+    run.optimizer.load_state_dict(beside | {"state": by_index | beside["state"], "param_groups": groups})
+    for name, parameter in optimized(run):  # torch has cast all to the type of the weight
+        for key, value in named.get(name, {}).items():
+            held = run.optimizer.state[parameter]
+            if isinstance(value, Tensor) and key != "step" and held[key].dtype != value.dtype:
+                held[key] = value
     if own["measured"] != [run.objective, run.direction, run.average is not None]:  # a plateau begins anew, too
         log.info("the monitor or trainer.ema changed: no evaluation before step %d is the best one", progress.step)
         run.forget_best()
@@ -166,31 +186,11 @@ def give_buffers(model: nn.Module, weights: Mapping[str, Any], names: Mapping[st
                 model.get_submodule(owner).register_buffer(last, torch.empty_like(weights[name], device=device))
 
 
-def trained_weights(saved: dict[str, Any], path: Path, averaged: bool) -> dict[str, Any]:
+def trained_weights(saved: dict[str, Any], path: Path, averaged: bool = True) -> dict[str, Any]:
     """The whole model's state dict in the snapshot `path`. averaged: with the averaged weights if it has them."""
     weights: dict[str, Any] = as_held(saved, "model", path, saved["model"], {})
     averages = as_held(saved, "ema", path, saved["ema"] if averaged else (), {})
     return weights | {name: value.to(weights[name].dtype) for name, value in averages.items()}
-
-
-def _restore_optimizer(run: Run, saved: dict[str, Any], own: dict[str, Any], path: Path) -> None:
-    """The state of each parameter; of the groups, what the run has made of a value, unless the config changes it."""
-    named, beside = _like_weights(run, "optimizer", saved, path), own["optimizer_beside"]
-    by_index = {index: named[name] for index, (name, _) in enumerate(optimized(run)) if name in named}
-    groups = [dict(group) for group in run.optimizer.state_dict()["param_groups"]]
-    if len(groups) == len(own["groups"]):
-        built = map(hyperparameters_of, run.hyperparameters)
-        for group, before, then, now in zip(groups, own["groups"], own["groups_as_built"], built, strict=True):
-            for key, value in before.items():
-                if key != "capturable" and then.get(key) == now.get(key):  # which the step decides
-                    like = group.get(key)
-                    group[key] = torch.full_like(like, value) if isinstance(like, Tensor) else value
-    run.optimizer.load_state_dict(beside | {"state": by_index | beside["state"], "param_groups": groups})
-    for name, parameter in optimized(run):  # torch has cast all to the type of the weight
-        for key, value in named.get(name, {}).items():
-            held = run.optimizer.state[parameter]
-            if isinstance(value, Tensor) and key != "step" and held[key].dtype != value.dtype:
-                held[key] = value
 
 
 def _like_weights(run: Run, section: str, saved: dict[str, Any], path: Path) -> Any:
@@ -207,7 +207,7 @@ def as_held(saved: dict[str, Any], section: str, path: Path, names: Iterable[str
     read both side by side; its type, if they had the type of the weight; and of one that is cut, this rank's part.
     Without it whole tensors of state.pt stay in the file: copy them. Raises ValueError if a shard lacks something.
     """
-    wanted = dict[str, "Part"]()
+    wanted = Shards()
 
     def held(name: str, place: str, value: Tensor) -> Any:
         other, is_step = like.get(name), place.endswith("/step")  # whose place and type the optimizer chooses
@@ -220,20 +220,18 @@ def as_held(saved: dict[str, Any], section: str, path: Path, names: Iterable[str
             return value if other is None else value.to(device, copy=True)
         else:
             result = torch.empty(value.shape, dtype=value.dtype, device=device)
-        part, shape, begins = result, result.shape, (0,) * result.dim()
-        if hasattr(result, "to_local"):
-            part, (shape, begins) = result.to_local(), shape_and_offsets_of_part(result)
+        is_cut = hasattr(result, "to_local")
+        part, begins = (result.to_local(), offsets_of_part(result)) if is_cut else (result, (0,) * result.dim())
         if value.is_meta:
             wanted[place] = part, begins
         else:
-            part.copy_(value[tuple(slice(begin, begin + length) for begin, length in zip(begins, shape, strict=True))])
+            sides = zip(begins, part.shape, strict=True)
+            part.copy_(value[tuple(slice(begin, begin + length) for begin, length in sides)])
         return result
 
     chosen = {name: saved[section][name] for name in names if name in saved[section]}
     found = {name: map_tensors(partial(held, name), value, f"{section}/{name}") for name, value in chosen.items()}
     if wanted:
-        from lockstep.snapshots.sharded import load_shards
-
         load_shards(path, wanted)
     return found
 
@@ -248,3 +246,53 @@ def map_tensors(function: Callable[[str, Any], Any], value: Any, place: str = ""
     if isinstance(value, list | tuple):
         return type(value)([map_tensors(function, each, f"{place}/{key}") for key, each in enumerate(value)])
     return value
+
+
+# Tensors of which each rank has a part, in safetensors files such as torch.distributed.checkpoint writes. Its own
+# description of a checkpoint is a pickle, and its collectives unpickle what other ranks send. Here each rank writes its
+# own files, and any number of ranks reads what it needs, without the others.
+
+
+def save_shards(shards: Shards, folder: Path, rank: int) -> list[str]:
+    """Write this rank's parts, which must not overlap with those of others, to files in `folder`. Returns their names.
+    Raises OSError."""
+    from safetensors.torch import save
+
+    stored = [(name, *_real(part)) for name, part in shards.items()]
+    count = min(FILES, sum(part.nbytes for _, part, _ in stored) // FILE_BYTES + 1, len(stored))
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"shard-{rank + 1:05d}-model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    for number, name in enumerate(names):
+        places = {key: {"saved_offsets": offsets} for key, _, offsets in stored[number::count]}
+        header = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
+        write_whole(folder / name, save({key: part for key, part, _ in stored[number::count]}, header))
+    return names
+
+
+def load_shards(folder: Path, wanted: Mapping[str, Part]) -> None:
+    """Read the values of the tensors in `wanted`, on any device, from the files in `folder`, in place. Nothing else is
+    read. Raises ValueError if one is not there, or not all of it."""
+    from safetensors import safe_open
+
+    parts = {name: _real(part) for name, part in wanted.items()}
+    missing = {name: part.numel() for name, (part, _) in parts.items()}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for name in places.keys() & parts.keys():
+                (part, begins), firsts, stored = parts[name], places[name]["saved_offsets"], file.get_slice(name)
+                of_each = zip(begins, part.shape, firsts, stored.get_shape(), strict=True)
+                both = [(max(begin, first), min(begin + size, first + count)) for begin, size, first, count in of_each]
+                if all(low < high for low, high in both):
+                    ours, theirs = (
+                        tuple(slice(low - start, high - start) for (low, high), start in zip(both, starts, strict=True))
+                        for starts in (begins, firsts)
+                    )
+                    missing[name] -= part[ours].copy_(stored[theirs]).numel()
+    if lost := [name for name, count in missing.items() if count]:
+        raise ValueError(f"{folder} has not all of {lost[0]}")
+
+
+def _real(part: Part) -> Part:
+    """Complex numbers as pairs of real ones, which is how the files hold them."""
+    return (torch.view_as_real(part[0]), (*part[1], 0)) if part[0].is_complex() else part

@@ -32,7 +32,7 @@ Loss = Callable[[Any, Any], Tensor]  # (outputs, targets) -> the sum of the loss
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What the command asks for, as far as options can contradict each other. `lockstep.preflight` fills it."""
+    """What the command asks for, as far as options can contradict each other. `lockstep.build` fills it."""
 
     config: RunConfig
     world_size: int

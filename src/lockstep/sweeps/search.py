@@ -20,8 +20,7 @@ from lockstep.compat import open_trial
 from lockstep.config.check import check_nodes, instantiate, instantiate_as
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import print_line
-from lockstep.sweeps.jobs import Job, Outcome
-from lockstep.sweeps.launch import Sweep
+from lockstep.sweeps.launch import Job, Outcome, Sweep
 from lockstep.tasks.base import Task
 
 

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.config.schema import ClassWeights, Fraction
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, show
 from lockstep.tasks.base import Function, Task, at_least_float32, misfit
-from lockstep.text import show
 
 
 class CrossEntropy(Task):
