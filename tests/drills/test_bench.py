@@ -19,17 +19,16 @@ TINY = race.Settings(
     DATA, samples=256, test_samples=256, epochs=1, worlds=(2,), floor_epochs=1, windows=60, net_steps=1
 )
 NEEDS = {"Lightning": "lightning", "Accelerate": "accelerate"}
-# The others differ from these by an option. Of those that run on one process and on two, ours does both here.
-NAMES = {"tutorial", "Lockstep", "Lightning"}
+ALONE, TOGETHER = {"Lockstep", race.beside("GPT")}, {"Lockstep", "tutorial"}
 if ALL:
-    NAMES |= {"references", *NEEDS, race.beside("fp32"), race.beside("bf16, gloo")}
+    ALONE |= {race.beside("ResNet-18")}
+    TOGETHER |= {"references", *NEEDS, race.beside("fp32"), race.beside("bf16, gloo")}
 NETS, OTHERS, STARTS, *_ = race.contenders(TINY)
-FIELD = [one for one in (*NETS, *OTHERS) if one.name in NAMES and (one.ranks > 1 or one.name == "Lockstep")]
-FIELD += [one for one in STARTS if one.name == "minimal"]
-needs_data = pytest.mark.skipif(not DATA, reason="LOCKSTEP_DATA does not say where MNIST and tinyshakespeare lie")
+FIELD = [one for one in NETS if one.name in ALONE] + [one for one in OTHERS if one.name in TOGETHER]
+FIELD += [one for one in STARTS if one.name == "minimal"] + race.writers(TINY)[: None if ALL else 2]
 
 
-@needs_data
+@pytest.mark.skipif(not DATA, reason="LOCKSTEP_DATA does not say where MNIST and tinyshakespeare lie")
 @pytest.mark.parametrize("contender", FIELD, ids=lambda one: f"{one.name}-{one.ranks}")
 def test_a_contender_runs_and_measures_itself(contender, tmp_path):
     needs = NEEDS.get(contender.name)
@@ -38,24 +37,17 @@ def test_a_contender_runs_and_measures_itself(contender, tmp_path):
     found = race.run(contender, tmp_path / "run")
     assert 0 < found["first_step"] < found["wall"]
     assert 50 < found["private"] <= found["rss"] < 5000
-    if contender.name != "minimal":
-        assert min(found["speed"], found["evaluation"]) > 256 / found["wall"]
+    samples = 60 if "text" in contender.parts else 256
+    if not contender.parts & {"startup", "nets"}:
+        assert found["speed"] > samples / found["wall"]
+        assert 0 < found["cpu"] < 1000 * 2 * found["wall"] * contender.ranks / samples
+    if contender.parts & {"train", "floor"}:
+        assert found["evaluation"] > samples / found["wall"]
         assert 0 <= found["accuracy"] <= 1
-        assert 0 < found["cpu"] < 1000 * 2 * found["wall"] * contender.ranks / 256
     floors = {f"of {name}" for name, ranks in race.FLOORS.items() if ranks == contender.ranks}
-    assert {key for key in found if key.startswith("of ")} == (floors if "floor" in contender.parts else set())
-
-
-@needs_data
-def test_a_larger_net_trains_beside_its_floor_and_a_gpt_measures_itself(tmp_path):
-    for net in race.NETS[1:]:  # `make bench` races the other one, too
-        (one,) = [one for one in NETS if one.name == race.beside(net)]
-        assert race.run(one, tmp_path / net)["of bare loop"] > 0
-    for number, contender in enumerate(race.writers(TINY)):
-        found = race.run(contender, tmp_path / f"writer{number}")
-        assert found["speed"] > 60 / found["wall"]
-        assert 0 < found["first_step"] < found["wall"]
-        assert 0 < found["cpu"] < 1000 * 2 * found["wall"] / 60
+    has_floors = contender.parts & {"floor", "nets"}
+    assert {key for key in found if key.startswith("of ")} == (floors if has_floors else set())
+    assert all(found[floor] > 0 for floor in floors if has_floors)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Ranks whose peers never come, a long preparation of the data, and loader workers of ranks that end."""
+"""Ranks whose peers never come, a long preparation of the data, and loader workers of runs that are stopped."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import LAUNCHERS, PYTHON_TRAIN, children, own_data, wait_for
+from support.commands import LAUNCHERS, PYTHON_TRAIN, children, own_data, processes_of, wait_for
 from support.faults import PARTS, is_at
 from support.ports import free_port
 from support.run_folders import SLOW, position, stopped_at
@@ -53,44 +53,21 @@ def test_ranks_that_wait_for_a_preparation_end_with_it(start_faulty, tmp_path):
     assert run.finish(code=None, limit=30).process.returncode != 0
 
 
-READ_BY_WORKERS = [*SLOW, "trainer.epochs=24", *own_data("support.slow.SlowDigits"), "loader.num_workers=2"]
+READ_BY_WORKERS = [*SLOW, "trainer.epochs=12", *own_data("support.slow.SlowDigits"), "loader.num_workers=2"]
 READ_BY_WORKERS += ["trainer.batch_size=8", "snapshot.every=1steps"]
-
-
-def descendants(pid: int) -> list[int]:
-    found = children(pid)
-    return found + [grandchild for child in found for grandchild in descendants(child)]
-
-
-def wait_for_the_end(pids: list[int]) -> None:
-    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), "end of all processes", 20)
 
 
 @pytest.mark.parametrize("starter", ["python", "launch=torchrun", "torchrun"])
 def test_a_run_with_workers_that_was_stopped_in_mid_epoch_goes_on_to_the_same_bits(start, tmp_path, starter):
+    """And its workers end. runs/test_loader_workers.py kills a rank."""
     command, is_ours = [*LAUNCHERS[starter], *READ_BY_WORKERS, "hydra.run.dir=run"], starter != "torchrun"
     run = start(*command)
     wait_for(lambda: position(tmp_path / "run")[0] >= 2, "snapshot")
-    processes = descendants(run.process.pid)
     run.send(*(signal.SIGINT, "group") if is_ours else (signal.SIGTERM, "launcher"))  # as a terminal does; kill
     run.finish(75 if is_ours else None)
-    assert position(tmp_path / "run")[0] == stopped_at(tmp_path / "run") < 192  # all steps
-    wait_for_the_end(processes)
+    assert position(tmp_path / "run")[0] == stopped_at(tmp_path / "run") < 96  # all steps
+    wait_for(lambda: not processes_of(run.process.pid), "end of all processes", 20)
     if starter == "launch=torchrun":
         start(*command).finish()
         start(*LAUNCHERS["launch=fork"], *READ_BY_WORKERS, "loader.num_workers=0", "hydra.run.dir=whole").finish()
         assert same_bits(tmp_path / "whole", tmp_path / "run")
-
-
-def test_workers_end_with_their_killed_rank(start, tmp_path):
-    run = start(*LAUNCHERS["launch=fork"], *READ_BY_WORKERS, "trainer.epochs=1000", "hydra.run.dir=run")
-    wait_for(lambda: position(tmp_path / "run")[0] >= 2, "snapshot")
-    processes = descendants(run.process.pid)
-    (rank, *_) = [pid for pid in processes if len(children(pid)) >= 2 and not any(map(children, children(pid)))]
-    os.kill(children(rank)[0], signal.SIGSTOP)  # a worker that hangs
-    os.kill(rank, signal.SIGKILL)
-    run.finish(code=None)
-    wait_for_the_end(processes)
-    for pid in processes:  # nobody is left who could remove the memory that a worker has named
-        for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
-            left.unlink(missing_ok=True)

@@ -10,10 +10,8 @@ import json
 import math
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -109,11 +107,9 @@ CHANGES = {
     "whole batch": Change(("trainer.batch_size=22",), Numbers(batch=22)),
     "stopped": Change(("trainer.max_steps=4",), Numbers(steps=4)),
     "fp32": Change(("trainer.precision=fp32",), Numbers(), 1e-3),
-    "all": Change(
-        ("trainer.gradient_accumulation_steps=2", "trainer.max_grad_norm=0.05", ema(0.8), "parameters.freeze=[stem]"),
-        Numbers(accumulation=2, clip=0.05, ema=0.8, frozen="stem."),
-    ),
 }
+ALL = (*CHANGES["accumulation"].words, *CHANGES["clipping"].words, ema(0.8), *CHANGES["frozen stem"].words)
+CHANGES["all"] = Change(ALL, Numbers(accumulation=2, clip=0.05, ema=0.8, frozen="stem."))
 for name in OWN_OPTIMIZERS:
     own = ("optimizer=sgd", f"optimizer._target_=zoo.optimizers.{name}", f"optimizer.lr={LR}")
     CHANGES[name] = Change(own, Numbers(own=name))
@@ -138,40 +134,32 @@ DRAWS += ("Checkpointed", "Residual", "Mixed", "NoisyWeights", "Coin", "AlwaysNo
 CHANGED = ("RunningScale", "Codebook", "Teacher", "CountingBuffer", "AlwaysCounting", "ExtraState", "spectral_norm")
 CHANGED += ("old_spectral_norm", "running_instance_norm", "batch_norm_1d", "batch_norm_2d", "batch_norm_cumulative")
 CHANGED += ("batch_norm_plain", "two_batch_norms", "lazy_batch_norm", "Residual")
+SEVERAL = {way for way in WAYS if WAYS[way].ranks > 1}
 # Values of two axes that no command has together: one of them is refused there, which other tests hold.
-OWN_BUFFERS = ("RunningScale", "Codebook", "running_instance_norm")
 NEVER = [
-    # Each rank has buffers of its own there, as docs/promise.md says; mode=check names them.
-    ({*OWN_BUFFERS}, {way for way in WAYS if WAYS[way].ranks > 1} | {"resume"}),
-    # What an evaluation draws is a rank's.
-    ({"AlwaysNoise"}, {way for way in WAYS if WAYS[way].ranks > 1} | {"resume"}),
-    # A later part of a step that leaves weights out is a hang, whose cause is told.
-    ({"Experts", "LateExperts"}, {"accumulation", "all"}),
-    # gloo itself may end ranks that add up gradients of other weights.
-    ({"Experts", "LateExperts"}, {*FSDP, "tensor_parallel, two by two"}),
+    # Each rank has buffers of its own there, as docs/promise.md says; mode=check names them. And draws in evaluations.
+    ({"RunningScale", "Codebook", "running_instance_norm", "AlwaysNoise"}, SEVERAL | {"resume"}),
+    # A later part of a step that leaves weights out is a hang, whose cause is told; gloo itself may end ranks that add
+    # up gradients of other weights.
+    ({"Experts", "LateExperts"}, {"accumulation", "all", *FSDP, "tensor_parallel, two by two"}),
     # fsdp forgets what a forward pass changes in gathered weights; mode=check finds other numbers on two ranks.
     ({"Teacher"}, {*FSDP, "tensor_parallel, two by two"}),
     ({"scaled_batches"}, {"small evaluations"}),  # its collate_fn draws for a batch, in evaluations, too
-    ({"accumulation", "all"}, set(VIRTUAL)),
-    ({"accumulation", "all"}, {"tensor_parallel, two by two"}),  # a batch norm gets single samples there
-    ({*OWN_OPTIMIZERS}, {way for way in WAYS if way not in ("one", "two", "three")} | {"unfused", *CHANGED}),
+    ({"accumulation", "all"}, {*VIRTUAL, "tensor_parallel, two by two"}),  # a batch norm gets single samples there
+    ({*OWN_OPTIMIZERS}, {*WAYS} - {"one", "two", "three"} | {"unfused", *CHANGED}),
 ]
 # {what a refusal says: the two values, of two axes, that it is of; an empty set is any value}
+CUT_BY_ONE = {"Complex", "OddParameters", "scripted", "spectral_norm", "old_spectral_norm", "weight_norm", "orthogonal"}
+SOME_UNUSED = {"Unused", "Experts", "LateExperts", "Reentrant"}
 REFUSALS: dict[str, tuple[set[str], set[str]]] = {
-    "max_norm=": (
-        {"EmbeddedMaxNorm"},
-        {way for way in WAYS if WAYS[way].ranks > 1} | {"resume", "evaluate"},
-    ),
-    "find_unused_parameters=true": (
-        {"Unused", "Experts", "LateExperts", "Reentrant"},
-        {way for way in WAYS if WAYS[way].ranks > 1 and "unused" not in way} | {"resume", *VIRTUAL},
-    ),
+    "max_norm=": ({"EmbeddedMaxNorm"}, SEVERAL | {"resume", "evaluate"}),
+    "find_unused_parameters=true": (SOME_UNUSED, SEVERAL - {"two, unused"} | {"resume", *VIRTUAL}),
     "adds up gradients of one real type": ({"Complex", "OddParameters"}, set(VIRTUAL)),
     "its weights are in model.pt": (set(), {"export"}),
     "use_reentrant=False": ({"Reentrant"}, {"two, unused"}),
     "finds shapes without values": ({"Experts", "LateExperts"}, {"pipeline"}),
     "make no batch of inputs and targets": ({"numpy_flipped"}, set()),
-    "add up dense gradients": ({"EmbeddedSparse"}, {way for way in WAYS if WAYS[way].ranks > 1} | {"resume"}),
+    "add up dense gradients": ({"EmbeddedSparse"}, SEVERAL | {"resume"}),
     "type optimizer=sgd, or make the embedding": ({"EmbeddedSparse"}, {"adamw"}),
     "has a hook for its gradient": ({"OwnFunction"}, {*FSDP, *TENSOR_PARALLEL}),
     "passes one tensor from rank to rank": ({"dicts", "dicts_of_two", "nested"}, {"pipeline"}),
@@ -182,23 +170,14 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "would change it twice": ({"Teacher"}, {"checkpointed"}),
     "cannot compute body again": ({"scripted"}, {"checkpointed"}),
     "cannot cut the model, or the optimizer": ({"amounts"}, {*TENSOR_PARALLEL}),  # one output for two ranks
-    "cannot cut the model": (
-        {"Complex", "OddParameters", "scripted", "spectral_norm", "old_spectral_norm", "weight_norm", "orthogonal"},
-        {*SHARDED, "model_parallel"},
-    ),
+    "cannot cut the model": (CUT_BY_ONE, {*SHARDED, "model_parallel"}),
     "weight is also one of another layer": ({"Tied", "twice_the_same"}, set(TENSOR_PARALLEL)),
     "and the classes are 0 to 3": ({"stray_classes", "binary_masks"}, set()),
     "and its labels are 0 or 1": ({"stray_labels"}, set()),
     "class 0 is a in the training data and d in the test data": ({"names_in_another_order"}, set()),
 }
-AXES: dict[str, Sequence[str]] = {
-    "body": tuple(BODIES),
-    "kind": tuple(kind for kind in KINDS if kind not in REFUSED_KINDS),
-    "way": tuple(WAYS),
-    "change": tuple(CHANGES),
-    "equal": tuple(EQUAL),
-    "after": AFTER,
-}
+AXES = {"body": [*BODIES], "kind": [kind for kind in KINDS if kind not in REFUSED_KINDS]}
+AXES |= {"way": [*WAYS], "change": [*CHANGES], "equal": [*EQUAL], "after": [*AFTER]}
 
 
 class Combination(NamedTuple):
@@ -209,14 +188,14 @@ class Combination(NamedTuple):
     equal: str = "none"
     after: str = "nothing"
 
-    def __str__(self) -> str:
+    def __str__(self):
         return " | ".join(self)
 
     @property
-    def words(self) -> list[str]:
+    def words(self):
         return self.words_on(WAYS[self.way].ranks)
 
-    def words_on(self, ranks: int) -> list[str]:
+    def words_on(self, ranks):
         """The command on another number of ranks."""
         truth, way = TRUTHS[self.kind](True), WAYS[self.way]
         words = [*COMMON, f"+model.body={self.body}", *words_of(self.kind), f"task={truth.task}", *truth.words]
@@ -245,7 +224,7 @@ ONCE = [
 ]
 
 
-def drawn(count: int, seed: Any, **fixed: str) -> list[Combination]:
+def drawn(count, seed, **fixed):
     """So many combinations, drawn by `seed`. fixed: values of some axes."""
     draws, found = random.Random(str(seed)), list[Combination]()
     while len(found) < count:
@@ -255,7 +234,7 @@ def drawn(count: int, seed: Any, **fixed: str) -> list[Combination]:
     return found
 
 
-def covering(size: int) -> list[Combination]:
+def covering(size):
     """Few combinations in which any `size` values of different axes meet: the next one has a group of values that is
     missing, and of those drawn with it the most; of several, it has the fewest ranks."""
     missing = {
@@ -274,11 +253,11 @@ def covering(size: int) -> list[Combination]:
     return found
 
 
-def _groups(combination: Combination, size: int) -> set[tuple[tuple[str, str], ...]]:
+def _groups(combination, size):
     return set(itertools.combinations(zip(AXES, combination, strict=True), size))
 
 
-def _is_never(values: Sequence[str]) -> bool:
+def _is_never(values):
     return any(
         (one in some and other in others) or (other in some and one in others)
         for one, other in itertools.combinations(values, 2)
@@ -304,14 +283,14 @@ Result = tuple[dict[str, Any], float]  # what is in model.pt, and the test loss
 class Zoo:
     """Runs combinations in a folder. Runs on one rank that several of them are compared with are kept."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self.lock, self.numbers = folder, Lock(), itertools.count()
 
-    def outcomes(self, chosen: Sequence[Combination], at_once: int) -> Iterator[Outcome]:
+    def outcomes(self, chosen, at_once):
         with ThreadPoolExecutor(at_once) as threads:
             yield from threads.map(self.outcome, chosen)
 
-    def outcome(self, combination: Combination) -> Outcome:
+    def outcome(self, combination):
         place = self.folder / str(next(self.numbers))
         place.mkdir(parents=True)
         try:
@@ -323,7 +302,7 @@ class Zoo:
         finally:
             shutil.rmtree(place, ignore_errors=True)
 
-    def _judged(self, combination: Combination, place: Path) -> str:
+    def _judged(self, combination, place):
         run(combination, place, *combination.words, "run_dir=run")
         right = self.right(combination)
         found, loss = result_of(place / "run")
@@ -335,7 +314,7 @@ class Zoo:
         AFTERWARDS[combination.after](combination, place, (found, right[1]))
         return "equal"
 
-    def right(self, combination: Combination) -> Result | None:
+    def right(self, combination):
         """What the combination must give. None: nobody knows it."""
         body, kind, way, change, _, _ = combination
         is_drawn = TRUTHS[kind](True).draws or body in DRAWS or (body == "lazy_linear" and change == "fp32")
@@ -351,7 +330,7 @@ class Zoo:
             return None  # a stage draws by itself, and a rank for its part of the model
         return self._plain_run(Combination(body, kind, change=change))
 
-    def _plain_run(self, combination: Combination) -> Result | None:
+    def _plain_run(self, combination):
         place = self.folder / "plain" / str(combination).replace(" ", "_")
         with self.lock:
             if not place.exists():
@@ -363,7 +342,7 @@ class Zoo:
 SAYING = ("lockstep: ", "what it means: ", "what to do: ", "it ended: ")  # how the lines begin that say what to type
 
 
-def run(combination: Combination, place: Path, *words: str) -> None:
+def run(combination, place, *words):
     """A command, which ends well, or with a sentence of REFUSALS."""
     answer = answer_of([*CONF, *words], place)
     if not answer.code and not answer.problem():
@@ -375,12 +354,12 @@ def run(combination: Combination, place: Path, *words: str) -> None:
     raise AssertionError(str(answer))
 
 
-def result_of(folder: Path) -> Result:
+def result_of(folder):
     last = json.loads((folder / "run.json").read_text())["objective"]["last"]
     return torch.load(folder / "model.pt", weights_only=True), last
 
 
-def compare(found: Result, right: Result, change: str) -> None:
+def compare(found, right, change):
     """Of two runs. Raises an error with what differs."""
     (weights, loss), (right_weights, right_loss), tolerance = found, right, CHANGES[change].tolerance
     tensors = {name: value for name, value in right_weights.items() if isinstance(value, Tensor)}
@@ -393,7 +372,7 @@ def compare(found: Result, right: Result, change: str) -> None:
     assert math.isclose(loss, right_loss, rel_tol=tolerance, abs_tol=tolerance), f"loss {loss}, not {right_loss}"
 
 
-def resume(combination: Combination, place: Path, right: Result) -> None:
+def resume(combination, place, right):
     """From the snapshot of a step in mid-epoch, on another number of ranks, to the same end."""
     step = 1 if combination.change == "whole batch" else 2
     run(combination, place, *combination.words, "run_dir=first", "snapshot.every=1steps")
@@ -402,7 +381,7 @@ def resume(combination: Combination, place: Path, right: Result) -> None:
     compare(result_of(place / "second"), right, combination.change)
 
 
-def evaluate(combination: Combination, place: Path, right: Result) -> None:
+def evaluate(combination, place, right):
     ranks = [*FORK, "launch.nproc_per_node=2"] if len(combination.body) % 2 else []
     split = ["mode.split=val"] if TRUTHS[combination.kind](True).holds_out else []
     run(combination, place, "mode=evaluate", "resume=run", *split, *ranks)
@@ -410,7 +389,7 @@ def evaluate(combination: Combination, place: Path, right: Result) -> None:
     compare((right[0], loss), right, combination.change)
 
 
-def _computes_the_same(combination: Combination, trained_net: Callable[[Tensor], Tensor], place: Path) -> None:
+def _computes_the_same(combination, trained_net, place):
     """As plain torch with the weights of the run. Of a net that takes samples as the data set gives them."""
     body, kind, *_ = combination
     data = KINDS[kind](False)
@@ -428,19 +407,19 @@ def _computes_the_same(combination: Combination, trained_net: Callable[[Tensor],
 LOADING = Lock()  # torch.export.load works in one thread at a time
 
 
-def export(combination: Combination, place: Path, right: Result) -> None:
+def export(combination, place, right):
     run(combination, place, "mode=export", "resume=run")
     with LOADING:
         module = torch.export.load(place / "run" / "last.pt2").module()
     _computes_the_same(combination, module, place)
 
 
-def load(combination: Combination, place: Path, right: Result) -> None:
+def load(combination, place, right):
     trained_net = lockstep.load(place / "run", model=new_net(combination.body, combination.kind))
     _computes_the_same(combination, trained_net, place)
 
 
-def nothing(combination: Combination, place: Path, right: Result) -> None: ...
+def nothing(combination, place, right): ...
 
 
 AFTERWARDS = {made.__name__: made for made in (nothing, resume, evaluate, export, load)}
