@@ -3,6 +3,7 @@
 import io
 import logging
 import shlex
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ from lockstep.modes.trained_net import TrainedNet
 from lockstep.tasks.tasks import MultiLabel, Regression
 from support.commands import ema
 from support.configs import composed, with_values
-from support.event_files import images
+from support.event_files import images, scalars
 from support.logged import epoch, read_rows, run_info
 from support.worlds import in_world, train_all
 
@@ -89,17 +90,18 @@ def test_images_are_drawn_once_for_all_loggers_at_the_step_of_their_weights(tmp_
     assert drawn == [20, 30]
 
 
-def test_a_line_that_a_kill_has_cut_off_is_dropped_and_a_fresh_run_in_an_old_folder_begins_anew(tmp_path):
+def test_a_resumed_run_drops_the_points_after_its_snapshot_and_a_fresh_run_in_an_old_folder_all(tmp_path):
     """What was logged before the kill is there: nothing waits in memory."""
-    for step, epochs in ((0, [1, 2, 3]), (2, [2]), (0, [1])):
-        logger = CSVLogger(str(tmp_path))
-        logger.start(run_info(tmp_path, step))
-        for number in epochs:
-            logger.log({"train/lr": 0.1}, 2 * number)
-        found = [number for number, _, _ in read_rows(tmp_path)]
-        assert found == {(0, 3): [2, 4, 6], (2, 1): [2, 4], (0, 1): [2]}[step, len(epochs)]
+    for step, epochs, left in ((0, [1, 2, 3], [2, 4, 6]), (2, [2], [2, 4]), (0, [1], [2])):
+        for logger in (CSVLogger(str(tmp_path)), TensorBoardLogger(str(tmp_path), 1)):
+            logger.start(run_info(tmp_path, step))
+            for number in epochs:
+                logger.log({"train/lr": 0.1}, 2 * number)
+        assert [number for number, _, _ in read_rows(tmp_path)] == left
+        assert [number for number, _ in scalars(tmp_path)["train/lr"]] == left
         with (tmp_path / "metrics.csv").open("a") as file:
-            file.write("3,test/acc")
+            file.write("3,test/acc")  # a kill has cut it off
+        time.sleep(1)  # TensorBoard reads files in the order of their names, which have the second
 
 
 def test_the_console_shows_one_line_an_epoch_and_what_can_be_typed_as_it_is_at_the_end(caplog, tmp_path):
