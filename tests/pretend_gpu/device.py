@@ -3,21 +3,15 @@
 The kernels are the CPU's, so the numbers are real. `Tensor.device`, `.to()` and the like answer as on a GPU. `Kernels`
 sees each kernel, also of backward passes and of DDP's C++: it refuses tensors of two devices, counts where the host
 would wait for the device, notes nccl's collectives, and has CPU versions of kernels that only CUDA has. nccl is gloo,
-which must get CUDA tensors.
+which must get CUDA tensors. Apple's GPU, `mps:0`, refuses float64 and pinned memory; gloo takes none of its tensors.
 
-It does not see: CUDA's numerics, torch.compile and CUDA graphs, races of streams, NCCL itself, memory, drivers, and
-what C++ thinks a tensor's device is.
-
-Apple's GPU is pretended in the same way, as `mps:0`: it refuses float64 and pinned memory, and gloo takes none of its
-tensors.
-
-This is the one place where torch is replaced, in processes of their own: see `pretend`.
+Not seen: CUDA's numerics, torch.compile and CUDA graphs, races of streams, NCCL itself, memory, drivers, and what C++
+thinks a tensor's device is. This is the one place where torch is replaced, in processes of their own: see `pretend`.
 """
 
 import contextlib
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,8 +31,7 @@ STRICT = ("cat", "stack", "mm", "addmm", "bmm", "convolution", "index_select", "
 WITHOUT_DETERMINISTIC = ("nll_loss2d_forward",)  # kernels that CUDA refuses with deterministic=true
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2")  # their results decide about shapes
 MATRIX_PRODUCTS = ("mm", "addmm", "convolution")
-FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "linspace")
-FACTORIES += ("rand", "randn", "randint", "randperm")
+FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "randperm")
 PURGED_AFTER = 50  # kernels: the notes of tensors that are gone are dropped
 
 of_data = torch.tensor  # which copies from the host, and waits
@@ -50,31 +43,22 @@ kind = ["cuda"]  # or mps
 
 
 class Seen:
-    """What this process has seen.
-
-    waits: {"file.py:line": how often the host would have waited there}, while `counting`.
-    collectives: of nccl, each as (name, (type, number of values), ...).
-    products: {type: matrix products in it}.
-    weights_moved: bytes of parameters that came from the host to a GPU.
-    bound: the device that nccl was started on at once.
-    step: how many steps have begun.
-    """
+    """What this process has seen."""
 
     def __init__(self) -> None:
-        self.waits, self.products = Counter[str](), Counter[str]()
-        self.collectives: list[tuple[Any, ...]] = []
-        self.weights_moved = 0
-        self.counting, self.step = False, 0
-        self.bound: torch.device | None = None
+        self.waits = Counter[str]()  # {"file.py:line": how often the host would have waited there}, while `counting`
+        self.products = Counter[str]()  # {type: matrix products in it}
+        self.collectives: list[tuple[Any, ...]] = []  # of nccl, each as (name, (type, number of values), ...)
+        self.weights_moved = 0  # bytes of parameters that came from the host to a GPU
+        self.counting, self.step = False, 0  # how many steps have begun
+        self.bound: torch.device | None = None  # that nccl was started on at once
 
     def wait(self, *_: Any, **__: Any) -> None:
+        ends = ("modules/_functions.py", "amp/grad_scaler.py")
+        places = (each for each in callers() if "/src/lockstep/" in each[0] or each[0].endswith(ends))
         if self.counting:
-            of_this_project = (
-                f"{file.rpartition('/')[2]}:{function}"
-                for file, function in callers()
-                if "/src/lockstep/" in file or file.endswith(("modules/_functions.py", "amp/grad_scaler.py"))
-            )
-            self.waits[next(of_this_project, "a thread of gloo")] += 1
+            file, function = next(places, ("a thread of gloo", ""))
+            self.waits[f"{file.rpartition('/')[2]}:{function}".removesuffix(":")] += 1
 
 
 seen = Seen()
@@ -89,10 +73,9 @@ def callers() -> Iterator[tuple[str, str]]:
 
 def called_by_c10d() -> bool:
     """Its C++ sorts tensors by what it takes for their devices, and copies between them."""
-    others = (
-        file for file, _ in callers() if "torch/_" not in file and "torch/utils/" not in file and file != __file__
-    )
-    return next(others).endswith(("nn/parallel/distributed.py", "distributed/utils.py", "distributed_c10d.py"))
+    own = ("torch/_", "torch/utils/", __file__)
+    caller = next(file for file, _ in callers() if not any(each in file for each in own))
+    return caller.endswith(("nn/parallel/distributed.py", "distributed/utils.py", "distributed_c10d.py"))
 
 
 # Where a tensor is.
@@ -206,7 +189,6 @@ METHODS = {
     "is_cpu": property(lambda tensor: device_of(tensor).type == "cpu"),
     "to": to,
     "cpu": lambda tensor, *_: to(tensor, CPU),
-    "cuda": lambda tensor, *_, **__: to(tensor, "cuda"),
     "numpy": to_numpy,
     "tolist": to_list,
     "pin_memory": lambda tensor, *_: tensor.clone(),
@@ -240,7 +222,7 @@ class Kernels(TorchDispatchMode):
             raise RuntimeError(f"{name} does not have a deterministic implementation")
         if home is not None:
             self.require_one_device(name, args, kwargs, tensors, devices, home)
-        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == kind[0]:
+        if torch.device(kwargs.get("device") or "cpu").type == kind[0]:
             home, kwargs["device"] = full_device(kwargs["device"]), CPU
         before = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
         out = ONLY_ON_CUDA.get(name, func)(*args, **kwargs)
@@ -259,10 +241,8 @@ class Kernels(TorchDispatchMode):
     @staticmethod
     def collective(name: str, args: Any, tensors: Any, devices: Any) -> torch.device:
         """Where its tensors are. RuntimeError if some are not where its backend takes them from."""
-        groups = (
-            value for value in args if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
-        )
-        group = next((dist.ProcessGroup.unbox(value) for value in groups), None)
+        objects = (value for value in args if isinstance(value, torch.ScriptObject))
+        group = next((dist.ProcessGroup.unbox(one) for one in objects if "ProcessGroup" in str(one._type())), None)
         where = "cpu" if group is not None and group.group_name in of_gloo else "cuda"
         if name != "barrier" and {device.type for device in devices if device} - {where}:
             raise RuntimeError(f"{name}: No backend type associated with the device type of {devices}, but {where}")
@@ -283,15 +263,10 @@ class Kernels(TorchDispatchMode):
             if any(tensor.dtype in (torch.bool, torch.uint8) or device != home for tensor, device in indices):
                 seen.wait()
         elif len(set(devices)) > 1 and not name.startswith("_foreach"):
-            odd = [
-                device
-                for tensor, device in zip(tensors, devices, strict=True)
-                if device != home and (tensor.dim() or device.type == "cuda" or name.startswith(STRICT))
-            ]
+            pairs = ((tensor, device) for tensor, device in zip(tensors, devices, strict=True) if device != home)
+            odd = [each for one, each in pairs if one.dim() or each.type == "cuda" or name.startswith(STRICT)]
             if odd and not called_by_c10d():
-                raise RuntimeError(
-                    f"{name}: Expected all tensors to be on the same device, but found {home} and {odd[0]}!"
-                )
+                raise RuntimeError(f"{name}: Expected all tensors to be on the same device, {home}, but found {odd[0]}")
         if name in WAITING and home.type == "cuda":
             seen.wait()
 
@@ -303,18 +278,13 @@ def by_channel(vector: Any, x: Any) -> Any:
     return vector.view(1, -1, *[1] * (x.dim() - 2))
 
 
-def without_channel(x: Any) -> list[int]:
-    return [0, *range(2, x.dim())]
-
-
 def batch_norm_stats(x: Any, eps: float) -> Any:
-    var, mean = torch.var_mean(x.float() if x.dtype.itemsize < 4 else x, without_channel(x), unbiased=False)
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    var, mean = torch.var_mean(wide, [0, *range(2, x.dim())], unbiased=False)
     return mean, (var + eps).rsqrt()
 
 
-def batch_norm_gather_stats(
-    x: Any, mean: Any, invstd: Any, running_mean: Any, running_var: Any, momentum: float, eps: float, counts: Any
-) -> Any:
+def batch_norm_gather_stats_with_counts(x, mean, invstd, running_mean, running_var, momentum, eps, counts) -> Any:
     """As the kernel adds up one rank after the other: a first count of 0 makes NaN."""
     total = var = count = torch.zeros_like(counts[0])
     for one, inverse, values in zip(mean, invstd, counts, strict=True):
@@ -335,50 +305,35 @@ def batch_norm_elemt(x: Any, weight: Any, bias: Any, mean: Any, invstd: Any, eps
 
 def batch_norm_backward_reduce(dy: Any, x: Any, mean: Any, invstd: Any, weight: Any, *_: Any) -> Any:
     terms = dy, dy * (x - by_channel(mean, x))
-    sum_dy, sum_dy_xmu = (term.sum(without_channel(x)).type(mean.dtype) for term in terms)
+    sum_dy, sum_dy_xmu = (term.sum([0, *range(2, x.dim())]).type(mean.dtype) for term in terms)
     return sum_dy, sum_dy_xmu, sum_dy_xmu * invstd, sum_dy.clone()
 
 
-def batch_norm_backward_elemt(
-    dy: Any, x: Any, mean: Any, invstd: Any, weight: Any, sum_dy: Any, sum_dy_xmu: Any, count: Any
-) -> Any:
+def batch_norm_backward_elemt(dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, count) -> Any:
     count, scale = count.sum(), invstd if weight is None else invstd * weight
     slope = (x - by_channel(mean, x)) * by_channel(invstd**2 * sum_dy_xmu / count, x)
     return ((dy - by_channel(sum_dy / count, x) - slope) * by_channel(scale, x)).type(dy.dtype)
 
 
-ONLY_ON_CUDA = {
-    "batch_norm_stats": batch_norm_stats,
-    "batch_norm_gather_stats_with_counts": batch_norm_gather_stats,
-    "batch_norm_elemt": batch_norm_elemt,
-    "batch_norm_backward_reduce": batch_norm_backward_reduce,
-    "batch_norm_backward_elemt": batch_norm_backward_elemt,
-}
+ONLY_ON_CUDA = {name: kernel for name, kernel in globals().items() if name.startswith("batch_norm_")}
 
 
 # torch.cuda.
 
 
+def do_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
 class Event:
     """To wait for one of an earlier step is no wait: the device has the newest step to work on meanwhile."""
 
-    at, step = 0.0, 0
-
-    def __init__(self, **_: Any) -> None:
-        pass
+    step = 0
+    __init__ = do_nothing
 
     def record(self, stream: Any = None) -> "Event":
-        self.at, self.step = time.perf_counter(), seen.step
+        self.step = seen.step
         return self
-
-    def elapsed_time(self, other: "Event") -> float:
-        return 1000 * (other.at - self.at)
-
-    def query(self) -> bool:
-        return True
-
-    def wait(self, *_: Any) -> None:
-        pass
 
     def synchronize(self) -> None:
         if self.step == seen.step:
@@ -387,20 +342,13 @@ class Event:
 
 class Stream(contextlib.nullcontext[None]):
     stream_id, device_index, device_type = 0, 0, 1  # FSDP2 of torch 2.15 passes them on
+    wait_stream = wait_event = do_nothing
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
     def is_capturing(self) -> bool:
         return False
-
-    def synchronize(self) -> None:
-        seen.wait()
-
-    def wait_stream(self, other: Any) -> None:
-        pass
-
-    wait_event = wait_stream
 
     def record_event(self, event: Any = None) -> Event:
         return (event or Event()).record()
@@ -467,13 +415,11 @@ def pretend(gpus: int, backend_name: str, of: str = "cuda") -> None:
     as_tensor, is_autocast_enabled, backward = torch.as_tensor, torch.is_autocast_enabled, torch.autograd.backward
     autocast_dtype, make_generator = torch.get_autocast_dtype, torch.Generator
 
-    def autocast(
-        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
-    ) -> None:
+    def autocast(self: Any, device_type: str, dtype: Any = None, *args: Any, **options: Any) -> None:
         if device_type == kind[0]:  # its type is float16 at the beginning of each thread
-            device_type, dtype = "cpu", dtype or getattr(local, "dtype", torch.float16)
-            local.dtype = dtype
-        begin_autocast(self, device_type, dtype, enabled, cache_enabled)
+            device_type = "cpu"
+            dtype = local.dtype = dtype or getattr(local, "dtype", torch.float16)
+        begin_autocast(self, device_type, dtype, *args, **options)
 
     def init_process_group(name: str, device_id: Any = None, **options: Any) -> None:
         start("gloo", **options)
@@ -505,38 +451,22 @@ def pretend(gpus: int, backend_name: str, of: str = "cuda") -> None:
         "Stream": Stream,
         "device": Device,
         "stream": contextlib.nullcontext,
-        "current_stream": lambda device=None: Stream(),
-        "default_stream": lambda device=None: Stream(),
+        "current_stream": Stream,
         "synchronize": synchronize,
         "get_device_name": lambda device=None: "none",
         "mem_get_info": lambda device=None: (80 << 30, 80 << 30),
-        "max_memory_allocated": lambda device=None: 0,
         "is_current_stream_capturing": lambda: False,
-        "is_bf16_supported": lambda *_: True,
         "get_device_capability": lambda device=None: (9, 0),
         "default_generators": tuple(torch.Generator() for _ in range(gpus)),
     }
-    accelerator = {
-        "is_available": lambda: True,
-        "current_device_index": lambda: current[0],
-        "current_stream": lambda device=None: Stream(),
-        "current_accelerator": lambda *_, **__: torch.device("cuda"),
-        "device_count": lambda: gpus,
-        "device_index": Device,
-    }
+    accelerator = {"is_available": lambda: True, "current_stream": Stream, "device_index": Device}
+    accelerator["current_accelerator"] = lambda *_, **__: torch.device("cuda")
     of_torch = {name: factory(getattr(torch, name)) for name in FACTORIES}
     of_torch["as_tensor"] = lambda *args, device=None, **options: to(as_tensor(*args, **options), device or CPU)
     of_torch["get_autocast_dtype"] = lambda *_: autocast_dtype("cpu")
     of_torch["is_autocast_enabled"] = lambda *_: is_autocast_enabled("cpu")
-    of_tensor = METHODS | {
-        "_make_wrapper_subclass": lambda *args, device=None, **options: wrap(*args, device=CPU, **options)
-    }
-    of_c = {
-        "_group_tensors_by_device_and_dtype": grouped,
-        "_accelerator_getDeviceIndex": lambda: current[0],
-        "_gather": gather,
-        "_broadcast_coalesced": broadcast_to,
-    }
+    of_tensor = METHODS | {"_make_wrapper_subclass": lambda *args, **options: wrap(*args, **options | {"device": CPU})}
+    of_c = {"_group_tensors_by_device_and_dtype": grouped, "_gather": gather, "_broadcast_coalesced": broadcast_to}
     changes: list[tuple[Any, dict[str, Any]]] = [
         (torch.cuda, cuda),
         (torch.accelerator, accelerator),
@@ -558,10 +488,7 @@ def pretend(gpus: int, backend_name: str, of: str = "cuda") -> None:
         of_torch["Generator"] = lambda device=None: make_generator()
         of_tensor["pin_memory"] = no_pinned_memory
         changes = [change for change in changes if change[0] not in (torch.cuda, torch.accelerator)]
-        changes += [
-            (torch.backends.mps, {"is_available": lambda: True}),
-            (torch.mps, {"manual_seed": lambda seed: None}),
-        ]
+        changes += [(torch.backends.mps, {"is_available": lambda: True}), (torch.mps, {"manual_seed": do_nothing})]
     for place, values in changes:
         for name, value in values.items():
             setattr(place, name, value)
