@@ -156,7 +156,11 @@ OF_DATA = {  # heading: (what makes its files, what the commands say of the samp
 }
 
 
-@pytest.mark.parametrize("heading", OF_DATA)
+# Two epochs of a ResNet take a minute.
+HEADINGS = [pytest.param(each, marks=pytest.mark.drill) if each == "Transforms" else each for each in OF_DATA]
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
 def test_the_commands_of_a_section_on_data_train(run, heading):
     headings = [line.removeprefix("## ") for line in DATA.splitlines() if line.startswith("## ")]
     assert {each for each in headings if COMMANDS.search(section(DATA, each))} == {*OF_DATA}
