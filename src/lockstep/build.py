@@ -25,9 +25,9 @@ from lockstep.data.loader import InputConverter
 from lockstep.data.partition import seeded
 from lockstep.data.reader import SampleReader, request_of
 from lockstep.data.source import Tensors, class_names, map_tensors, of_each_sample, unwrapped
-from lockstep.distributed import backend, environment, signals
+from lockstep.distributed import environment, signals
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
-from lockstep.distributed.world import World, require_same_data
+from lockstep.distributed.world import World, choose_backend, require_same_data, uses_mps
 from lockstep.errors import ConfigError, first_line
 from lockstep.failures.record import heartbeat
 from lockstep.files import short_hash
@@ -125,8 +125,8 @@ def job_spec(config: RunConfig, launcher: Launcher) -> JobSpec:
     started_by = "fork" if launcher.starts_processes else environment.read_rank_info().started_by
     info = environment.RankInfo(0, world_size, 0, ranks_here, started_by)
     # Another machine may have the GPUs that this one lacks.
-    chosen = name if launcher.runs_elsewhere else backend.choose_backend(name, info)
-    device_type = "cuda" if chosen == "nccl" else "mps" if backend.uses_mps(name, world_size) else "cpu"
+    chosen = name if launcher.runs_elsewhere else choose_backend(name, info)
+    device_type = "cuda" if chosen == "nccl" else "mps" if uses_mps(name, world_size) else "cpu"
     has_own_step = locate("step", config.step["_target_"]) is not Step
     gradient_sync = locate("gradient_sync", config.gradient_sync["_target_"])
     return JobSpec(config, world_size, device_type, has_own_step, gradient_sync)

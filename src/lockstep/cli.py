@@ -16,14 +16,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep import errors
-from lockstep.compat import register_resolver
+from lockstep.compat import register_resolver, remove_temporary_folder
 from lockstep.config.check import OPTIONS, explain, flatten, key_of, raised_by
 from lockstep.config.record import RECORD, sets, typed_overrides
 from lockstep.config.schema import CONF, NO_NUMBER, SHARED_BY
 from lockstep.distributed import environment, host, signals
 from lockstep.distributed.rendezvous import STORE_TIMEOUT, run_started_at
 from lockstep.distributed.run_folder import folder_of_run, unwritable
-from lockstep.launchers.base import flush_output, print_line
+from lockstep.launchers.base import flush_output
 
 LONG_FLAGS = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path", "-p": "--package", "-c": "--cfg"}
 TEXT_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "--info", "-i", "--shell-completion", "-sc"}
@@ -64,7 +64,7 @@ def run(main: Callable[[], Any]) -> NoReturn:
     except SystemExit as error:  # of argparse, and of the block
         code = error.code or 0  # type: ignore[assignment]
     flush_output()
-    host.remove_temporary_folder()
+    remove_temporary_folder()
     # gloo's threads sometimes abort the interpreter while it exits, and torchrun would call a finished run failed.
     os._exit(code if code in errors.EXIT_CODES else errors.EXIT_FAILED)
 
@@ -92,7 +92,7 @@ def exit_codes() -> Iterator[None]:
         elif errors.kind_of(shown) not in errors.RAISED_BY_ALL:
             text = "".join(traceback.format_exception(shown)).rstrip("\n")
         if text:
-            print_line(text, sys.stderr)
+            errors.print_line(text, sys.stderr)
         raise SystemExit(errors.exit_code_of(shown)) from error
 
 

@@ -1,9 +1,11 @@
-"""Every private name of torch, Hydra, OmegaConf and Python's library that this project uses, a section for each.
+"""Every private name of Python's library, Hydra, OmegaConf, Optuna and torch that this project uses, in this order.
 
-Each function says why the name is needed, in which version it was seen, and what happens where it is missing.
-The imports are inside the functions: `--help` must not import torch.
+Each function says why the name is needed, and what happens where it is missing. They were seen in Python 3.11, Hydra
+1.3.8 and 1.4.0rc3, OmegaConf 2.3.1 and 2.4.1rc1, Optuna 5.0 and torch 2.14.1; what differs between two versions is
+here, too, though it is public. The imports are inside the functions: `--help` must not import torch.
 """
 
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -18,20 +20,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.tensor import DTensor
 
-# Python's library, seen in 3.11.
 
-
-def multiprocessing_folder() -> str | None:
-    """The folder in TMPDIR that multiprocessing has made for the socket of a fork server, None without one.
-
-    It is removed while the interpreter is torn down, which this project's processes skip. Missing: it stays.
-    """
+def remove_temporary_folder() -> None:
+    """Remove the folder in TMPDIR that multiprocessing has made, when nothing is left of this process but to exit:
+    Python does so while the interpreter is torn down, which this project's processes skip. Missing: it stays."""
     process = sys.modules.get("multiprocessing.process")  # else nobody has made one
-    folder: str | None = getattr(process.current_process(), "_config", {}).get("tempdir") if process else None
-    return folder
-
-
-# Hydra, seen in 1.3.8 and 1.4.0rc3. What differs between the two is here, too, though it is public.
+    folder = getattr(process.current_process(), "_config", {}).get("tempdir") if process else None
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def hydra_version_base() -> dict[str, str]:
@@ -43,10 +39,8 @@ def hydra_version_base() -> dict[str, str]:
 
 @contextmanager
 def hydra_composed(words: Sequence[str], folders: Iterable[Path] = ()) -> "Iterator[DictConfig]":
-    """What Hydra composes of the overrides among the words, as `main` gets it. folders: of other configs.
-
-    In the block HydraConfig is of it. Then Hydra knows again what it knew, such as of a `hydra.main` around this.
-    """
+    """What Hydra composes of the overrides among the words, as `main` gets it. folders: of other configs. In the block
+    HydraConfig is of it. Then Hydra knows again what it knew, such as of a `hydra.main` around this."""
     import copy
 
     import hydra
@@ -77,9 +71,7 @@ def hydra_composed(words: Sequence[str], folders: Iterable[Path] = ()) -> "Itera
 
 def hydra_may_call_all() -> dict[str, object]:
     """The argument of `hydra.utils.instantiate` with which 1.4 calls any target, as 1.3 does, and does not warn.
-
-    Missing, as in 1.3: no argument.
-    """
+    Missing, as in 1.3: no argument."""
     import hydra.utils
 
     policy = getattr(hydra.utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
@@ -94,10 +86,8 @@ def basic_sweeper() -> Any:
 
 
 def with_values(composed: "DictConfig", values: Sequence[Any], overrides: Sequence[Any]) -> "DictConfig":
-    """A copy of what Hydra has composed, with the values of these overrides. overrides: all of the job, parsed.
-
-    It takes a quarter of the time in which Hydra composes. Missing: an AttributeError in a sweep.
-    """
+    """A copy of what Hydra has composed, with the values of these overrides, in a quarter of the time in which Hydra
+    composes. overrides: all of the job, parsed. Missing: an AttributeError in a sweep."""
     import copy
 
     from hydra._internal import config_loader_impl
@@ -111,9 +101,6 @@ def with_values(composed: "DictConfig", values: Sequence[Any], overrides: Sequen
         if name_of is not None:
             cfg.hydra.job.override_dirname = name_of([*overrides], **cfg.hydra.job.config.override_dirname)
     return cfg
-
-
-# OmegaConf, seen in 2.3.1 and 2.4.1rc1.
 
 
 def key_of(node: Any) -> str:
@@ -131,9 +118,6 @@ def register_resolver(name: str, function: Callable[..., object]) -> None:
     register(name, function, replace=True)
 
 
-# Optuna, seen in 5.0.
-
-
 def open_trial(study: Any, trial: Any) -> Any:
     """A running trial of a study that was loaded, to which values can be reported. Missing: an AttributeError."""
     import optuna
@@ -141,16 +125,10 @@ def open_trial(study: Any, trial: Any) -> Any:
     return optuna.Trial(study, trial._trial_id)
 
 
-# torch, seen in 2.14.1.
-
-
 @contextmanager
 def hidden_from_profiler() -> Iterator[None]:
-    """For the start of a collective that may end after torch's profiler has stopped.
-
-    A recorded collective writes its end into the profiler's memory, from a thread of gloo. If the profiler has stopped
-    by then, this memory is freed, and the write corrupts the heap. Missing: an ImportError.
-    """
+    """For the start of a collective that may end after torch's profiler has stopped: gloo's thread writes the end of a
+    recorded one into the profiler's memory, which is freed by then. Missing: an ImportError."""
     from torch.autograd import _enable_record_function
 
     _enable_record_function(False)
@@ -167,19 +145,9 @@ def dispatch_mode() -> Any:
     return TorchDispatchMode
 
 
-def batch_norm_class() -> Any:
-    """The class that torch's batch norms are derived from, and perhaps one of the user's. Missing: an ImportError."""
-    from torch.nn.modules.batchnorm import _BatchNorm
-
-    return _BatchNorm
-
-
 def offsets_of_part(tensor: "DTensor") -> tuple[int, ...]:
-    """Where this rank's part of `tensor` begins in each dimension.
-
-    Two meshes can cut one dimension, and no public function tells where a part begins then. Missing: an ImportError,
-    and no sharded snapshot can be written or read.
-    """
+    """Where this rank's part of `tensor` begins in each dimension, which two meshes can cut. Missing: an ImportError,
+    and no sharded snapshot can be written or read."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
@@ -202,10 +170,7 @@ BACKWARD = "_engine_run_backward"  # torch.autograd.graph: a backward pass, in w
 
 def flight_records() -> list[bytes]:
     """torch's records of the last collectives of this process, each as JSON: gloo's, and NCCL's in one of its own.
-
-    For the verdict on a hang. Without stacks: torch looks up their lines while it holds the recorder's lock, which
-    takes a second. Missing: none.
-    """
+    Without stacks: torch looks up their lines while it holds the recorder's lock, for a second. Missing: none."""
     c10d = sys.modules.get("torch._C._distributed_c10d")  # an import could wait for an import that hangs
     records = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
@@ -222,18 +187,14 @@ def versions(tensors: "Sequence[Tensor]") -> list[int]:
 
 
 def has_gradient_hooks(tensor: Any) -> bool:
-    """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on a weight: torch has no question.
-
-    Missing: no, and strategies that make other weights of a model's go on without the hooks.
-    """
+    """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on a weight. Missing: no, and
+    strategies that make other weights of a model's go on without the hooks."""
     return any(getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
 def plain_functions() -> AbstractContextManager[None]:
     """In the block no torch.overrides.TorchFunctionMode sees torch's functions: not those that draw for a sample.
-
-    Missing: AttributeError from the hook of gradient_sync=powersgd, the only one who calls it.
-    """
+    Missing: an AttributeError from the hook of gradient_sync=powersgd."""
     import torch
 
     block: AbstractContextManager[None] = torch._C.DisableTorchFunction()
@@ -242,19 +203,15 @@ def plain_functions() -> AbstractContextManager[None]:
 
 def is_of_transform(tensor: Any) -> bool:
     """Whether a tensor exists inside of torch.func.vmap, grad and such alone, where nobody may ask for its values.
-
-    Missing: an ImportError in mode=check.
-    """
+    Missing: an ImportError in mode=check."""
     from torch._C._functorch import is_functorch_wrapped_tensor
 
     return bool(is_functorch_wrapped_tensor(tensor))
 
 
 def decoded_jpeg(stored: bytes) -> "Tensor | None":
-    """The pixels (C, H, W) uint8 of a JPEG, turned as its EXIF tag says: those of Pillow, in half of its time.
-
-    Missing: None, and Pillow decodes it. torchvision warns of the function around this operator.
-    """
+    """The pixels (C, H, W) uint8 of a JPEG, turned as its EXIF tag says: those of Pillow, in half of its time. Missing:
+    None, and Pillow decodes it. torchvision warns of the function around this operator."""
     import torch
     import torchvision  # noqa: F401
 

@@ -3,9 +3,9 @@
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1  # an exception
@@ -89,9 +89,6 @@ def exit_code_of(error: BaseException) -> int:
     return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else KIND_CODES.get(kind_of(error), EXIT_FAILED)
 
 
-# Values, differences and tables in messages.
-
-
 def show(value: object) -> str:
     """A value on one line, as it is typed on the command line."""
     if isinstance(value, list | tuple):
@@ -121,6 +118,12 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     return [form.format(*cells).rstrip() for cells in rows]
 
 
+def print_line(text: object, stream: TextIO) -> None:
+    """Print a line at once. A stream whose reader has gone, as in `| head`, costs the line and not the run."""
+    with suppress(OSError, ValueError):
+        print(text, file=stream, flush=True)
+
+
 def first_of(names: Sequence[object], most: int = 4) -> str:
     """The names, at most so many of them: "a, b and 3 more"."""
     more = len(names) - most
@@ -142,6 +145,6 @@ def path_value(path: str | Path) -> str:
     return text if is_name and not is_word else QuotedString(text, Quote.double).with_quotes()
 
 
-def path_word(key: str, path: str | Path) -> str:
-    """`key=path` for a sentence that says what to type in a shell."""
-    return shlex.quote(f"{key}={path_value(path)}")
+def go_on_words(folder: str | Path) -> str:
+    """What to add to the command, in a shell, to go on in the run folder."""
+    return shlex.quote(f"hydra.run.dir={path_value(folder)}")

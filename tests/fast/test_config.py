@@ -16,7 +16,7 @@ from lockstep.config.check import OPTIONS, check, check_nodes, explain, flatten,
 from lockstep.config.record import config_flags
 from lockstep.config.schema import CONF, RunConfig
 from lockstep.errors import ConfigError, show
-from lockstep.launchers.env import EnvLauncher
+from lockstep.launchers.base import EnvLauncher
 from lockstep.tasks.base import Task
 from support.configs import NEEDS, as_composed, composed
 from support.refusals import accepted, answer

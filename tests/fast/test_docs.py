@@ -79,7 +79,7 @@ def test_the_commands_compose_and_containers_have_more_shared_memory_than_64_mb(
     commands = [shlex.split(service["command"]) for service in SERVICES]
     for command in (*commands, JOB["spec"]["trainer"]["command"]):
         cfg = composed(*command[command.index("src/train.py") + 1 :])
-        assert cfg.launch["_target_"] == "lockstep.launchers.env.EnvLauncher"  # torchrun starts the ranks
+        assert cfg.launch["_target_"] == "lockstep.launchers.base.EnvLauncher"  # torchrun starts the ranks
     assert [service["shm_size"] for service in SERVICES] == ["1gb", "1gb"]
     assert "medium: Memory" in (ROOT / "deploy" / "kubernetes.yaml").read_text()
 

@@ -21,12 +21,10 @@ import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from lockstep.distributed.backend import choose_backend, number_of_threads
 from lockstep.distributed.environment import RankInfo, read_rank_info
 from lockstep.distributed.host import cpu_count
 from lockstep.distributed.run_folder import HeldFolder
-from lockstep.distributed.watch import watch
-from lockstep.distributed.world import join_world
+from lockstep.distributed.world import choose_backend, join_world, number_of_threads, watch
 from lockstep.errors import ConfigError
 from lockstep.failures.record import heartbeat
 from lockstep.launchers.slurm import SlurmLauncher

@@ -46,10 +46,10 @@ def test_a_run_on_a_gpu_goes_on_on_the_cpu(start, tmp_path):
 
 def train_on_first_gpu(cfg):
     """A training whose ranks are all on one GPU, over gloo: NCCL refuses that."""
-    from lockstep.distributed import backend
+    from lockstep.distributed import world
 
     os.environ["LOCAL_RANK"] = "0"  # from which torch's meshes choose a GPU
-    backend.choose_device = lambda *_: torch.device("cuda", 0)
+    world.choose_device = lambda *_: torch.device("cuda", 0)
     return train(cfg)
 
 

@@ -11,7 +11,7 @@ import torch
 from lockstep.distributed.host import cpu_count
 from lockstep.distributed.world import join_world
 from lockstep.errors import ConfigError
-from lockstep.launchers.env import EnvLauncher
+from lockstep.launchers.base import EnvLauncher
 from lockstep.launchers.local import LocalLauncher, resolve_nproc
 from support.commands import wait_for
 from support.sockets import listening_addresses

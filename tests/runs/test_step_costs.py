@@ -24,7 +24,7 @@ STEPS = 100  # in which calls are counted, and in as many later ones operators: 
 CALLS, OPERATORS = 34, 1  # more than the bare loop has, at most
 FRAMES = [
     "train.py:main",
-    "lockstep/launchers/env.py:launch",
+    "lockstep/launchers/base.py:launch",
     "lockstep/modes/train.py:work",
     "lockstep/training/loop.py:fit",
     "lockstep/training/step.py:__call__",

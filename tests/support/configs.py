@@ -19,7 +19,7 @@ from lockstep.compat import hydra_version_base
 from lockstep.config.check import check, instantiate, with_own_arguments
 from lockstep.config.record import ConfigRecord, record_config
 from lockstep.config.schema import RunConfig
-from lockstep.launchers.env import EnvLauncher
+from lockstep.launchers.base import EnvLauncher
 from lockstep.modes.base import Parts
 from support.commands import ROOT, WHOLE
 

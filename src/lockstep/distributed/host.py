@@ -1,13 +1,9 @@
-"""What the operating system does for a process: cores, memory, an end together with another process, a folder."""
+"""What the operating system does for a process: cores, memory, an end together with another process."""
 
 import ctypes
 import os
-import shutil
 import signal
-import socket
 from pathlib import Path
-
-from lockstep.compat import multiprocessing_folder
 
 ENDS_WITH_PARENT = "LOCKSTEP_ENDS_WITH_PARENT"  # in the environment of a training that a notebook has started
 PR_SET_PDEATHSIG, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3
@@ -20,12 +16,6 @@ def usable_cores() -> list[int]:
 
 def cpu_count() -> int:
     return len(usable_cores())
-
-
-def name_of_machine() -> str:
-    """The same for processes that see each other's. Containers of one machine do not."""
-    spaces = [os.readlink(path) for path in ("/proc/self/ns/pid", "/proc/self/ns/net") if os.path.exists(path)]
-    return " ".join([socket.gethostname(), *spaces])
 
 
 def has_native_bf16() -> bool:
@@ -43,9 +33,7 @@ def keep_freed_memory() -> None:
 
 def end_with_parent(number: int = signal.SIGTERM, parent: int | None = None) -> None:
     """Make the kernel send a signal to this process when its parent dies: kill -9 of a launcher must leave no ranks.
-
-    parent: its process; without it, a parent that has died already is not noticed. It works on Linux alone.
-    """
+    parent: its process; without it, a parent that has died already is not noticed. It works on Linux alone."""
     parent = parent or os.getppid()
     if _call_c("prctl", PR_SET_PDEATHSIG, number, 0, 0, 0) and os.getppid() != parent:  # it died before the kernel knew
         os.kill(os.getpid(), number)
@@ -58,10 +46,3 @@ def _call_c(name: str, *numbers: int) -> bool:
     except (AttributeError, OSError, TypeError):
         return False
     return True
-
-
-def remove_temporary_folder() -> None:
-    """Remove the folder of multiprocessing. Call it when nothing is left of this process to do but to exit."""
-    folder = multiprocessing_folder()
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -23,23 +23,22 @@ if TYPE_CHECKING:
 STORE_TIMEOUT = timedelta(seconds=300)
 NAME_SECONDS = 20.0  # for a host name to appear: a cluster may register a pod's name after it has started the pod
 LONGEST_PAUSE = 1.0  # seconds between two questions
+TOO_LATE = "within backend.timeout; type the same command, with the same world size, on every node"
 REQUESTS_PER_SECOND = 5_000  # of all ranks together: a TCPStore answers many times as many
 
 _stores: dict[RankInfo, "Store"] = {}  # one for the life of this process
 
 
 def shared_store(info: RankInfo, timeout: timedelta = STORE_TIMEOUT) -> "Store":
-    """The store of the ranks that `info` describes. timeout: for rank 0 to listen.
-
-    Raises ConfigError if rank 0 must listen at a port that another program uses, and RankMissing.
-    """
+    """The store of the ranks that `info` describes. timeout: for rank 0 to listen. Raises ConfigError if rank 0 must
+    listen at a port that another program uses, and RankMissing."""
     import torch.distributed as dist
 
     address, port = store_address(info), info.master_port
     if info in _stores:
-        return _stores[info]
-    if info.store_file:
-        store: Store = dist.FileStore(info.store_file, info.world_size)
+        store: Store = _stores[info]
+    elif info.store_file:
+        store = dist.FileStore(info.store_file, info.world_size)
     elif not port:
         store = dist.HashStore()
     elif info.agent_store or not info.is_rank_zero:
@@ -81,15 +80,10 @@ def _wait_until_listening(address: str, port: int, seconds: float) -> None:
         except OSError as error:
             limit = min(NAME_SECONDS, seconds) if isinstance(error, socket.gaierror) else seconds
             if time.monotonic() - start > limit:
-                raise RankMissing(
-                    f"rank 0 does not listen at {address}:{port} ({error.strerror or error}); type the same command on "
-                    f"every node, with the address of rank 0's host as MASTER_ADDR or launch.master_addr"
-                ) from None
+                what = f"rank 0 does not listen at {address}:{port} ({error.strerror or error})"
+                where = "with the address of rank 0's host as MASTER_ADDR or launch.master_addr"
+                raise RankMissing(f"{what}; type the same command on every node, {where}") from None
         time.sleep(LONGEST_PAUSE / 10)
-
-
-def _missing(what: str) -> RankMissing:
-    return RankMissing(f"{what} within backend.timeout; type the same command, with the same world size, on every node")
 
 
 def form_group(info: RankInfo, timeout: timedelta) -> "Store":
@@ -104,11 +98,9 @@ def form_group(info: RankInfo, timeout: timedelta) -> "Store":
 
 
 def agree_on_nonce(store: "Store", rank: int, size: int, timeout: timedelta) -> str:
-    """Rank 0 draws a nonce, every rank acknowledges it with a name of its own, and rank 0 confirms each name.
-
-    A rank whose name is not confirmed has read the nonce of an earlier attempt, and waits for the next one. A count of
-    restarts cannot replace the nonce: with two torchrun agents the counts differ.
-    """
+    """Rank 0 draws a nonce, every rank acknowledges it with a name of its own, and rank 0 confirms each name. A rank
+    whose name is not confirmed has read the nonce of an earlier attempt, and waits for the next one. A count of
+    restarts cannot replace the nonce: with two torchrun agents the counts differ."""
     start, deadline = time.monotonic(), time.monotonic() + timeout.total_seconds()
     if rank == 0:
         nonce = uuid.uuid4().hex
@@ -130,7 +122,7 @@ def agree_on_nonce(store: "Store", rank: int, size: int, timeout: timedelta) -> 
         if store.check([confirmed]) and store.get(confirmed).decode() == name:
             return nonce
         time.sleep(min(max(size / REQUESTS_PER_SECOND, (time.monotonic() - start) / 10), LONGEST_PAUSE))
-    raise _missing(f"rank {rank} found no rendezvous to join")
+    raise RankMissing(f"rank {rank} found no rendezvous to join {TOO_LATE}")
 
 
 def _value_of(store: "Store", key: str, deadline: float, complaint: str) -> str:
@@ -140,7 +132,7 @@ def _value_of(store: "Store", key: str, deadline: float, complaint: str) -> str:
     try:
         store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
     except DistStoreError:
-        raise _missing(complaint) from None
+        raise RankMissing(f"{complaint} {TOO_LATE}") from None
     return store.get(key).decode()
 
 
@@ -149,7 +141,17 @@ def run_started_at(info: RankInfo, is_noted: bool = True, timeout: timedelta = S
     """When this run started, by rank 0's clock: the same moment on every rank and after every restart by torchrun, so
     all compose the same run folder. is_noted: a job that Slurm requeues finds its first start in a file. Raises
     RankMissing."""
-    now = _first_start() if is_noted and info.is_rank_zero else datetime.now()
+    now, job, step = datetime.now(), os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
+    if is_noted and info.is_rank_zero and job and step:  # a job that is requeued keeps its number, and nothing else
+        note, before = Path("outputs", ".started", f"slurm-{job}.{step}"), None
+        with suppress(OSError, ValueError):  # none; or an empty one, which a machine that fails can leave
+            if int(os.environ.get("SLURM_RESTART_COUNT", 0)):
+                before = datetime.fromisoformat(note.read_text())
+        with suppress(OSError):  # then the run folder cannot be created either, and that has a message of its own
+            if before is None:
+                note.parent.mkdir(parents=True, exist_ok=True)
+                note.write_text(now.isoformat())
+        now = before or now
     if not info.master_port:
         return now
     store = shared_store(info, timeout)
@@ -157,17 +159,3 @@ def run_started_at(info: RankInfo, is_noted: bool = True, timeout: timedelta = S
         store.compare_set("lockstep/started", "", now.isoformat())
     deadline = time.monotonic() + timeout.total_seconds()
     return datetime.fromisoformat(_value_of(store, "lockstep/started", deadline, "rank 0 did not start the run"))
-
-
-def _first_start() -> datetime:
-    """Now, or when this job of Slurm's started first: one that is requeued keeps its number, and nothing else."""
-    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
-    now, note = datetime.now(), Path("outputs", ".started", f"slurm-{job}.{step}")
-    if job and step:
-        with suppress(OSError, ValueError):  # none; or an empty one, which a machine that fails can leave
-            if int(os.environ.get("SLURM_RESTART_COUNT", 0)):
-                return datetime.fromisoformat(note.read_text())
-        with suppress(OSError):  # then the run folder cannot be created either, and that has a message of its own
-            note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(now.isoformat())
-    return now

@@ -1,6 +1,7 @@
 """The run folder: one config in it, and the lock by which one run holds it. No torch here."""
 
 import errno
+import fcntl
 import logging
 import os
 import socket
@@ -14,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 from lockstep.config.check import flatten, word
 from lockstep.config.record import RECORD, ConfigRecord, sets
 from lockstep.config.schema import NO_NUMBER, SHARED_BY
-from lockstep.errors import ConfigError, differing, path_word, show
+from lockstep.errors import ConfigError, differing, show
 
 if TYPE_CHECKING:
     from lockstep.distributed.world import World
@@ -47,10 +48,8 @@ def require_same_run(record: ConfigRecord, run_dir: str, elsewhere: str | None =
     for key, (before, value) in differing(then, now).items():
         if not sets(key, (*NO_NUMBER, *SHARED_BY, *LIMITS)) and not key.endswith("run_dir"):
             elsewhere = elsewhere or f"hydra.run.dir=<a new folder>, with resume={folder} to begin with its snapshot"
-            raise ConfigError(
-                f"{folder} holds a run with {key}={show(before)}, and here it is {show(value)}; type "
-                f"{word(key, before)} to go on with it, or {elsewhere}"
-            )
+            what = f"{folder} holds a run with {key}={show(before)}, and here it is {show(value)}"
+            raise ConfigError(f"{what}; type {word(key, before)} to go on with it, or {elsewhere}")
 
 
 def unwritable(folder: str | Path, error: OSError, key: str = "hydra.run.dir") -> str:
@@ -59,17 +58,10 @@ def unwritable(folder: str | Path, error: OSError, key: str = "hydra.run.dir") -
     return f"the run folder {folder} cannot be written ({reason}); type {key}=<a folder you can write to, with room>"
 
 
-def go_on_words(folder: str | Path) -> str:
-    """What to add to the command to go on in the run folder."""
-    return path_word("hydra.run.dir", folder)
-
-
 class HeldFolder:
     """The folder of a run, or of a sweep (`what`), while this process holds it: a file lock that the kernel releases.
-
     It is a POSIX record lock: a forked DataLoader worker does not inherit it, so it cannot outlive the rank. Closing
-    any file object of `.lock` in this process releases it.
-    """
+    any file object of `.lock` in this process releases it."""
 
     def __init__(self, folder: Path, what: str = "run") -> None:
         self.folder, self.what = folder, what
@@ -77,8 +69,6 @@ class HeldFolder:
 
     def lock(self) -> str | None:
         """Lock the folder, which is created if it is missing. Returns what is wrong, None if nothing is."""
-        import fcntl  # Windows has none, and `--help` works there
-
         key = f"hydra.{self.what}.dir"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

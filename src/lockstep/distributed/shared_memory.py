@@ -24,31 +24,20 @@ SumInPlace = Callable[[Tensor], object]
 """Takes a vector (n,), which becomes the sum over all ranks. The returned value is not used."""
 
 
-def sum_of_vectors(world: World, length: int, dtype: torch.dtype) -> SumInPlace:
-    """The fastest sum of about `length` values over the ranks: through shared memory, or else by an all-reduce. For 65
-    values on 2 busy CPU ranks shared memory takes a tenth of gloo's time."""
-    try:
-        return SharedMemorySum(world, length, dtype)
-    except ConfigError:  # raised on all ranks alike
-        return world.all_reduce_sum
-
-
 class SharedMemorySum:
     """Sums vectors over the ranks of `world`, those longer than `length` in pieces. Raises ConfigError on all ranks if
-    they are not CPU ranks of one machine that see each other's files.
-
-    Each rank copies its vector into its own slot, sums one part of all slots, and copies the whole sum back. Each part
-    is summed once, in the order of `tree_sum`, so all ranks hold the same bits. Ranks wait for each other by a byte
-    through a pipe: no rank spins if there are more ranks than cores, and a rank that exits is noticed at once.
-    """
+    they are not CPU ranks of one machine that see each other's files. Each rank copies its vector into its own slot,
+    sums one part of all slots, and copies the whole sum back. Each part is summed once, in the order of `tree_sum`, so
+    all ranks hold the same bits. Ranks wait for each other by a byte through a pipe: no rank spins if there are more
+    ranks than cores, and a rank that exits is noticed at once."""
 
     def __init__(self, world: World, length: int, dtype: torch.dtype) -> None:
-        self.world, length = world, min(length, PIECE)
-        possible = sys.platform == "linux" and world.device.type == "cpu" and world.local_size >= world.size
+        self.world, length, size = world, min(length, PIECE), world.size
+        possible = sys.platform == "linux" and world.device.type == "cpu" and world.local_size >= size
         created, problem = "", "" if possible else "is for CPU ranks on one Linux machine"
         try:
             if world.is_rank_zero and possible:
-                created, problem = _create_folder(world.size, (world.size + 1) * length * dtype.itemsize)
+                created, problem = _create_folder(size, (size + 1) * length * dtype.itemsize)
             name, problem = world.broadcast_json([created, problem])
             is_seen = os.path.exists(name)  # containers of one machine may each have their own /dev/shm
             if problem or not all(world.all_gather_json(is_seen)):
@@ -65,8 +54,8 @@ class SharedMemorySum:
         with (folder / "slots").open("r+b") as file:
             memory = mmap.mmap(file.fileno(), 0)
         self.slots = torch.frombuffer(memory, dtype=dtype).view(-1, length)  # one per rank, and the sum
-        rank, peers = self.world.rank, [rank for rank in range(self.world.size) if rank != self.world.rank]
-        flags = os.O_RDONLY | os.O_NONBLOCK
+        rank, flags = self.world.rank, os.O_RDONLY | os.O_NONBLOCK
+        peers = [peer for peer in range(self.world.size) if peer != rank]
         self.readers = {peer: FileIO(os.open(folder / f"{peer}-{rank}", flags)) for peer in peers}
         self.world.barrier()  # a pipe can be opened for writing only after it is open for reading
         self.writers = {peer: FileIO(os.open(folder / f"{rank}-{peer}", os.O_WRONLY), "w") for peer in peers}

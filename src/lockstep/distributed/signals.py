@@ -18,39 +18,37 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
+from lockstep.compat import remove_temporary_folder
 from lockstep.distributed.environment import read_rank_info
-from lockstep.distributed.host import remove_temporary_folder
-from lockstep.distributed.run_folder import go_on_words
-from lockstep.errors import EXIT_INTERRUPTED, EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
+from lockstep.errors import EXIT_INTERRUPTED, EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly, go_on_words, print_line
 from lockstep.failures.record import heartbeat, is_echo
 from lockstep.failures.report import failures_in, leave, newest_snapshot
 
 log = logging.getLogger(__name__)
 
-# SIGHUP: the terminal was closed. SIGUSR1: Slurm's warning before the time limit. Windows has neither.
-STOP_SIGNALS = tuple(one for one in signal.Signals if one.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"))
+# SIGHUP: the terminal was closed. SIGUSR1: Slurm's warning before the time limit.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 REPEAT_AFTER = 2.0  # seconds: one Ctrl-C can arrive twice, from the terminal and from the launcher
 
 
 class Asked:
-    """The signals that have asked for a stop: the first one and a repeated one, and when, by the monotonic clock."""
+    """The signals that have asked for a stop: the first one, when, by the monotonic clock, and a repeated one."""
 
     first: int | None = None
     second: int | None = None
-    first_at = second_at = 0.0
+    first_at = 0.0
 
     def note(self, number: int) -> None:
         now = time.monotonic()
         if self.first is None:
             self.first, self.first_at = number, now
         elif self.second is None and number != signal.SIGUSR1 and now - self.first_at > REPEAT_AFTER:
-            self.second, self.second_at = number, now
+            self.second = number
 
 
-class _Process:
+class _Process(Asked):
     """The state of signals in this process."""
 
-    asked = Asked()
     saves_first = False  # the ranks save after the first signal, before they end
     launcher: int | None = None  # the process that has started this rank, if it is ours
     run_dir: str | Path = "."
@@ -83,8 +81,7 @@ def listen(run_dir: str | Path = ".") -> None:
 
 
 def each_second(look: Callable[[float], object] | None) -> None:
-    """Call `look(time.monotonic())` once a second in the thread that hears signals. One that ends a hang is waited
-    for."""
+    """Call `look(time.monotonic())` once a second in the thread that hears signals. A call that runs is waited for."""
     with _looking:
         _process.look = look
 
@@ -115,7 +112,7 @@ def stop_listening() -> None:
 
 
 def stop_requested() -> bool:
-    return _process.asked.first is not None
+    return _process.first is not None
 
 
 @contextmanager
@@ -153,19 +150,14 @@ def stopped_early(number: int | None = None, in_training: bool = True) -> Stoppe
     reason = "asked to stop, but not every rank answered"
     if number is not None:
         reason = f"ended at once by a second {_name(number)}"
-    if (newest := newest_snapshot(Path(_process.run_dir))) is None:
-        return StoppedEarly(f"{reason}; no snapshot was saved; start again with the same command", code)
-    words = f"the last good snapshot is {newest}; go on there with {go_on_words(_process.run_dir)}"
-    return StoppedEarly(f"{reason}; {words}", code)
+    advice = "no snapshot was saved; start again with the same command"
+    if (newest := newest_snapshot(Path(_process.run_dir))) is not None:
+        advice = f"the last good snapshot is {newest}; go on there with {go_on_words(_process.run_dir)}"
+    return StoppedEarly(f"{reason}; {advice}", code)
 
 
 def _name(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-
-
-def _print(line: str) -> None:
-    with suppress(OSError, ValueError):  # the terminal is closed
-        print(line, file=sys.stderr, flush=True)
 
 
 def handle_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
@@ -177,12 +169,19 @@ def handle_signals(handler: Callable[[int, FrameType | None], object] | signal.H
 
 def _on_signal(number: int, frame: FrameType | None = None) -> None:
     """Signal `number` has arrived. SIGUSR1 ends nothing before the training: Slurm sends it long before the end."""
-    asked, is_first = _process.asked, _process.asked.first is None
-    asked.note(number)
-    if asked.second is not None or not (_process.saves_first or number == signal.SIGUSR1):
-        _end(number)
+    is_first = _process.first is None
+    _process.note(number)
+    if _process.second is not None or not (_process.saves_first or number == signal.SIGUSR1):
+        heartbeat.enter("end")
+        stopped, info = stopped_early(number, _process.saves_first), read_rank_info()
+        # One process of a machine prints the last line. The exit code tells a launcher whether the rank tried to save.
+        prints = _process.launcher is None and (info.local_rank == 0 or info.started_by == "environment")
+        if prints:
+            print_line(f"lockstep: {stopped}", sys.stderr)
+        clean_up()
+        os._exit(stopped.code if prints or _process.saves_first else 128 + number)
     if is_first and _process.saves_first and read_rank_info().is_rank_zero:
-        _print(f"{_name(number)}: stopping after this step; a second one ends at once")
+        print_line(f"{_name(number)}: stopping after this step; a second one ends at once", sys.stderr)
 
 
 def _read_signals(reader: int) -> None:
@@ -198,17 +197,6 @@ def _read_signals(reader: int) -> None:
             except Exception:  # a run does not fail by what looks after it
                 log.warning("hangs are not looked for any more", exc_info=True)
                 _process.look = None
-
-
-def _end(number: int) -> None:
-    heartbeat.enter("end")
-    stopped, info = stopped_early(number, _process.saves_first), read_rank_info()
-    # One process of a machine prints the last line. The exit code tells a launcher whether the rank tried to save.
-    prints = _process.launcher is None and (info.local_rank == 0 or info.started_by == "environment")
-    if prints:
-        _print(f"lockstep: {stopped}")
-    clean_up()
-    os._exit(stopped.code if prints or _process.saves_first else 128 + number)
 
 
 def _forget_in_child() -> None:
@@ -241,8 +229,8 @@ class Relay(Asked):
     def __enter__(self) -> Self:
         self.before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         handle_signals(self._pass_on)
-        if _process.asked.first is not None:  # by SIGUSR1, which Slurm sends, and which ends no process so early
-            self.note(_process.asked.first)
+        if _process.first is not None:  # by SIGUSR1, which Slurm sends, and which ends no process so early
+            self.note(_process.first)
         return self
 
     def __exit__(self, *exception: object) -> None:

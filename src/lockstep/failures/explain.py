@@ -76,10 +76,7 @@ NO_MEMORY = (
     "type trainer.batch_size=<half>, or give the job more memory (for Slurm: --mem)",
 )
 SIGNALS = {
-    "SIGKILL": (
-        "killed, cause not known",
-        "look in the system's log (dmesg, journalctl) for who killed it, then resume",
-    ),
+    "SIGKILL": ("killed, cause not known", "look in the system's log (dmesg, journalctl) for who did so, then resume"),
     "SIGSEGV": ("native code crashed (segmentation fault)", "the Python stack above shows the call that crashed"),
     "SIGBUS": ("native code crashed (bus error), as when /dev/shm or a mapped file is full", "free some space there"),
     "SIGTERM": ("another program asked it to end (SIGTERM)", "resume when that program allows it"),

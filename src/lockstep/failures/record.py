@@ -31,8 +31,12 @@ from lockstep.files import PROJECT, is_library, is_project, is_users, write_whol
 FOLDER = "LOCKSTEP_RANK_FOLDER"  # the environment variable with the folder that a launcher has made
 PHASES: tuple[str, ...] = ("start", "meeting", "prepare", "build", "resume", "train", "evaluation", "snapshot")
 PHASES += ("disk", "export", "mode", "end")
-STACK_SIGNAL = getattr(signal, "SIGUSR2", 0)  # Windows, where only --help works, has none
+STACK_SIGNAL = signal.SIGUSR2
 LONGEST_MESSAGE, LOG_LINES, MOST_SAMPLES = 4000, 20, 1000  # characters; the last ones; of a batch
+
+
+Record = dict[str, Any]
+"""What is known of a rank, as JSON values: the process, its run, and how it has failed."""
 
 
 class Place(NamedTuple):
@@ -80,15 +84,8 @@ def read(path: Path) -> str:
     return ""
 
 
-def oom_counters() -> dict[str, int]:
-    """{file of a control group of this process: how often the kernel has killed there for want of memory}."""
-    groups = re.findall(r"^\d+:(memory|):(.*)$", read(Path("/proc/self/cgroup")), re.M)
-    files = [f"/sys/fs/cgroup/{kind}{group}/memory.{'oom_control' if kind else 'events'}" for kind, group in groups]
-    return {file: oom_kills(file) for file in files}
-
-
 def oom_kills(file: str) -> int:
-    """What a file of `oom_counters` says now."""
+    """How often the kernel has killed for want of memory in a control group. file: of its counters."""
     return sum(map(int, re.findall(r"^oom_kill (\d+)", read(Path(file)), re.M)))
 
 
@@ -109,10 +106,12 @@ class Heartbeat:
         self.memory: Any = memoryview(bytearray(8 * len(Place()))).cast("q")
         self.folder: Path | None = None
         self.stacks = None
-        self.samples: Callable[[], list[int]] | None = None
+        self.samples: Callable[[], list[int]] = list
+        groups = re.findall(r"^\d+:(memory|):(.*)$", read(Path("/proc/self/cgroup")), re.M)
+        files = [f"/sys/fs/cgroup/{kind}{group}/memory.{'oom_control' if kind else 'events'}" for kind, group in groups]
         who = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "pid": os.getpid()}
-        who["oom"] = oom_counters()
-        self.record: dict[str, Any] = who | dict.fromkeys(("run_dir", "log", "resumed", "before"))
+        who["oom"] = {file: oom_kills(file) for file in files}
+        self.record: Record = who | dict.fromkeys(("run_dir", "log", "resumed", "before"))
 
     def share(self, folder: Path | None) -> None:
         """Let other processes of this machine see where this rank is, its stacks, and its failure. None: there is no
@@ -142,7 +141,7 @@ class Heartbeat:
     def place(self) -> Place:
         return Place(*self.memory)
 
-    def enter(self, phase: str, samples: Callable[[], list[int]] | None = None, epoch: int | None = None) -> None:
+    def enter(self, phase: str, samples: Callable[[], list[int]] = list, epoch: int | None = None) -> None:
         """The rank does something else from now on. samples: gives the numbers of those that it trains on. epoch:
         counted from 1."""
         self.samples = samples
@@ -190,26 +189,24 @@ class Heartbeat:
         """Record that this rank fails. The first call counts."""
         if "kind" in self.record or isinstance(error, StoppedEarly):
             return
-        place, found, samples = self.place, exception_record(error), list[int]()
+        place, found = self.place, exception_record(error) | {"samples": []}
         found["is_echo"] &= self.record["world_size"] > 1
         with suppress(Exception):  # they are a part of what failed
-            samples = [] if self.samples is None else self.samples()[:MOST_SAMPLES]
+            found["samples"] = self.samples()[:MOST_SAMPLES]
         found["meaning"], found["advice"] = explain_exception(found)
-        found |= {"phase": place.name, "epoch": place.epoch, "step": place.step, "samples": samples}
-        self.note(time=time.time(), log_lines=last_lines(self.record["log"]), **found)
+        found |= {"phase": place.name, "epoch": place.epoch, "step": place.step, "time": time.time()}
+        self.note(log_lines=last_lines(self.record["log"]), **found)
 
 
 heartbeat = Heartbeat()
 
 
 def read_place(folder: Path, rank: int) -> Place:
-    """Where a rank of this machine is, as far as it is known. A rank that ends as it should is in the phase "end"."""
+    """Where a rank of this machine is, if it is known. A rank that ends as it should is in the phase "end"."""
     with suppress(OSError):
         return Place(*memoryview((folder / f"rank{rank}.at").read_bytes()).cast("q"))
     return Place()
 
-
-# An exception.
 
 PASSES_ON = "__torch_function__"  # of a mode, which sees each operation of a forward pass
 COMPUTING = tuple(f"{PROJECT}/{package}/" for package in ("models", "tasks", "data"))  # no rank waits for others there
@@ -218,24 +215,38 @@ LONGEST_CHAIN = 20  # of exceptions: `raise error from error` has no end
 OF_WORKER = "Original Traceback"  # torch's words before the traceback, as text, of an exception in a DataLoader worker
 
 
-def exception_record(error: BaseException) -> dict[str, Any]:
+def exception_record(error: BaseException) -> Record:
     """What the failure report needs to know of `error`, as JSON values: its kind, type and message, whether it is the
     echo of a lost rank, the line of the user's code, the operation that failed and the shapes in it."""
     raised_in = "".join(frame.file for frame, _ in _trace(error)[-1:])
     is_wrapper = type(error).__name__ == "InstantiationException" or "/torch/distributed/pipelining/" in raised_in
     if is_wrapper and error.__cause__ not in (None, error):  # it is Hydra's, or torch's, of what the user's code raised
         return exception_record(error.__cause__)
-    known = {"kind": kind_of(error), "type": type(error).__name__, "message": message_of(error)}
-    return known | {"is_echo": is_echo(error), **_place(error)}
+    known: Record = {"kind": kind_of(error), "type": type(error).__name__, "message": message_of(error)}
+    known["is_echo"] = is_echo(error)
+    # The innermost line of the user's code; of this project's if there is none; else the innermost of all. With the
+    # tensors and modules that it names.
+    traces = [_trace(one) for one in (error, error.__cause__) if one is not None]
+    trace = next((found for found in traces if any(is_users(at.file) for at, _ in found)), traces[0])
+    if not trace:
+        return known
+    at, frame = max(reversed(trace), key=lambda entry: (is_users(entry[0].file), is_project(entry[0].file)))
+    operands = {}
+    for name in dict.fromkeys(re.findall(r"[A-Za-z_]\w*", at.code)):
+        value: Any = frame.f_locals.get(name) if frame else None
+        with suppress(Exception):  # the report must not fail on a property of the user's
+            if hasattr(value, "shape") and hasattr(value, "dtype"):
+                operands[name] = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+            elif hasattr(value, "extra_repr") and not isinstance(value, type):
+                operands[name] = f"{type(value).__name__}({value.extra_repr()})"
+    return known | at._asdict() | {"code": at.code, "operands": operands}
 
 
 def is_echo(error: BaseException | None) -> bool:
     """Whether `error`, or what it was raised from, can come from the loss of another rank. It may also be a mistake of
-    this rank alone, so the time decides among such.
-
-    Not by its words, but by two rules: torch's own type for it; or a broken connection, a timeout or a plain
-    RuntimeError, which C++ raises, where ranks wait for each other: torch's, this project's, or the user's own wait.
-    """
+    this rank alone, so the time decides among such. Not by its words, but by two rules: torch's own type for it; or a
+    broken connection, a timeout or a plain RuntimeError, which C++ raises, where ranks wait for each other: torch's,
+    this project's, or the user's own wait."""
     for _ in range(LONGEST_CHAIN):
         if error is None or isinstance(error, ConfigError):  # that says what to type
             return False
@@ -273,25 +284,6 @@ def _trace(error: BaseException) -> list[tuple[Frame, FrameType | None]]:
     if OF_WORKER in (text := _text(error)):
         found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
         return [(Frame(file, int(line), function), None) for file, line, function in found]
-    walked = [(frame, line, frame.f_code) for frame, line in traceback.walk_tb(error.__traceback__)]
-    lines = [(Frame(code.co_filename, line, code.co_name), frame) for frame, line, code in walked]
+    walked = traceback.walk_tb(error.__traceback__)
+    lines = [(Frame(frame.f_code.co_filename, line, frame.f_code.co_name), frame) for frame, line in walked]
     return [(at, frame) for at, frame in lines if at.function != PASSES_ON or not is_project(at.file)]
-
-
-def _place(error: BaseException) -> dict[str, Any]:
-    """The innermost line of the user's code; of this project's if there is none; else the innermost of all. With the
-    tensors and modules that it names."""
-    traces = [_trace(one) for one in (error, error.__cause__) if one is not None]
-    trace = next((found for found in traces if any(is_users(at.file) for at, _ in found)), traces[0])
-    if not trace:
-        return {}
-    at, frame = max(reversed(trace), key=lambda entry: (is_users(entry[0].file), is_project(entry[0].file)))
-    operands = {}
-    for name in dict.fromkeys(re.findall(r"[A-Za-z_]\w*", at.code)):
-        value: Any = frame.f_locals.get(name) if frame else None
-        with suppress(Exception):  # the report must not fail on a property of the user's
-            if hasattr(value, "shape") and hasattr(value, "dtype"):
-                operands[name] = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-            elif hasattr(value, "extra_repr") and not isinstance(value, type):
-                operands[name] = f"{type(value).__name__}({value.extra_repr()})"
-    return at._asdict() | {"code": at.code, "operands": operands}

@@ -11,11 +11,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import EXIT_FAILED, KIND_CODES, RAISED_BY_ALL, path_value
 from lockstep.failures.explain import explain_exit
-from lockstep.failures.record import last_lines, oom_kills, read, read_place
+from lockstep.failures.record import Record, last_lines, oom_kills, read, read_place
 from lockstep.failures.verdict import parse_stack
 from lockstep.files import write_whole
 
@@ -30,9 +29,9 @@ CRASH = "Fatal Python error: "  # faulthandler's words before the stack of a cra
 CRASHES = {"Segmentation fault": -11, "Aborted": -6, "Bus error": -7, "Illegal instruction": -4}
 ENDED = ("", "Z", "X")  # states of a process
 
-Report = dict[str, Any]
+Report = Record
 """What failure.json holds, see `docs/failures.md` for each key."""
-Ends = Mapping[int, dict[str, Any]]
+Ends = Mapping[int, Record]
 """exit_code, time and is_echo (the launcher has ended it) of each rank whose process has ended."""
 
 
@@ -42,16 +41,16 @@ def process_state(pid: int) -> str:
     return rest[1:2] if is_known or os.path.exists("/proc/self") else "?"
 
 
-def records_in(folder: Path | None) -> list[dict[str, Any]]:
+def records_in(folder: Path | None) -> list[Record]:
     """Of the ranks of this machine, and of a hang."""
     texts = [read(file) for file in sorted(folder.glob("rank*.json"))] if folder else []
     return [json.loads(text) for text in texts if text]
 
 
-def failures_in(folder: Path | None, ends: Ends | None = None) -> list[dict[str, Any]]:
+def failures_in(folder: Path | None, ends: Ends | None = None) -> list[Record]:
     """The record of each rank of this machine that has failed: its own, or of an end without a word. ends: None for
     those that are gone; their starter alone knows the code."""
-    records, found = records_in(folder), list[dict[str, Any]]()
+    records, found = records_in(folder), list[Record]()
     if ends is None:
         gone = [one["rank"] for one in records if process_state(one["pid"]) in ENDED]
         ends = dict.fromkeys(gone, {"exit_code": None, "time": time.time(), "is_echo": False})
@@ -64,28 +63,25 @@ def failures_in(folder: Path | None, ends: Ends | None = None) -> list[dict[str,
             crash, _, frames = stacks.rpartition(CRASH)[2].partition("\n")
             code = CRASHES.get(crash) if one["exit_code"] is None else one["exit_code"]
             one["stack"] = [CRASH + crash, *map(str, parse_stack(frames, of_crash=True))] if crash in CRASHES else []
-            explained = explain_exit(
-                code, place.name, any(oom_kills(file) > count for file, count in one["oom"].items())
-            )
-            one["signal"], one["meaning"], one["advice"] = explained
+            no_memory = any(oom_kills(file) > count for file, count in one["oom"].items())
+            one["signal"], one["meaning"], one["advice"] = explain_exit(code, place.name, no_memory)
             kind = "left" if code is not None and code >= 0 else "killed"
             found.append(one | {"kind": kind, "log_lines": last_lines(one["log"])})
     return found
 
 
-def make_report(failures: Sequence[dict[str, Any]], command: list[str]) -> Report | None:
-    """Of the ranks that have failed, None if none has.
-
-    The first one is the cause of a hang, or the earliest that is no echo: a rank that is lost makes others fail, and
-    these may say so before its end is seen.
-    """
+def make_report(failures: Sequence[Record], command: list[str]) -> Report:
+    """Of the ranks that have failed, empty if none has. The first one is the cause of a hang, or the earliest that is
+    no echo: a rank that is lost makes others fail, and these may say so before its end is seen."""
     if not failures:
-        return None
+        return {}
     first = min(failures, key=lambda one: (one["kind"] != "hang", one["is_echo"], one["time"]))
-    others = sorted((one for one in failures if one["rank"] != first["rank"]), key=lambda one: float(one["time"]))
-    consequences = [{key: one[key] for key in ("rank", "host", "pid")} for one in others]
-    for consequence, one in zip(consequences, others, strict=True):
-        consequence |= {"seconds_later": round(max(0.0, one["time"] - first["time"]), 3), "what": _what(one)}
+    consequences = [
+        {"rank": one["rank"], "host": one["host"], "pid": one["pid"], "what": _what(one)}
+        | {"seconds_later": round(max(0.0, one["time"] - first["time"]), 3)}
+        for one in sorted(failures, key=lambda one: float(one["time"]))
+        if one["rank"] != first["rank"]
+    ]
     (newest, saved_step), folder = first["resumed"] or (None, 0), first["run_dir"]
     if folder is not None and (own := newest_snapshot(Path(folder))) is not None:
         newest, saved_step = str(own), int(own.name.removeprefix("step_"))
@@ -96,21 +92,19 @@ def make_report(failures: Sequence[dict[str, Any]], command: list[str]) -> Repor
     return report | {"world_size": first["world_size"], "exit_code": KIND_CODES.get(first["kind"], EXIT_FAILED)}
 
 
-def identity(first: Mapping[str, Any]) -> dict[str, Any] | None:
+def identity(first: Record) -> Record | None:
     """What is alike in a failure that a restart cannot pass; None if a restart may."""
     keys = ("kind", "type", "file", "line", "step", "meaning")
     return {key: first.get(key) for key in keys} if first["kind"] not in ("killed", "left", "config") else None
 
 
 def tell(
-    folder: Path | None, command: list[str], own: dict[str, Any] | None = None, ends: Ends | None = None
-) -> tuple[Report | None, bool]:
-    """(the report on the ranks of this machine, None if none has failed; whether this process prints it). It is left in
-    the run folder. One process of a machine prints it, and who knows better than an earlier report.
-
-    What is only the echo of a lost rank gives way: other ranks, also of other machines, may have failed first, and are
-    awaited for a while. own: the record of this rank, if it is one. ends: see `failures_in`.
-    """
+    folder: Path | None, command: list[str], own: Record | None = None, ends: Ends | None = None
+) -> tuple[Report, bool]:
+    """(the report on the ranks of this machine, empty if none has failed; whether this process prints it). It is left
+    in the run folder. One process of a machine prints it, and who knows better than an earlier report. What is only the
+    echo of a lost rank gives way: other ranks, also of other machines, may have failed first, and are awaited for a
+    while. own: the record of this rank, if it is one. ends: see `failures_in`."""
     failures, start = failures_in(folder, ends), time.monotonic()
     while own and len(failures) < len(records_in(folder)):
         if time.monotonic() - start > (ECHO_SECONDS if own["is_echo"] else END_SECONDS):
@@ -118,7 +112,7 @@ def tell(
         time.sleep(0.02)
         failures = failures_in(folder)
     report = make_report(failures or ([own] if own else []), command)
-    if report is None or report["first"]["kind"] == "config":  # that rank shows its sentence itself
+    if not report or report["first"]["kind"] == "config":  # that rank shows its sentence itself
         return report, False
     first, run_dir, prints = report["first"], report["run"]["folder"], folder is None or claim(folder / PRINTED)
     if run_dir is None:
@@ -160,28 +154,21 @@ def read_report(folder: Path) -> Report | None:
     return None
 
 
-# How to go on.
-
-
 def newest_snapshot(run_dir: Path) -> Path | None:
     """The newest numbered snapshot."""
     found = run_dir.glob("snapshots/step_*")
     return max((path for path in found if re.fullmatch(r"step_\d+", path.name)), default=None)
 
 
-def resume_command(words: list[str], run_dir: str | None) -> str:
+def resume_command(words: list[str], run_dir: str) -> str:
     """The command that goes on in the same run folder."""
-    if not words or run_dir is None:
-        return ""
     kept = [word for word in words if not word.startswith("hydra.run.dir=")]
     return shlex.join([*kept, f"hydra.run.dir={path_value(Path(run_dir))}"])
 
 
 def typed_command(started_by: str = "python") -> list[str]:
     """The words that started this process, with those of torchrun, mpirun or srun before them if it was one of these.
-
-    started_by: see `RankInfo`. Only of srun the words are not known: it runs on another machine.
-    """
+    started_by: see `RankInfo`. Only of srun the words are not known: it runs on another machine."""
     words = [os.path.basename(sys.executable), *sys.argv]
     if started_by not in ("torchrun", "mpirun"):
         return ["srun"] * (started_by == "srun") + words
@@ -193,9 +180,6 @@ def typed_command(started_by: str = "python") -> list[str]:
     return words
 
 
-# The screen.
-
-
 def in_one_line(report: Report) -> str:
     """For example: rank 1 of 2: RuntimeError: mat1 and mat2 shapes cannot be multiplied."""
     first = report["first"]
@@ -205,7 +189,7 @@ def in_one_line(report: Report) -> str:
     return f"rank {first['rank']} of {report['world_size']}: {_what(first)}{why}"
 
 
-def _what(one: Mapping[str, Any]) -> str:
+def _what(one: Record) -> str:
     if "type" in one:
         return f"{one['type']}: {one['message'].partition(chr(10))[0]}"
     return f"hangs: {one['verdict']}" if one["kind"] == "hang" else f"it ended: {one['signal']}"
@@ -214,8 +198,6 @@ def _what(one: Mapping[str, Any]) -> str:
 def screen(report: Report) -> str:
     """At most 40 lines: what failed, what it means, what to type; what followed; the log; where the run is."""
     first, run, others = report["first"], report["run"], report["consequences"]
-    if first["kind"] == "config":
-        return f"lockstep: {first['message']}"
     who = f"rank {first['rank']} of {report['world_size']}"
     epoch = f", in epoch {first['epoch']}, after step {first['step']}" if first["epoch"] else ""
     where = f"({first['host']}, pid {first['pid']}){epoch}, in the phase {first['phase']}"
@@ -224,8 +206,18 @@ def screen(report: Report) -> str:
         lines = [*more, f"  raised by all ranks, first by {who} {where}"]
         others = [one for one in others if one["what"] != f"{first['type']}: {first['message']}"]
     else:
-        head = f"lockstep: {who} {'hangs' if first['kind'] == 'hang' else 'failed first'} {where}"
-        lines = [f"  {line}" for line in _evidence(first)]
+        head, seen = f"lockstep: {who} failed first {where}", [_what(first), *first.get("stack", [])[:STACK_LINES]]
+        seen += [line for line in first.get("message", "").splitlines()[1:] if line.strip()][:3]
+        if first["kind"] == "hang":
+            head, silence = f"lockstep: {who} hangs {where}", f"{first['silent_seconds']:.0f} s"
+            seen = [f"no rank has made progress for {silence}", *first["table"], f"verdict: {first['verdict']}"]
+        if "file" in first:
+            seen.append(f"at {first['file']}:{first['line']} in {first['function']}: {first['code']}")
+            seen += [f"  {name}: {text}" for name, text in list(first["operands"].items())[:5]]
+        if samples := first.get("samples", []):
+            count = f", ... ({len(samples)} in all)" if len(samples) > SAMPLES else ""
+            seen.append(f"its batch held the samples {', '.join(map(str, samples[:SAMPLES]))}{count}")
+        lines = [f"  {line}" for line in seen]
         for line in (f"what it means: {first['meaning']}", f"what to do: {first['advice']}"):
             lines += textwrap.wrap(line, COLUMNS, subsequent_indent="  ", break_long_words=False)
     if report["will_fail_again"]:
@@ -242,19 +234,3 @@ def screen(report: Report) -> str:
     ends += [f"resume: {run['resume']}"] if run["resume"] else []
     shown = [line.replace(f"{os.getcwd()}/", "")[:COLUMNS] for line in lines[: LINES - 1 - len(ends)]]
     return "\n".join([head, *shown, *ends])
-
-
-def _evidence(first: Mapping[str, Any]) -> list[str]:
-    """What was seen: the table of a hang, the exception and its place, or how the process ended and its stack."""
-    if first["kind"] == "hang":
-        silence = f"no rank has made progress for {first['silent_seconds']:.0f} s"
-        return [silence, *first["table"], f"verdict: {first['verdict']}"]
-    lines = [_what(first), *first.get("stack", [])[:STACK_LINES]]
-    lines += [line for line in first.get("message", "").splitlines()[1:] if line.strip()][:3]
-    if "file" in first:
-        lines.append(f"at {first['file']}:{first['line']} in {first['function']}: {first['code']}")
-        lines += [f"  {name}: {text}" for name, text in list(first["operands"].items())[:5]]
-    if samples := first.get("samples", []):
-        more = f", ... ({len(samples)} in all)" if len(samples) > SAMPLES else ""
-        lines.append(f"its batch held the samples {', '.join(map(str, samples[:SAMPLES]))}{more}")
-    return lines

@@ -46,12 +46,9 @@ class Collective(NamedTuple):
 
 
 class Facts:
-    """What is known of a rank. All but `place` may come from JSON.
-
-    busy: whether it, or a process that it has started, computes. mute: why it has not answered, "" for one that has.
-    stack: of its main thread, the innermost frame first; or of the process `worker` of its loader, which is in the
-    user's code. calls: its collectives, in order.
-    """
+    """What is known of a rank. All but `place` may come from JSON. busy: whether it, or a process that it has started,
+    computes. mute: why it has not answered, "" for one that has. stack: of its main thread, the innermost frame first;
+    or of the process `worker` of its loader, which is in the user's code. calls: its collectives, in order."""
 
     def __init__(
         self, rank: int, host: str, pid: int, place: Any, busy: bool, mute: str, worker: int, stack: Any, calls: Any
@@ -139,11 +136,9 @@ def find_verdict(facts: Sequence[Facts], world_size: int) -> Verdict:
 
 
 def different_calls(facts: Sequence[Facts], all_begun: bool) -> Verdict | None:
-    """On the first collective in which a rank waits, and which not all ranks of its group do alike.
-
-    all_begun: whether it must be one that each of them has begun. A rank that waits in a call which all have made waits
-    for the network, and has left out no later one.
-    """
+    """On the first collective in which a rank waits, and which not all ranks of its group do alike. all_begun: whether
+    it must be one that each of them has begun. A rank that waits in a call which all have made waits for the network,
+    and has left out no later one."""
     for group in dict.fromkeys(call.group for rank in facts for call in rank.calls):
         members = {rank.rank: {call.number: call for call in rank.calls if call.group == group} for rank in facts}
         members = {rank: calls for rank, calls in members.items() if calls}
@@ -201,9 +196,6 @@ def table(facts: Sequence[Facts], verdict: Verdict) -> list[str]:
 def name_ranks(ranks: Sequence[int]) -> str:
     *others, last = map(str, ranks)
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
-
-
-# Reading what faulthandler and torch's flight recorder write.
 
 
 def parse_stack(text: str, of_crash: bool = False) -> list[Frame]:

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.compat import flight_records
-from lockstep.errors import EXIT_HANG
+from lockstep.errors import EXIT_HANG, print_line
 from lockstep.failures import verdict as verdicts
-from lockstep.failures.record import STACK_SIGNAL, Place, heartbeat, last_lines, read, read_place
+from lockstep.failures.record import STACK_SIGNAL, Place, Record, heartbeat, last_lines, read, read_place
 from lockstep.failures.report import ENDED, claim, leave, process_state
 from lockstep.failures.verdict import Facts, Verdict
 from lockstep.files import is_users, write_whole
@@ -43,23 +43,22 @@ LONGEST_LOOK = 1.1  # seconds that the time between two looks counts: the rest, 
 COMPUTING_SECONDS, MAIN_SECONDS, ALL_SHARE = 0.4, 0.004, 0.2
 ANSWER_SECONDS, STACK_SECONDS, MACHINES_SECONDS, END_SECONDS = 10.0, 1.0, 12.0, 2.0
 FRESH_SECONDS = 60.0  # facts of another machine that are older tell of an earlier hang
+MUTE = dict.fromkeys(ENDED, verdicts.GONE) | {"T": verdicts.STOPPED}  # why a process in this state does not answer
 ASK, END = "ask", "end"  # files of a rank that examines its machine, while it does, and when it has found a hang
 LOADERS = ("/torch/utils/data/", "/lockstep/data/")
 
 
 @dataclass
 class Watchdog:
-    """Looks after the ranks of this machine.
-
-    world: see lockstep.distributed.world. open_store: opens what all machines share, once it is needed. timeout,
-    on_hang: of the config's `watch`. show: prints a verdict that ends the run, where no launcher does.
-    """
+    """Looks after the ranks of this machine. world: see lockstep.distributed.world. open_store: opens what all machines
+    share, once it is needed. timeout, on_hang: of the config's `watch`. show: prints a verdict that ends the run, where
+    no launcher does."""
 
     world: Any
     open_store: Callable[[], Any]
     timeout: float | None
     on_hang: str
-    show: Callable[[dict[str, Any]], None] | None
+    show: Callable[[Record], None] | None
     places: dict[int, Place] = field(default_factory=dict)
     silence: float = 0.0
     last_look: float = field(default_factory=time.monotonic)
@@ -73,8 +72,15 @@ class Watchdog:
         self.last_look = now
         if (places := self._places()) != self.places:
             self.places, self.silence, self.next_examination = places, 0.0, 0.0
-        if heartbeat.folder is not None:
-            self._answer(heartbeat.folder)
+        if (folder := heartbeat.folder) is not None:  # do what another rank of this machine asks for
+            if (folder / END).exists():
+                os._exit(EXIT_HANG)
+            with suppress(OSError):  # nobody asks
+                asked_at = (folder / ASK).stat().st_mtime_ns
+                if asked_at != self.asked_at:
+                    self.asked_at, self.next_examination = asked_at, self.silence + self.limit(first_step=1.0)
+                    facts = json.dumps([asked_at, *self._own()])
+                    write_whole(folder / f"rank{self.world.rank}.facts", facts, sync=False)
         if self.silence > max(self.limit(first_step=1.0), self.next_examination):
             self.examine()
             self.last_look = time.monotonic()
@@ -96,22 +102,11 @@ class Watchdog:
             return seconds
         return min(seconds, max(BACKEND_SHARE * float(self.world.timeout), self.timeout or 0.0))
 
-    def _answer(self, folder: Path) -> None:
-        """Do what another rank of this machine asks for: tell what it cannot see, or end."""
-        if (folder / END).exists():
-            os._exit(EXIT_HANG)
-        with suppress(OSError):  # nobody asks
-            asked_at = (folder / ASK).stat().st_mtime_ns
-            if asked_at != self.asked_at:
-                self.asked_at, self.next_examination = asked_at, self.silence + self.limit(first_step=1.0)
-                write_whole(folder / f"rank{self.world.rank}.facts", json.dumps([asked_at, *self._own()]), sync=False)
-
     def _own(self) -> list[Any]:
-        """The stack of this rank's main thread, and its collectives."""
-        main = sys._current_frames()[threading.main_thread().ident or 0]
-        walked = [(frame.f_code, line) for frame, line in traceback.walk_stack(main)]
-        calls = verdicts.parse_calls(flight_records(), heartbeat.place.values)
-        return [[(code.co_filename, line, code.co_name) for code, line in walked], calls]
+        """What no other rank can see: the stack of this one's main thread, and its collectives."""
+        walked = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
+        stack = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walked]
+        return [stack, verdicts.parse_calls(flight_records(), heartbeat.place.values)]
 
     def examine(self) -> None:
         """Explain the silence of the ranks of this machine, if no other one of them does that now."""
@@ -140,9 +135,8 @@ class Watchdog:
         if self.told != (told := f"{verdict.kind} {verdict.ranks} {self.places}"):
             self.told = told
             log.warning("%s", text)
-            with suppress(OSError, ValueError):
-                if self.world.rank:  # the log of rank 0 is on the screen
-                    print(text, file=sys.stderr, flush=True)
+            if self.world.rank:  # the log of rank 0 is on the screen
+                print_line(text, sys.stderr)
 
     def _facts_here(self) -> list[list[Any]]:
         """`Facts` of the ranks of this machine that have not ended well: what they answer, and what is seen of them."""
@@ -150,29 +144,26 @@ class Watchdog:
         asked = [rank for rank, place in self.places.items() if place.name != "end"]
         self.asked_at = (folder / ASK).stat().st_mtime_ns if heartbeat.folder else 0
         answers, deadline = {self.world.rank: self._own()}, time.monotonic() + ANSWER_SECONDS
-
-        def may_answer(rank: int) -> bool:
-            return rank not in answers and process_state(here[rank]) not in (*ENDED, "T", "t")
-
-        while any(map(may_answer, asked)) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            silent = [rank for rank in asked if rank not in answers and process_state(here[rank]) not in (*MUTE, "t")]
+            if not silent:
+                break
             time.sleep(0.05)
-            for rank in {*asked} - {*answers}:
+            for rank in silent:
                 asked_at, *answer = json.loads(read(folder / f"rank{rank}.facts") or "[0]")
                 answers |= {rank: answer} if asked_at == self.asked_at else {}
         busy, found = computing([here[rank] for rank in asked]), list[list[Any]]()
         for rank in asked:
             pid, worker, (stack, calls) = here[rank], 0, answers.get(rank, ([], []))
             state = process_state(pid)
-            mute = verdicts.GONE if state in ENDED else verdicts.STOPPED if state == "T" else verdicts.NO_ANSWER
-            if rank in answers:
-                mute = ""
-                if any(part in file for file, *_ in stack for part in LOADERS):
-                    of_workers = ((child, self._stack_of(rank, child)) for child in children(pid))
-                    in_users_code = (one for one in of_workers if any(is_users(file) for file, *_ in one[1]))
-                    worker, stack = next(in_users_code, (0, stack))
-            elif mute == verdicts.NO_ANSWER and state != "t":
+            mute = "" if rank in answers else MUTE.get(state, verdicts.NO_ANSWER)
+            if mute == verdicts.NO_ANSWER and state != "t":
                 stack = self._stack_of(rank, pid)
-            place, host = self.places[rank], heartbeat.record["host"]
+            elif any(part in file for file, *_ in stack for part in LOADERS):
+                of_workers = ((child, self._stack_of(rank, child)) for child in children(pid))
+                in_users_code = (one for one in of_workers if any(is_users(file) for file, *_ in one[1]))
+                worker, stack = next(in_users_code, (0, stack))
+            host, place = heartbeat.record["host"], self.places[rank]
             found.append([rank, host, pid, place, pid in busy, mute, worker, stack, calls])
         return found
 
@@ -208,7 +199,7 @@ class Watchdog:
                 time.sleep(0.1)
         return known
 
-    def _end(self, facts: list[Facts], verdict: Verdict, seen: dict[str, Any]) -> None:
+    def _end(self, facts: list[Facts], verdict: Verdict, seen: Record) -> None:
         """End the ranks of this machine: one that hangs leaves no other trace of its cause."""
         cause = next((rank for rank in facts if rank.rank in verdict.ranks), facts[0])
         record, others = heartbeat.record, [pid for rank, pid in self.world.here.items() if rank != self.world.rank]
@@ -252,12 +243,13 @@ def computing(pids: list[int]) -> set[int]:
     before = {one: cpu_seconds(one) for family in families.values() for one in family}
     time.sleep(COMPUTING_SECONDS)
 
-    def computes(pid: int) -> bool:
-        of_main, of_all = (now - then for now, then in zip(cpu_seconds(pid), before[pid], strict=True))
-        is_running = process_state(pid) in ("R", "t")  # or waits for a core, or is in a debugger
-        return is_running or of_main > MAIN_SECONDS or of_all > ALL_SHARE * COMPUTING_SECONDS
-
-    return {pid for pid, family in families.items() if any(map(computes, family))}
+    busy = set[int]()
+    for one, then in before.items():
+        of_main, of_all = (after - at_first for after, at_first in zip(cpu_seconds(one), then, strict=True))
+        is_running = process_state(one) in ("R", "t")  # or waits for a core, or is in a debugger
+        if is_running or of_main > MAIN_SECONDS or of_all > ALL_SHARE * COMPUTING_SECONDS:
+            busy.add(one)
+    return {pid for pid, family in families.items() if busy.intersection(family)}
 
 
 def cpu_seconds(pid: int) -> tuple[float, float]:

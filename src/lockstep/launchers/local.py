@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -26,16 +27,14 @@ from annotated_types import Ge, Le
 from lockstep import errors
 from lockstep.config.schema import Count, Ranks, StartMethod, Whole
 from lockstep.distributed import signals
-from lockstep.distributed.environment import DEFAULT_PORT, LOOPBACK, STARTED_BY, STORE_FILE, node_rank_info
+from lockstep.distributed.environment import DEFAULT_PORT, LOOPBACK, STARTED_BY, STORE_FILE, RankInfo, node_rank_info
 from lockstep.distributed.host import cpu_count, end_with_parent
 from lockstep.distributed.rendezvous import shared_store
-from lockstep.errors import ConfigError, RankFailed, StoppedEarly
-from lockstep.failures.record import FOLDER, heartbeat, read_place
-from lockstep.failures.report import screen, tell, typed_command
-from lockstep.launchers.base import Launcher, Worker, flush_output, print_line, refuse_nesting
+from lockstep.errors import ConfigError, RankFailed, StoppedEarly, print_line
+from lockstep.failures.record import FOLDER, Record, heartbeat, read_place
+from lockstep.failures.report import Ends, screen, tell, typed_command
+from lockstep.launchers.base import Launcher, Worker, flush_output, refuse_nesting
 
-Ends = dict[int, dict[str, Any]]
-"""{rank: its exit_code, time, and is_echo, whether this process killed it}"""
 POLL_SECONDS = 0.2  # where a process that a rank has forked hides the rank's end
 AFTER_SECOND_SIGNAL = 1.5  # seconds until ranks that have not ended are killed
 # The same after the end of a rank, by its exit code; and longer while a rank saves.
@@ -48,44 +47,40 @@ def resolve_nproc(nproc_per_node: int | str) -> int:
     """The number of ranks on this machine, by torchrun's rules. Raises ConfigError."""
     if isinstance(nproc_per_node, int):
         return nproc_per_node
-    if nproc_per_node == "cpu":
-        return cpu_count()
     import torch
 
-    gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count() if nproc_per_node != "cpu" else 0
     if nproc_per_node == "gpu" and not gpus:
         raise ConfigError("launch.nproc_per_node=gpu finds no GPU here; type launch.nproc_per_node=cpu")
     return gpus or cpu_count()
 
 
+@dataclass
 class LocalLauncher(Launcher):
     """Ranks on this machine, and those of one run on several nodes: there the same command runs on each, with its own
     `node_rank`. conf/launch/fork.yaml and spawn.yaml describe the keys."""
 
     starts_processes = True
 
-    def __init__(
-        self,
-        start_method: StartMethod,
-        nproc_per_node: Ranks,
-        max_restarts: Whole = 0,
-        nnodes: Count = 1,
-        node_rank: Whole = 0,
-        master_addr: str = LOOPBACK,
-        master_port: Annotated[int, Ge(1), Le(65535)] = DEFAULT_PORT,
-    ) -> None:
-        self.start_method, self.nproc_per_node, self.max_restarts = start_method, nproc_per_node, max_restarts
-        self.nnodes, self.node_rank, self.node = nnodes, node_rank, (nnodes, node_rank, master_addr, master_port)
+    start_method: StartMethod
+    nproc_per_node: Ranks
+    max_restarts: Whole = 0
+    nnodes: Count = 1
+    node_rank: Whole = 0
+    master_addr: str = LOOPBACK
+    master_port: Annotated[int, Ge(1), Le(65535)] = DEFAULT_PORT
 
     def validate(self) -> None:
         resolve_nproc(self.nproc_per_node)
         refuse_nesting()
         if self.nnodes > 1:
-            node_rank_info(*self.node)  # refuses a number that does not fit
+            self.node()  # refuses a number that does not fit
             if self.start_method == "fork" or self.max_restarts:  # their store has threads, and no forks beside them
-                raise ConfigError(
-                    "several nodes need launch=spawn, and launch.max_restarts=0: torchrun --max-restarts can do that"
-                )
+                advice = "launch.max_restarts=0: torchrun --max-restarts can do that"
+                raise ConfigError(f"several nodes need launch=spawn, and {advice}")
+
+    def node(self) -> RankInfo:
+        return node_rank_info(self.nnodes, self.node_rank, self.master_addr, self.master_port)
 
     def num_ranks(self) -> tuple[int, int]:
         ranks = resolve_nproc(self.nproc_per_node)
@@ -100,11 +95,10 @@ class LocalLauncher(Launcher):
         world_size, ranks_here = self.num_ranks()
         env = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(ranks_here), STARTED_BY: self.start_method}
         if self.nnodes > 1:  # the parent of the first node hosts the store
-            node = node_rank_info(*self.node)
-            env |= {"MASTER_ADDR": node.master_addr, "MASTER_PORT": str(node.master_port)}
+            env |= {"MASTER_ADDR": self.master_addr, "MASTER_PORT": str(self.master_port)}
             env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-            if node.is_rank_zero:
-                shared_store(node)
+            if self.node_rank == 0:
+                shared_store(self.node())
         with signals.Relay() as relay:
             for attempt in itertools.count():
                 try:
@@ -140,8 +134,7 @@ class LocalLauncher(Launcher):
                     process.start()
                 relay.start([process.pid for process in processes.values()])
             value, ends = wait(processes, reader, folder, relay)
-            if (error := outcome(folder, ends, relay)) is not None:
-                raise error
+            check_ends(folder, ends, relay)
             return value
         finally:
             for process in processes.values():
@@ -155,7 +148,8 @@ class LocalLauncher(Launcher):
 def wait(processes: dict[int, Any], results: Any, folder: Path, relay: signals.Relay) -> tuple[Any, Ends]:
     """Wait until all ranks have ended. Returns rank 0's value, which may be larger than a pipe holds, and their ends.
     Kills those that do not end, after a failure or while the others have stopped."""
-    value, ends, waiting, killed, deadline = None, Ends(), dict(processes), set[int](), math.inf
+    value, ends, waiting, deadline = None, dict[int, Record](), dict(processes), math.inf
+    killed = set[int]()
     while waiting or results.poll():
         sentinels = [process.sentinel for process in waiting.values()]
         multiprocessing.connection.wait([*sentinels, results], POLL_SECONDS)
@@ -168,7 +162,7 @@ def wait(processes: dict[int, Any], results: Any, folder: Path, relay: signals.R
             grace = 0.0 if code == errors.EXIT_HANG else GRACES.get(code, GRACE) if ends_well else GRACE
             deadline = min(deadline, now + grace)
         if relay.second is not None:
-            deadline = min(deadline, relay.second_at + AFTER_SECOND_SIGNAL)
+            deadline = min(deadline, now + AFTER_SECOND_SIGNAL)
         may_save = relay.second is None and errors.EXIT_HANG not in [end["exit_code"] for end in ends.values()]
         for rank, process in waiting.items():
             saves = may_save and read_place(folder, rank).name in ("snapshot", "disk")
@@ -178,30 +172,28 @@ def wait(processes: dict[int, Any], results: Any, folder: Path, relay: signals.R
     return value, ends
 
 
-def outcome(folder: Path, ends: Ends, relay: signals.Relay) -> BaseException | None:
-    """What the exit codes of the ranks and their records in the folder say; None if all have finished."""
+def check_ends(folder: Path, ends: Ends, relay: signals.Relay) -> None:
+    """Raise what the exit codes of the ranks and their records in the folder say, unless all have finished."""
     codes, stopped = [end["exit_code"] for end in ends.values()], None
     before_training = [number for number in signals.STOP_SIGNALS if 128 + number in codes]
     have_stopped = any(code in STOP_EXITS for code in codes)
     if relay.second is not None:
         stopped = signals.stopped_early(relay.second)
     elif have_stopped and all(code in (errors.EXIT_FINISHED, *STOP_EXITS) for code in codes):
-        return StoppedEarly("the ranks stopped early", max(code or 0 for code in codes))  # rank 0 has said so
+        raise StoppedEarly("the ranks stopped early", max(code or 0 for code in codes))  # rank 0 has said so
     elif before_training:
         stopped = signals.stopped_early(before_training[0], in_training=False)
     elif have_stopped and relay.first is not None:
         stopped = signals.stopped_early()
     if stopped is not None:
         print_line(f"lockstep: {stopped}", sys.stderr)
-        return stopped
+        raise stopped
     report, _ = tell(folder, typed_command(), ends=ends)
-    if report is None:
-        what = "lockstep: a rank ended before it could say why; its own words are above"
-        return RankFailed(what, {}) if any(codes) else None
-    first = report["first"]
-    if first["kind"] != "config":
-        return RankFailed(screen(report), report)
-    return ConfigError(first["message"])
+    if report and report["first"]["kind"] == "config":
+        raise ConfigError(report["first"]["message"])
+    if report or any(codes):
+        unknown = "lockstep: a rank ended before it could say why; its own words are above"
+        raise RankFailed(screen(report) if report else unknown, report)
 
 
 def run_rank(

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -17,8 +18,8 @@ from omegaconf import OmegaConf
 from lockstep.config.record import config_flags
 from lockstep.config.schema import Count, Whole
 from lockstep.distributed.signals import Relay
-from lockstep.errors import ConfigError, RankFailed, StoppedEarly, path_value
-from lockstep.launchers.base import Launcher, Worker, print_line, refuse_nesting
+from lockstep.errors import ConfigError, RankFailed, StoppedEarly, path_value, print_line
+from lockstep.launchers.base import Launcher, Worker, refuse_nesting
 from lockstep.runs.record import SWEEP
 
 SCRIPT = """\
@@ -40,30 +41,24 @@ exit $code
 """
 
 
+@dataclass
 class SlurmLauncher(Launcher):
     """Submits this run; srun starts its ranks on the job's nodes, and `launch=env` joins them there.
     conf/launch/slurm.yaml describes the keys."""
 
     runs_elsewhere = True
 
-    def __init__(
-        self,
-        nodes: Count,
-        ntasks_per_node: Count,
-        cpus_per_task: Count | None,
-        partition: str | None,
-        account: str | None,
-        time: Count | str | None,
-        warning: Whole,
-        options: list[str],
-        setup: list[str],
-        dry_run: bool,
-        run_dir: str,
-    ) -> None:
-        self.ranks, self.folder = (nodes * ntasks_per_node, ntasks_per_node), Path(run_dir).resolve()
-        self.options, self.setup, self.warning, self.dry_run = options, setup, warning, dry_run
-        self.values: dict[str, object] = {"nodes": nodes, "ntasks-per-node": ntasks_per_node, "partition": partition}
-        self.values |= {"account": account, "time": time, "cpus-per-task": cpus_per_task}
+    nodes: Count
+    ntasks_per_node: Count
+    cpus_per_task: Count | None
+    partition: str | None
+    account: str | None
+    time: Count | str | None
+    warning: Whole
+    options: list[str]
+    setup: list[str]
+    dry_run: bool
+    run_dir: str
 
     def validate(self) -> None:
         refuse_nesting()
@@ -71,15 +66,16 @@ class SlurmLauncher(Launcher):
             raise ConfigError("launch=slurm finds no sbatch here; type launch.dry_run=true to see the script")
 
     def num_ranks(self) -> tuple[int, int]:
-        return self.ranks
+        return self.nodes * self.ntasks_per_node, self.ntasks_per_node
 
     def launch(self, worker: Worker, *args: Any) -> None:
         """Submit the job, which starts `src/train.py` anew: `worker` and `args` are not used. That of a sweep is waited
         for, and cancelled at a signal: its ranks save. Raises ConfigError if sbatch refuses the job."""
-        script, path, is_swept, is_cancelled = self.script(), self.folder / "job.sh", SWEEP in os.environ, False
+        script, folder, is_swept, is_cancelled = self.script(), Path(self.run_dir).resolve(), SWEEP in os.environ, False
         if self.dry_run:
             print(script, end="")
             return
+        path = folder / "job.sh"
         path.write_text(script)
         with Relay() as relay:
             words = ["sbatch", "--parsable", *["--wait"] * is_swept, str(path)]
@@ -88,8 +84,8 @@ class SlurmLauncher(Launcher):
             if not job:
                 said = " ".join((sbatch.stderr.read() if sbatch.stderr else "").split())
                 raise ConfigError(f"sbatch refused the job ({said}); change launch.*, or {path}")
-            output = self.folder / f"slurm-{job}.out"
-            print_line(f"submitted Slurm job {job}; its output: {output}\nrun folder: {self.folder}", sys.stdout)
+            output = folder / f"slurm-{job}.out"
+            print_line(f"submitted Slurm job {job}; its output: {output}\nrun folder: {folder}", sys.stdout)
             while is_swept and sbatch.poll() is None:
                 if relay.first is not None and not is_cancelled:
                     subprocess.run(["scancel", job])
@@ -103,8 +99,10 @@ class SlurmLauncher(Launcher):
 
     def script(self) -> str:
         """The text of the sbatch script."""
-        values = self.values | {"signal": f"B:USR1@{self.warning}", "open-mode": "append"}
-        values |= {"chdir": Path.cwd(), "output": self.folder / "slurm-%j.out"}
+        folder, names = Path(self.run_dir).resolve(), ("nodes", "ntasks_per_node", "partition", "account", "time")
+        values = {name.replace("_", "-"): getattr(self, name) for name in (*names, "cpus_per_task")}
+        values |= {"signal": f"B:USR1@{self.warning}", "open-mode": "append"}
+        values |= {"chdir": Path.cwd(), "output": folder / "slurm-%j.out"}
         options = [f"--{name}={shlex.quote(str(value))}" for name, value in values.items() if value is not None]
         # Each task runs this command, with launch=env in place of launch=slurm, and with a fixed run folder. Overrides
         # of Hydra's own config, such as hydra.searchpath=[...], hold there, too, but not those that started this job.
@@ -112,11 +110,11 @@ class SlurmLauncher(Launcher):
         # Unresolved: the script gets ${oc.env:KEY} as it was typed, and no secret.
         overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
         command = [
-            *[f"--cpus-per-task={cores}" for cores in [self.values["cpus-per-task"]] if cores],  # srun ignores sbatch's
+            *[f"--cpus-per-task={self.cpus_per_task}"] * bool(self.cpus_per_task),  # srun ignores sbatch's
             *[sys.executable, str(Path(sys.argv[0]).resolve()), *config_flags(sys.argv[1:])],
             *[word for word in sys.argv[1:] if of_hydra.match(word)],
             *[word for word in overrides if not re.match(r"[+~]*launch\b", word)],
-            *["launch=env", f"hydra.run.dir={path_value(self.folder)}"],
+            *["launch=env", f"hydra.run.dir={path_value(folder)}"],
         ]
         return SCRIPT.format(
             options="\n".join(f"#SBATCH {option}" for option in [*options, "--requeue", *self.options]),

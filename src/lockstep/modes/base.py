@@ -22,8 +22,7 @@ from lockstep.data.source import class_names, require_same_classes
 from lockstep.distributed import signals
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import hold_run_folder, unwritable
-from lockstep.distributed.watch import watch
-from lockstep.distributed.world import World, join_world, require_same_config
+from lockstep.distributed.world import World, join_world, require_same_config, watch
 from lockstep.errors import KINDS, ConfigError, StoppedEarly, exits_are_failures
 from lockstep.failures.record import heartbeat, message_of
 from lockstep.files import Contents, write_whole

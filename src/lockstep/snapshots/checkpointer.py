@@ -16,9 +16,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch.distributed as dist
 
 from lockstep.distributed import signals
-from lockstep.distributed.run_folder import go_on_words
 from lockstep.distributed.world import World
-from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly, TrainingDiverged, differing
+from lockstep.errors import (
+    EXIT_STOPPED_WITHOUT_SNAPSHOT,
+    ConfigError,
+    StoppedEarly,
+    TrainingDiverged,
+    differing,
+    go_on_words,
+)
 from lockstep.failures.record import heartbeat
 from lockstep.files import is_url
 from lockstep.snapshots import files

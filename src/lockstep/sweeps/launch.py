@@ -40,10 +40,9 @@ from lockstep.config.schema import RunConfig
 from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent, usable_cores
 from lockstep.distributed.run_folder import HeldFolder, require_same_run
-from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, ConfigError, path_value
+from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, ConfigError, path_value, print_line
 from lockstep.failures.report import in_one_line, read_report
 from lockstep.files import short_hash
-from lockstep.launchers.base import print_line
 from lockstep.modes.base import Parts
 from lockstep.runs import record as records
 from lockstep.runs.record import FINISHED, PAUSED, SWEEP, Run, find_runs, read_run, state_of

@@ -18,8 +18,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from lockstep.build import direction_of, objective_of
 from lockstep.compat import open_trial
 from lockstep.config.check import check_nodes, instantiate, instantiate_as
-from lockstep.errors import ConfigError
-from lockstep.launchers.base import print_line
+from lockstep.errors import ConfigError, print_line
 from lockstep.sweeps.launch import Job, Outcome, Sweep
 from lockstep.tasks.base import Task
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.data.loader import Position
 from lockstep.data.source import count_samples, tensors_in
-from lockstep.distributed.backend import float64_device
-from lockstep.distributed.world import World
+from lockstep.distributed.world import World, float64_device
 from lockstep.errors import ConfigError
 
 Function = Callable[[Tensor, Tensor], Tensor]

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.distributed.backend import float64_device
-from lockstep.distributed.world import World
+from lockstep.distributed.world import World, float64_device
 from lockstep.tasks.base import Task
 
 AT_ONCE = 64  # entries that are added up together: the calls for a sum of two numbers cost more than the sum
