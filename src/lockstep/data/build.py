@@ -31,10 +31,8 @@ NAMES = {"train": "training data", "val": "validation data", "test": "test data"
 
 
 class Data(NamedTuple):
-    """The splits of a run. val: None without a validation set.
-
-    held_out: (n,) indices in the training data of the validation samples; None where they are other data.
-    """
+    """The splits of a run. val: None without a validation set. held_out: (n,) indices in the training data of the
+    validation samples; None where they are other data."""
 
     train: Any
     val: Any

@@ -65,7 +65,7 @@ class InputConverter(nn.Module):
     ) -> None:
         super().__init__()
         self.dtype, self.memory_format = dtype, memory_format
-        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+        wide = torch.promote_types(dtype, torch.float32)
         self.normalises = mean is not None or std is not None
         deviation = torch.tensor(std or [1.0], dtype=wide)
         self.register_buffer("scale", 1 / deviation, persistent=False)

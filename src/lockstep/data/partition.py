@@ -30,9 +30,7 @@ class Part(NamedTuple):
 @cache  # most batches have one size
 def parts(count: int, micro_batches: int, rank: int, size: int) -> Sequence[Part]:
     """Part `rank` of `size` of each micro-batch of a global batch of `count` samples, as `tensor_split` would cut them.
-
-    A batch of fewer samples than micro-batches has fewer of them: batch norm has no mean of no samples.
-    """
+    A batch of fewer samples than micro-batches has fewer of them: batch norm has no mean of no samples."""
     micro_batches = max(1, min(micro_batches, count))
     found = []
     for number in range(micro_batches):
@@ -116,10 +114,8 @@ def seed_numpy_and_random(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside the block torch, numpy and random draw from `seed`; after it they go on as if nothing had been drawn.
-
-    For what a user's code draws: then it matters neither what ran before, nor in which order.
-    """
+    """Inside the block torch, numpy and random draw from `seed`; after it they go on as if nothing had been drawn. For
+    what a user's code draws: then it matters neither what ran before, nor in which order."""
     gpus = torch.cuda.default_generators
     with random_states_kept(), torch.random.fork_rng(range(len(gpus))):
         seed_all(seed)

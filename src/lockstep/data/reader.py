@@ -32,11 +32,9 @@ Check = Callable[[Any, Any], None]  # of the targets of a batch with the numbers
 
 
 class Request(NamedTuple):
-    """What one forward pass of a rank reads: one small message to a worker.
-
-    epoch: EVALUATION for one. start: samples of the epoch before the global batch. places, numbers: (n,) where the
-    samples stand in the epoch, and their numbers in the data set; the first ones may be before those of `part`.
-    """
+    """What one forward pass of a rank reads: one small message to a worker. epoch: EVALUATION for one. start: samples
+    of the epoch before the global batch. places, numbers: (n,) where the samples stand in the epoch, and their numbers
+    in the data set; the first ones may be before those of `part`."""
 
     epoch: int
     start: int
@@ -134,9 +132,7 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
 
 def batches(reader: SampleReader, requests: Iterable[Request], workers: int, pin_memory: bool) -> Iterator[Any]:
     """(inputs, targets) of each request, in order, by `workers` processes that read ahead; in this process without any.
-
-    On Linux the workers are forks: they share the data set, also one that cannot be pickled.
-    """
+    On Linux the workers are forks: they share the data set, also one that cannot be pickled."""
     if workers:
         multiprocessing.util.get_temp_dir()  # workers use it, too: one of its own would outlive a worker that is killed
     loader: DataLoader[Any] = DataLoader(

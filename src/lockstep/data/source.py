@@ -30,11 +30,9 @@ class Splits(NamedTuple):
 
 @dataclass(kw_only=True)
 class DataSource:
-    """The contract of a data set. Its fields are the keys of its node, and their types are checked.
-
-    shape: of a sample's inputs. classes: how many. null: the data tells. mean, std: of each channel, of pixels from 0
-    to 1: inputs are normalised by them.
-    """
+    """The contract of a data set. Its fields are the keys of its node, and their types are checked. shape: of a
+    sample's inputs. classes: how many. null: the data tells. mean, std: of each channel, of pixels from 0 to 1: inputs
+    are normalised by them."""
 
     shape: Shape | None = None
     classes: Count | None = None

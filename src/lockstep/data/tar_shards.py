@@ -63,11 +63,9 @@ class TarSamples(Dataset[tuple[Any, Any]]):
 
 @dataclass(kw_only=True)
 class TarShards(DataSource):
-    """urls: of tars, or addresses that fsspec reads, with *.
-
-    inputs, targets: extensions of members; "jpg;png" is either. cls is a number, json an object, txt a text, and any
-    other an image, as of `read_image` with `size`. index_dir: a folder that all runs can write to.
-    """
+    """urls: of tars, or addresses that fsspec reads, with *. inputs, targets: extensions of members; "jpg;png" is
+    either. cls is a number, json an object, txt a text, and any other an image, as of `read_image` with `size`.
+    index_dir: a folder that all runs can write to."""
 
     urls: str | list[str]
     test_urls: str | list[str]

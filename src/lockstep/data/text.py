@@ -132,10 +132,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(kw_only=True)
 class Text(DataSource):
-    """path, test_path: files, or addresses that fsspec reads, with *.
-
-    tokenizer: uint16 says that these are one file of such numbers each, as nanoGPT's scripts write it.
-    """
+    """path, test_path: files, or addresses that fsspec reads, with *. tokenizer: uint16 says that these are one file of
+    such numbers each, as nanoGPT's scripts write it."""
 
     path: str | list[str]
     test_path: str | list[str] | None

@@ -38,10 +38,8 @@ class Airbench(nn.Module):
         super().__init__()
         channels, height, width = shape
         if min(height, width) < SMALLEST_SIDE:
-            smallest = f"{SMALLEST_SIDE}x{SMALLEST_SIDE} pixels"
-            raise ConfigError(
-                f"model=airbench needs images of at least {smallest}, not {height}x{width}; type model=mlp"
-            )
+            what = f"model=airbench needs images of at least {SMALLEST_SIDE}x{SMALLEST_SIDE} pixels"
+            raise ConfigError(f"{what}, not {height}x{width}; type model=mlp")
         self.views = views
         self.whiten = Whitening(channels)
         pairs = pairwise([self.whiten.out_channels, *widths])
@@ -73,10 +71,8 @@ class Airbench(nn.Module):
 
 
 class Whitening(nn.Conv2d):
-    """2x2 patches -> their coordinates along the directions in which they vary, of variance 1, and these negated.
-
-    The filters are not trained, the bias is.
-    """
+    """2x2 patches -> their coordinates along the directions in which they vary, of variance 1, and these negated. The
+    filters are not trained, the bias is."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, 8 * channels, 2)
@@ -96,11 +92,9 @@ class Whitening(nn.Conv2d):
 
 
 def _block(inputs: int, outputs: int) -> nn.Sequential:
-    """Two convolutions with batch norm and GELU. Height and width are halved.
-
-    At first the first outputs of a convolution are its inputs, as far as there are that many. The running statistics
-    follow quickly, and of batch norm the bias is trained, but not the scale.
-    """
+    """Two convolutions with batch norm and GELU. Height and width are halved. At first the first outputs of a
+    convolution are its inputs, as far as there are that many. The running statistics follow quickly, and of batch norm
+    the bias is trained, but not the scale."""
     layers = OrderedDict[str, nn.Module]()
     for number, width in enumerate((inputs, outputs), start=1):
         layers[f"conv{number}"] = convolution = nn.Conv2d(width, outputs, 3, padding=1, bias=False)

@@ -14,10 +14,8 @@ from lockstep.errors import ConfigError
 
 @runtime_checkable
 class WeightsFromData(Protocol):
-    """The contract of a model whose first weights depend on the training data.
-
-    `set_weights_from` is called once, before the strategy takes the model, on every rank with the same inputs.
-    """
+    """The contract of a model whose first weights depend on the training data. `set_weights_from` is called once,
+    before the strategy takes the model, on every rank with the same inputs."""
 
     samples_wanted: int  # the first training samples, as many as there are of these
 

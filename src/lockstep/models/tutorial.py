@@ -30,10 +30,7 @@ def _convolution(inputs: int, outputs: int) -> nn.Sequential:
     # The tutorial applies ReLU before pooling. ReLU is monotonic, so both orders give the same values and gradients,
     # and after pooling there is a quarter as much to compute.
     return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 5, padding=2),
-        nn.BatchNorm2d(outputs),
-        nn.MaxPool2d(2),
-        nn.ReLU(inplace=True),
+        nn.Conv2d(inputs, outputs, 5, padding=2), nn.BatchNorm2d(outputs), nn.MaxPool2d(2), nn.ReLU(inplace=True)
     )
 
 

@@ -52,10 +52,8 @@ class AsyncParameterServer(Strategy):
 
 
 class ServedStep(Step):
-    """A step of the server, which takes the next gradient, or of a worker, whose turn it may be.
-
-    Running statistics travel with the gradients; the server keeps those that arrived last.
-    """
+    """A step of the server, which takes the next gradient, or of a worker, whose turn it may be. Running statistics
+    travel with the gradients; the server keeps those that arrived last."""
 
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)

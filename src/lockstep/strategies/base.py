@@ -106,10 +106,8 @@ class Strategy:
     def setup(
         self, model: nn.Module, outputs: Outputs, world: World, gradient_sync: GradientSync, precision: str = "fp32"
     ) -> None:
-        """Take over `model` and spread it over the ranks. Raises ConfigError for a model that cannot be.
-
-        outputs: what a forward pass computes. precision: as trainer.precision.
-        """
+        """Take over `model` and spread it over the ranks. Raises ConfigError for a model that cannot be. outputs: what
+        a forward pass computes. precision: as trainer.precision."""
         if world.size > 1 and sparse_parameters(model):
             what = "several ranks add up dense gradients, and the model has an embedding with sparse=True"
             raise ConfigError(f"{what}; make it with sparse=False, or type launch=env")
@@ -143,14 +141,11 @@ class Strategy:
     def forward_backward(
         self, part: LoadedPart, loss: Loss, weight: Tensor, last: bool, outputs: Outputs | None = None
     ) -> None:
-        """One forward and backward pass, the only way to one. The gradients are of `weight` times the loss.
-
-        last: this is the last part of the step, after which gradients are averaged. outputs: another function for a
-        second pass, such as of a part of the model.
-        """
+        """One forward and backward pass, the only way to one. The gradients are of `weight` times the loss. last: this
+        is the last part of the step, after which gradients are averaged. outputs: another function for a second pass,
+        such as of a part of the model."""
         with nullcontext() if last else self.accumulating():
-            found = forward(self.module, part.inputs, outputs)
-            loss(found, part.targets).backward(weight)
+            loss(forward(self.module, part.inputs, outputs), part.targets).backward(weight)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Inside the block a pass averages no gradients: the last part of the step does."""
@@ -161,8 +156,8 @@ class Strategy:
         names = [name for name, weight in self.trained if weight.grad is None]
         if names and self.waits_for_gradients:
             what = f"no gradient of {first_of(names)} in some step, and all ranks wait for each gradient"
-            freeze = f"parameters.freeze=[{','.join(names[:2])}]"
-            raise ConfigError(f"{what}; type strategy=ddp strategy.find_unused_parameters=true, or {freeze}")
+            what += "; type strategy=ddp strategy.find_unused_parameters=true"
+            raise ConfigError(f"{what}, or parameters.freeze=[{','.join(names[:2])}]")
 
     def sum_counts(self, counts: Tensor) -> tuple[Any, Tensor]:
         """counts: (parts,), of this rank's. Returns what waits for the others, and numbers that sum to the batch's."""
@@ -242,7 +237,7 @@ def forward(module: nn.Module, inputs: Any, outputs: Outputs | None = None) -> A
 
 def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """The bytes of all `tensors`, one behind the other: (n,) uint8. gloo knows few types, and none has sparse ones."""
-    dense = [tensor.detach().to_dense().to(tensors[0].device) for tensor in tensors]
+    dense = (tensor.detach().to_dense().to(tensors[0].device) for tensor in tensors)
     return torch.cat([tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in dense])
 
 

@@ -126,10 +126,8 @@ class BFloat16(Float16):
 
 @dataclass
 class PowerSGD(GradientSync):
-    """Low-rank gradients with error feedback (Vogels, Karimireddy and Jaggi 2019), by torch.
-
-    rank: rank of the matrices that approximate the gradients. start_step: steps of plain all-reduce at first.
-    """
+    """Low-rank gradients with error feedback (Vogels, Karimireddy and Jaggi 2019), by torch. rank: rank of the matrices
+    that approximate the gradients. start_step: steps of plain all-reduce at first."""
 
     rank: Count
     start_step: Annotated[int, Ge(2)]

@@ -17,11 +17,9 @@ from lockstep.strategies.ddp import DDP
 
 @dataclass
 class ModelParallel(DDP):
-    """Puts the children of the model, in equal groups of neighbours, on several devices of this rank.
-
-    It fits a model that calls its children one after another, in their order. Outputs come back to the rank's first
-    device, where inputs start. With several ranks each holds a replica, averaged as by DDP.
-    """
+    """Puts the children of the model, in equal groups of neighbours, on several devices of this rank. It fits a model
+    that calls its children one after another, in their order. Outputs come back to the rank's first device, where
+    inputs start. With several ranks each holds a replica, averaged as by DDP."""
 
     devices: Count
     name = "model_parallel"

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from lockstep.config.schema import Count
 from lockstep.data.loader import LoadedPart
@@ -23,11 +23,9 @@ from lockstep.strategies.base import Computed, Loss, Outputs, Strategy, layer_gr
 
 @dataclass
 class Pipeline(Strategy):
-    """Each rank holds one stage of a torch.nn.Sequential and passes micro-batches on, by torch's schedules.
-
-    GPipe runs all forward passes before all backward passes. 1F1B (Narayanan et al. 2019) holds fewer activations.
-    Batch norm, as in any pipeline, normalises each micro-batch by itself. A world of one rank keeps a plain module.
-    """
+    """Each rank holds one stage of a torch.nn.Sequential and passes micro-batches on, by torch's schedules. GPipe runs
+    all forward passes before all backward passes. 1F1B (Narayanan et al. 2019) holds fewer activations. Batch norm, as
+    in any pipeline, normalises each micro-batch by itself. A world of one rank keeps a plain module."""
 
     schedule: Literal["1F1B", "GPipe"]
     micro_batches: Count
@@ -59,7 +57,7 @@ class Pipeline(Strategy):
         self.model, self.ranks_per_model = self.module.model, world.size
         # This rank needs the shapes that enter its stage, so it keeps the stages before it without their weights.
         self.shapes = [deepcopy(stage).to("meta").eval() for stage in stages[: world.rank + 1]]
-        self.schedules: dict[tuple[int, torch.Size, bool], PipelineScheduleSingle] = {}
+        self.schedules = dict[Any, Any]()
 
     def data_share_of(self, world_size: int) -> int:
         return 1
@@ -98,11 +96,9 @@ class Pipeline(Strategy):
                 first, last = self.world.rank == 0, self.world.rank == self.world.size - 1
                 run(*([some] if first else []), target=some_targets if last else None)
 
-    def _schedule(self, count: int, inputs: Tensor, with_backward: bool) -> PipelineScheduleSingle:
-        """The schedule for `count` micro-batches of this shape. It is built once and kept.
-
-        Its shapes are found here: torch would find them by a forward pass, which moves running statistics.
-        """
+    def _schedule(self, count: int, inputs: Tensor, with_backward: bool) -> Any:
+        """The schedule for `count` micro-batches of this shape. It is built once and kept. Its shapes are found here:
+        torch would find them by a forward pass, which moves running statistics."""
         key = (count, inputs.shape, with_backward)
         if key not in self.schedules:
             shapes = [torch.empty_like(inputs, device="meta")]
@@ -114,6 +110,6 @@ class Pipeline(Strategy):
             world = self.world
             stage = PipelineStage(self.module, world.rank, world.size, world.device, entering, leaving)
             # 1F1B needs at least as many micro-batches as ranks.
-            chosen: Any = ScheduleGPipe if count < world.size else get_schedule_class(self.schedule)
+            chosen: Any = get_schedule_class("GPipe" if count < world.size else self.schedule)
             self.schedules[key] = chosen(stage, count, lambda *of: self.loss_function(*of), scale_grads=False)
         return self.schedules[key]

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from lockstep.compat import has_gradient_hooks, quiet_redistribution
 from lockstep.config.schema import Count
@@ -234,10 +233,8 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def styles_of_plan(model: nn.Module, plan: Sequence[tuple[str, str | ParallelStyle]]) -> dict[str, ParallelStyle]:
-    """{name of a module that the plan cuts: how}.
-
-    Raises ConfigError for a pattern of no module and for a weight with two names, of which only one would be cut.
-    """
+    """{name of a module that the plan cuts: how}. Raises ConfigError for a pattern of no module and for a weight with
+    two names, of which only one would be cut."""
     found, names = dict[str, ParallelStyle](), names_of_weights(model)
     for pattern, style in plan:
         matched = [(name, layer) for name, layer in model.named_modules() if fnmatchcase(name, pattern)]

@@ -27,11 +27,9 @@ from lockstep.strategies.base import JobSpec, Loss, Outputs, Strategy, broadcast
 
 @dataclass
 class VirtualRanks(Strategy):
-    """Trains `count` virtual ranks, each real rank computing some of them one after the other.
-
-    Each begins with the buffers before the step. A buffer of floats becomes the mean over the samples, and one of
-    integers that of the last virtual rank: one step counts once.
-    """
+    """Trains `count` virtual ranks, each real rank computing some of them one after the other. Each begins with the
+    buffers before the step. A buffer of floats becomes the mean over the samples, and one of integers that of the last
+    virtual rank: one step counts once."""
 
     count: Count
     name = "virtual_ranks"
@@ -149,5 +147,5 @@ class VirtualRanks(Strategy):
 def views_like(tensors: Sequence[Tensor], vector: Tensor) -> list[Tensor]:
     """Views of the values of `vector` (n,), one behind the other, in the shapes and layouts of `tensors`."""
     parts = vector.split([tensor.numel() for tensor in tensors])
-    strides = [torch.empty_like(tensor).stride() for tensor in tensors]
-    return [part.as_strided(one.shape, way) for one, part, way in zip(tensors, parts, strides, strict=True)]
+    pairs = zip(tensors, parts, strict=True)
+    return [part.as_strided(one.shape, torch.empty_like(one).stride()) for one, part in pairs]

@@ -119,9 +119,7 @@ class CrossEntropy(Task):
 
 class MultiLabel(Task):
     """Binary cross entropy over logits (N, labels) and targets (N, labels) of 0 and 1, averaged over a sample's labels.
-
-    accuracy: the share of right labels; a label is predicted where its logit is above 0. loss: of your own.
-    """
+    accuracy: the share of right labels; a label is predicted where its logit is above 0. loss: of your own."""
 
     better = {"loss": "min", "accuracy": "max"}
     monitor = "accuracy"
@@ -152,9 +150,7 @@ class MultiLabel(Task):
 
 class Regression(Task):
     """Squared error and absolute error over outputs and targets (N, values), averaged over the values of a sample.
-
-    Where a sample has one value, either may be (N,). loss: of your own in place of the squared error.
-    """
+    Where a sample has one value, either may be (N,). loss: of your own in place of the squared error."""
 
     better = {"loss": "min", "mae": "min"}
 

@@ -14,11 +14,9 @@ from lockstep.training.step import Step
 
 
 class GraphedStep(Step):
-    """The kernels of an ordinary step in a torch.cuda.CUDAGraph, replayed with the samples and rates of each step.
-
-    What Python decides in a step is decided once: a layer that is dropped now and then, a count in an attribute. Draws
-    are those of a rank. A batch of another size, and the first `warmup` ones, are computed without the graph.
-    """
+    """The kernels of an ordinary step in a torch.cuda.CUDAGraph, replayed with the samples and rates of each step. What
+    Python decides in a step is decided once: a layer that is dropped now and then, a count in an attribute. Draws are
+    those of a rank. A batch of another size, and the first `warmup` ones, are computed without the graph."""
 
     def __init__(self, *, warmup: Count, **parts: Any) -> None:
         super().__init__(**parts)

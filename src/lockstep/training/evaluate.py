@@ -48,7 +48,7 @@ def stop() -> NoReturn:
 def evaluate(run: Run, loader: Loader, on_stop: Callable[[], NoReturn] = stop, look: "Look | None" = None) -> Means:
     """{metric: mean over every sample of the data set, each counted once}, with the averaged weights if there are any,
     on every rank. A collective. After a rank was asked to stop, `on_stop` is called on every rank. look: sees all."""
-    meter, strategy, ignores, stops = Meter(run.task, run.world), run.strategy, not loader.is_whole, False
+    meter, strategy, stops = Meter(run.task, run.world), run.strategy, False
     numbers = torch.empty(0)  # of the samples that are still to be counted; a pipeline counts some at a time
 
     def count(outputs: Any, targets: Any) -> None:
@@ -56,7 +56,7 @@ def evaluate(run: Run, loader: Loader, on_stop: Callable[[], NoReturn] = stop, l
         now, numbers = numbers.tensor_split([count_samples(targets)])
         if strategy.counts:
             found = run.task(outputs, targets)
-            sums = run.task.sums(outputs, targets, ignores, found)
+            sums = run.task.sums(outputs, targets, not loader.is_whole, found)
             meter.add(0, sums.values, sums.counts)
             if look is not None:
                 look(found, outputs, targets, now)
@@ -141,11 +141,9 @@ class Metrics:
 
 
 class SampleResults:
-    """What an evaluation says of each sample. draws: whether predictions, too.
-
-    After `gather`, on rank 0: columns, as `lockstep.tasks.base.Samples`. errors: {metric: standard error of its mean},
-    but of an accuracy that is 0 or 1, whose number tells it.
-    """
+    """What an evaluation says of each sample. draws: whether predictions, too. After `gather`, on rank 0: columns, as
+    `lockstep.tasks.base.Samples`. errors: {metric: standard error of its mean}, but of an accuracy that is 0 or 1,
+    whose number tells it."""
 
     def __init__(self, task: Task, draws: bool = False) -> None:
         self.task, self.draws = task, draws
@@ -153,15 +151,14 @@ class SampleResults:
 
     def add(self, found: Mapping[str, Tensor], outputs: Any, targets: Any, numbers: Tensor) -> None:
         """found: what the task gave for these samples of this rank."""
-        row = {name: self._each(found[metric], targets) for metric, name in MEASURED.items() if metric in found}
-        row["target"] = _one_value(targets)
+        row = {"target": _one_value(targets)}
+        row |= {name: self._each(found[metric], targets) for metric, name in MEASURED.items() if metric in found}
         if self.draws and row["target"] is not None:
             row["prediction"] = _one_value(self.task.predictions(outputs).get("prediction"))
-        nothing = torch.full((len(numbers),), math.nan, dtype=torch.float64)
-        known = {name: column for name, column in row.items() if column is not None}
-        self.kept.append({"number": numbers} | {name: known.get(name, nothing) for name in COLUMNS})
+        nothing = dict.fromkeys(COLUMNS, torch.full((len(numbers),), math.nan, dtype=torch.float64))
+        self.kept.append({"number": numbers} | nothing | {name: one for name, one in row.items() if one is not None})
 
-    def _each(self, value: Tensor, targets: Any) -> Tensor | None:
+    def _each(self, value: Tensor, targets: Any) -> Tensor:
         """(N,) float64: of values of targets the mean over those of a sample that count."""
         values, ignored = as_float64(value), self.task.ignored
         if value.dim() < 2:
@@ -195,8 +192,9 @@ class SampleResults:
 
 def _one_value(values: Any) -> Tensor | None:
     """(N,) float64: of each sample its value; None if it has several."""
-    is_one = isinstance(values, Tensor) and values.dim() > 0 and values.shape[1:].numel() == 1
-    return as_float64(values).flatten() if is_one else None
+    if isinstance(values, Tensor) and values.dim() > 0 and values.shape[1:].numel() == 1:
+        return as_float64(values).flatten()
+    return None
 
 
 @dataclass
@@ -242,6 +240,6 @@ class Evaluator:
         return means
 
     def _figures(self, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        classes = class_names(self.loader.reader.dataset)
-        found = self.run.task.figures(samples, self.loader.shown, classes, self.images)
+        loader = self.loader
+        found = self.run.task.figures(samples, loader.shown, class_names(loader.reader.dataset), self.images)
         return {f"{self.name}/{name}": image for name, image in found.items()}

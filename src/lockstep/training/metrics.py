@@ -57,9 +57,8 @@ class Meter:
             sums = by_step.to(self.device).sum(0, dtype=torch.float64)
             by_name = [*zip(*counts, strict=True)]
             # Plain numbers, as most tasks count, cross to the device at once.
-            known = [0 if isinstance(column[0], Tensor) else sum(column) for column in by_name]
-            here = torch.tensor(known, dtype=torch.float64).to(self.device, non_blocking=True)
-            self.totals += torch.cat([sums, here])
+            known = torch.tensor([0 if isinstance(one[0], Tensor) else sum(one) for one in by_name], dtype=sums.dtype)
+            self.totals += torch.cat([sums, known.to(self.device, non_blocking=True)])
             for place, column in enumerate(by_name, start=len(self.names)):
                 if isinstance(column[0], Tensor):
                     self.totals[place] += torch.stack(column).to(self.device).sum(dtype=torch.float64)
@@ -67,10 +66,10 @@ class Meter:
 
     def means(self, totals: Sequence[float]) -> dict[str, float]:
         """{name: mean} of totals over all ranks; empty if nothing was counted."""
-        values, counts = totals[: len(self.names)], totals[len(self.names) :]
+        counts = totals[len(self.names) :]
         if not any(counts):
             return {}
-        named = zip(self.names, values, counts, strict=True)
+        named = zip(self.names, totals, counts, strict=False)  # the totals end with the counts
         return self.task.finish({name: value / (count or 1) for name, value, count in named})
 
     def first_non_finite(self) -> int | None:

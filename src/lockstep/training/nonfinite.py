@@ -39,9 +39,7 @@ class SkipNonFinite:
     @torch.no_grad()
     def refuses(self, step: int, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether the update of `step`, counted from 1, is left out; then the buffers are what they were before it.
-
-        Raises TrainingDiverged, on all ranks, after ten such steps in a row.
-        """
+        Raises TrainingDiverged, on all ranks, after ten such steps in a row."""
         bad = not are_finite([parameter.grad for parameter in parameters if parameter.grad is not None])
         if not self.strategy.replicas_equal:  # ranks hold other parts
             (bad,) = self.strategy.world.any_of([bad])
@@ -79,8 +77,8 @@ def diverged(run: Run, what: str, step: int | None) -> TrainingDiverged:
     broken = sorted({number for of_rank in run.world.all_gather_json(mine) for number in of_rank})
     if not broken:
         return TrainingDiverged(f"{what} at step {step}", SMALLER_STEPS)
-    named = f"{what} at step {step}; NaN or infinite values are in sample {first_of(broken, 16)}"
-    return TrainingDiverged(named, OTHER_DATA)
+    what += f" at step {step}; NaN or infinite values are in sample {first_of(broken, 16)}"
+    return TrainingDiverged(what, OTHER_DATA)
 
 
 def broken_samples(numbers: Any, inputs: Any, targets: Any) -> list[int]:

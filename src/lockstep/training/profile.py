@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Profiler(Callback):
-    """Traces `steps` steps of each rank after `after` steps of this process, which warm up.
-
-    A trace is <run folder>/trace/rank<R>.<step>.<time>.pt.trace.json.
-    """
+    """Traces `steps` steps of each rank after `after` steps of this process, which warm up, into
+    <run folder>/trace/rank<R>.<step>.<time>.pt.trace.json."""
 
     after: Count
     steps: Count

@@ -79,8 +79,7 @@ class SampleDraws(TorchFunctionMode):
         generator = self.generators[tensor.device]
         draw = methodcaller(FILLS.get(name.removesuffix("_like"), name), *numbers, **options, generator=generator)
         if dimension is None:
-            is_shared = self.of_weight or tensor.numel() == 1
-            generator.manual_seed(seed if is_shared else fold_in(seed, self.start))
+            generator.manual_seed(seed if self.of_weight or tensor.numel() == 1 else fold_in(seed, self.start))
             draw(tensor)
             return tensor
         rows = tensor.movedim(dimension, 0).unflatten(0, (self.rows, -1))

@@ -156,9 +156,7 @@ class Run:
 
     def update_best(self, value: float) -> bool:
         """Record an evaluation of the objective, the same number on every rank. Returns whether it is the best so far.
-
-        Not where a limit ends the run in mid-epoch or between two evaluations: with more steps it would have none.
-        """
+        Not where a limit ends the run in mid-epoch or between two evaluations: with more steps it would have none."""
         progress = self.progress
         is_cut = self.reached_limit in ("trainer.pause_after", "trainer.max_steps", "trainer.max_time")
         is_extra = is_cut and progress.epoch < self.config.trainer.epochs and not self.evaluates_each_time

@@ -122,10 +122,8 @@ class Plateau(Schedule):
 
 
 class TorchSchedule(Schedule):
-    """Any schedule of torch, or of the user's own. A resumed run steps it again, from the first step on.
-
-    schedule: the schedule's _target_ and its arguments: (optimizer) -> a torch scheduler. every: when it moves on.
-    """
+    """Any schedule of torch, or of the user's own. A resumed run steps it again, from the first step on. schedule: the
+    schedule's _target_ and its arguments: (optimizer) -> a torch scheduler. every: when it moves on."""
 
     def __init__(
         self,

@@ -23,10 +23,8 @@ from lockstep.training.schedules import Schedule
 @dataclass(kw_only=True, eq=False)
 class Step:
     """Forward, backward, averaging, clipping, update. A subclass passes on the keyword arguments that it does not take.
-
     scaler: of the loss, for fp16; else one that does nothing. ignores: whether some targets may count nowhere.
-    progress: `progress.step` steps are done. average: as `lockstep.training.ema.Average`. skip: for watch.nan=skip.
-    """
+    progress: `progress.step` steps are done. average: as `lockstep.training.ema.Average`. skip: for watch.nan=skip."""
 
     strategy: Strategy
     task: Task
@@ -65,10 +63,8 @@ class Step:
 
     def forward_backward(self, batch: Batch, loss: Loss | None = None, outputs: Outputs | None = None) -> None:
         """For steps of your own: adds the gradient of the mean loss over the global batch to `.grad`, on all ranks.
-
         loss: (outputs, targets) -> the summed loss of these samples, 0-d, which is not measured: a sample counts once a
-        step in the metrics. outputs: (model, inputs) -> what it takes. Both stand for those of the task.
-        """
+        step in the metrics. outputs: (model, inputs) -> what it takes. Both stand for those of the task."""
         weight, chosen = self.begin(batch), self.loss if loss is None else loss
         if loss is not None:
             self._fill_in()
