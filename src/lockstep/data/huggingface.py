@@ -37,13 +37,13 @@ class Columns(Dataset[tuple[Any, Any]]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        row = self.rows[int(index)]
-        return tuple(self._decoded(row[name]) for name in self.names)
-
-    def _decoded(self, value: Any) -> Any:
-        if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
-            return read_image(value["bytes"] or Path(value["path"]).read_bytes(), self.size)
-        return torch.tensor(value) if isinstance(value, list) else value
+        found = self.rows[int(index)]
+        for name, value in found.items():
+            if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
+                found[name] = read_image(value["bytes"] or Path(value["path"]).read_bytes(), self.size)
+            elif isinstance(value, list):
+                found[name] = torch.tensor(value)
+        return tuple(found[name] for name in self.names)
 
 
 @dataclass(kw_only=True)

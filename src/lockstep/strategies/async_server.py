@@ -103,11 +103,9 @@ class ServedStep(Step):
         """Copy the server's weights, buffers and average, after `step` steps, to every rank. A collective."""
         tensors = [*self.trained, *self.model.buffers()]
         if self.average is not None:
-            averages = self.average.state_dict()
-            if not averages:  # of a worker, whose own average is overwritten
+            if not self.average.averages:  # of a worker, whose own average is overwritten
                 self.average.update()
-                averages = self.average.state_dict()
-            tensors += averages.values()
+            tensors += self.average.averages.values()
         message = to_bytes(tensors).cpu()
         dist.broadcast(message, 0, group=self.world.control)
         from_bytes(message, tensors)

@@ -133,7 +133,11 @@ class Task:
             value: Any = found.get(name) if isinstance(found, dict) else None
             count: int | Tensor = rows
             if not isinstance(value, Tensor) or value.shape not in ((rows,), shape):
-                raise self._not_each(name, value, rows, shape)
+                given = [*value.shape] if isinstance(value, Tensor) else type(value).__name__
+                what = f"{type(self).__name__} gives {name} as {given}, and a value for each sample is wanted"
+                what += f", {[rows]}{f', or {[*shape]}' if len(shape) > 1 else ''}: the ranks add them up"
+                advice = 'reduction="none" where it calls a loss of torch' if given == [] else "a dict of such tensors"
+                raise ConfigError(f"{what}; type {advice}")
             if value.dim() > 1 and ignores and self.ignored is not None:
                 count = (targets != self.ignored).sum()
             elif value.dim() > 1:
@@ -143,13 +147,6 @@ class Task:
             values.append(at_least_float32(value).sum() if value.is_floating_point() else value.count_nonzero())
             counts.append(count)
         return Sums(values[0], [value.detach() if value.requires_grad else value for value in values], counts)
-
-    def _not_each(self, name: str, value: Any, rows: int, shape: Sequence[int]) -> ConfigError:
-        given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        what = f"{type(self).__name__} gives {name} as {given}, and a value for each sample is wanted"
-        where = f"{[rows]}{f', or {[*shape]}' if len(shape) > 1 else ''}: the ranks add them up"
-        advice = 'reduction="none" where it calls a loss of torch' if given == [] else "a dict of such tensors"
-        return ConfigError(f"{what}, {where}; type {advice}")
 
     def mode(self, objective: str) -> str:
         """ "min" or "max" for an objective such as "val/accuracy". Raises ConfigError if it is not measured."""

@@ -55,7 +55,10 @@ class CrossEntropy(Task):
         if not self._fits(outputs, targets):
             wanted = "(N, T, classes) and (N, T)" if self.classes_last else "(N, classes, ...) and (N, ...)"
             raise misfit(self, f"logits and class numbers {wanted}", outputs, targets)
-        rows, is_soft = at_least_float32(self._rows(outputs)), targets.is_floating_point()
+        rows, is_soft = outputs, targets.is_floating_point()
+        if outputs.dim() > 2:  # (n, classes) for all places: CUDA has deterministic kernels for these alone
+            rows = (outputs if self.classes_last else outputs.movedim(1, -1)).flatten(0, -2)
+        rows = at_least_float32(rows)
         classes = targets.to(rows.dtype) if is_soft else targets.flatten()
         labels, found = classes.argmax(1) if is_soft else classes, {}
         if self.own_loss is None:
@@ -109,12 +112,6 @@ class CrossEntropy(Task):
         samples, classes, *places = self._classes_second(outputs).shape
         wanted = [samples, classes] if targets.is_floating_point() else [samples, *places]
         return classes > 1 and [*targets.shape] == wanted
-
-    def _rows(self, outputs: Tensor) -> Tensor:
-        """(n, classes) for all places: CUDA has deterministic kernels for these alone."""
-        if outputs.dim() == 2:
-            return outputs
-        return (outputs if self.classes_last else outputs.movedim(1, -1)).flatten(0, -2)
 
 
 class MultiLabel(Task):
