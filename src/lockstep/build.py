@@ -21,7 +21,7 @@ from lockstep.config.check import check_nodes, instantiate, instantiate_as, loca
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
 from lockstep.data.build import build_data, completed, loader_of, prepare_first, reader_of
-from lockstep.data.loader import InputConverter
+from lockstep.data.loader import InputConverter, Progress
 from lockstep.data.partition import seeded
 from lockstep.data.reader import SampleReader, request_of
 from lockstep.data.source import Tensors, class_names, map_tensors, of_each_sample, unwrapped
@@ -50,7 +50,7 @@ from lockstep.training.metrics import Meter
 from lockstep.training.nonfinite import SkipNonFinite
 from lockstep.training.optimizers import build_optimizer, can_fuse
 from lockstep.training.rng import Draws
-from lockstep.training.run import Clock, Loaders, Progress, Run, time_limit
+from lockstep.training.run import Clock, Loaders, Run, time_limit
 from lockstep.training.schedules import Schedule, TorchSchedule
 from lockstep.training.step import Step
 

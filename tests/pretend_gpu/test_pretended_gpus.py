@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from lockstep.data import Tensors
+from lockstep.data.loader import Progress
 from lockstep.distributed.world import join_world
 from lockstep.strategies.one_process import UnevenDataParallel
 from lockstep.tasks.tasks import CrossEntropy
-from lockstep.training.run import Progress
 from pretend_gpu import device
 from pretend_gpu.scenarios import GPUS, MPS, SCENARIOS, small_training, trained_on_gpus, worked
 from support.commands import ema

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import tee
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,18 +14,11 @@ from lockstep.data.augment import BatchWide, Places, ShiftFlip
 from lockstep.data.partition import Array, Order, Part, fold_in
 from lockstep.data.reader import EVALUATION, Request, SampleReader, batches, request_of
 from lockstep.data.source import map_tensors, of_each_sample, unwrapped, without_samples
+from lockstep.failures.record import heartbeat
 
 # Values in memory that are looked up and converted together: step by step, the calls cost more than the work.
 VALUES_AT_ONCE = 2**20
 MIX = 5  # folded into the seed of what batch-wide transforms draw
-
-
-class Position(Protocol):
-    """Where a training stands: in `epoch`, after `samples` of it, and after `step` steps."""
-
-    epoch: int
-    samples: int
-    step: int
 
 
 class LoadedPart(NamedTuple):
@@ -47,6 +40,26 @@ class Batch:
     number: int
     count: int
     parts: list[LoadedPart]
+
+
+@dataclass
+class Progress:
+    """How far a training is. A snapshot stores it."""
+
+    epoch: int = 0  # whole epochs done
+    samples: int = 0  # of all ranks, of the current epoch
+    step: int = 0  # optimizer steps done
+    ahead: int = 0  # steps by which the schedule is before `step`, after a resume with another batch size
+    best: float | None = None  # evaluation so far
+    best_step: int | None = None
+    evals_since_best: int = 0
+    evaluation_pending: bool = False  # the run stopped after its last step, and before the evaluation of it
+
+    def advance(self, batch: Batch) -> None:
+        """An optimizer step over `batch` is done."""
+        self.samples += batch.count
+        self.step += 1
+        heartbeat.step_ended(self.epoch + 1, self.step)
 
 
 class InputConverter(nn.Module):
@@ -100,12 +113,10 @@ class InputConverter(nn.Module):
 
 @dataclass(eq=False)
 class Loader:
-    """Reads a data set for one rank: `batches` to train on, `evaluation` of each sample once.
-
-    A data set with `gather` is read here, where it is, any other by `reader`.
-    parts: (number of a batch in its epoch, its samples) -> this rank's parts of it. share: (rank, ranks) of an
-    evaluation. device: what inputs and targets go to. workers: processes that read: those of one iterator.
-    """
+    """Reads a data set for one rank: `batches` to train on, `evaluation` of each sample once. A data set with `gather`
+    is read here, where it is, any other by `reader`. parts: (number of a batch in its epoch, its samples) -> this
+    rank's parts of it. share: (rank, ranks) of an evaluation. device: what inputs and targets go to. workers: processes
+    that read: those of one iterator."""
 
     reader: SampleReader
     order: Order
@@ -133,9 +144,9 @@ class Loader:
         """Samples of an epoch."""
         return len(self.order)
 
-    def batches(self, position: Position) -> Iterator[Batch]:
-        """The batches from `position` on, without end: workers read ahead beyond the end of an epoch."""
-        asked, waiting = tee(self._plan(position.epoch, position.samples))
+    def batches(self, progress: Progress) -> Iterator[Batch]:
+        """The batches from `progress` on, without end: workers read ahead beyond the end of an epoch."""
+        asked, waiting = tee(self._plan(progress.epoch, progress.samples))
         loaded = self._loaded(request for _, _, requests in asked for request in requests)
         for number, count, requests in waiting:
             yield Batch(number, count, [next(loaded) for _ in requests])

@@ -49,12 +49,10 @@ def cut(count: int, pieces: int, number: int) -> tuple[int, int]:
 
 @dataclass(eq=False)
 class Order:
-    """The indices of each epoch's samples, the same on every rank.
-
-    samples: of the data set. draws: how many an epoch draws at random; None: it has each one once. weights: (N,)
-    float64: it draws by them, with replacement. shards: (N,) of the file that a sample is in, ascending. Files are
-    shuffled, and samples within windows of at least `window` of them: a rank reads from few files at a time.
-    """
+    """The indices of each epoch's samples, the same on every rank. samples: of the data set. draws: how many an epoch
+    draws at random; None: it has each one once. weights: (N,) float64: it draws by them, with replacement. shards: (N,)
+    of the file that a sample is in, ascending. Files are shuffled, and samples within windows of at least `window` of
+    them: a rank reads from few files at a time."""
 
     samples: int
     seed: int

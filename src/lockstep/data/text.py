@@ -57,11 +57,9 @@ class Tokenizer(NamedTuple):
 @dataclass(eq=False)
 class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Windows of `block` tokens, which begin every `stride` tokens, and as targets the tokens after each. The last one
-    of a piece is filled up, with targets of -100.
-
-    tokens: (L,) in a file. samples: drawn at random in an epoch; None: as many as lie side by side, or where windows do
-    so, each once. tokenizer: its name. classes: of the tokens. pieces: (start, stop) of the tokens that are used.
-    """
+    of a piece is filled up, with targets of -100. tokens: (L,) in a file. samples: drawn at random in an epoch; None:
+    as many as lie side by side, or where windows do so, each once. tokenizer: its name. classes: of the tokens. pieces:
+    (start, stop) of the tokens that are used."""
 
     tokens: Tensor
     block: int

@@ -52,11 +52,9 @@ def all_names(model: nn.Module) -> dict[str, list[str]]:
 
 def matching_parameters(model: nn.Module, pattern: str) -> set[str]:
     """The first names of the parameters that `pattern` names, such as `bias`, `norm`, `layer1` or `blocks.*.attn`.
-
     bias: those whose last name is bias. norm: those of a normalisation layer (its class has Norm in its name). Any
     other pattern is compared with the parameter's name and with the names of the modules that hold it, by the rules of
-    fnmatch: `layer1` is all of layer1, `*.weight` every weight. Of a shared weight any of its names counts.
-    """
+    fnmatch: `layer1` is all of layer1, `*.weight` every weight. Of a shared weight any of its names counts."""
 
     def is_named(name: str) -> bool:
         owner, _, last = name.rpartition(".")

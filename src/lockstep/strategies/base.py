@@ -217,12 +217,10 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
 
 
 def forward(module: nn.Module, inputs: Any, outputs: Outputs | None = None) -> Any:
-    """`module(inputs)`, also for the inputs of a rank whose share of a batch has no samples.
-
-    Many models cannot compute those. So two samples of ones stand in, and their outputs are cut off: two, because batch
-    norm refuses one, and ones, because these are token numbers, masks and pixels that any model takes. Their gradient
-    is zero, and synchronised batch norm does not count them.
-    """
+    """`module(inputs)`, also for the inputs of a rank whose share of a batch has no samples. Many models cannot compute
+    those. So two samples of ones stand in, and their outputs are cut off: two, because batch norm refuses one, and
+    ones, because these are token numbers, masks and pixels that any model takes. Their gradient is zero, and
+    synchronised batch norm does not count them."""
     given = () if outputs is None else (outputs,)
     has_samples = isinstance(inputs, Tensor) and inputs.dim() and inputs.shape[0]
     if has_samples or next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 1):

@@ -16,12 +16,9 @@ BUFFERS_IN_FORWARD = "forward_sync_buffers" if "forward_sync_buffers" in ARGUMEN
 
 @dataclass
 class DDP(Strategy):
-    """A replica per rank (Li et al. 2020). `gradient_sync` says how gradients are averaged.
-
-    In a world of one rank, and without trainable parameters, nothing is averaged and the model stays a plain module.
-    Buffers are not broadcast before every forward pass, because batch norm does not read them in training, but before
-    an evaluation.
-    """
+    """A replica per rank (Li et al. 2020). `gradient_sync` says how gradients are averaged. In a world of one rank, and
+    without trainable parameters, nothing is averaged and the model stays a plain module. Buffers are not broadcast
+    before every forward pass, because batch norm does not read them in training, but before an evaluation."""
 
     bucket_cap_mb: Positive
     find_unused_parameters: bool

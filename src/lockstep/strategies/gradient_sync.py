@@ -63,12 +63,10 @@ class SharedMemory(GradientSync):
 
 
 class Ring(GradientSync):
-    """Every rank talks to its two neighbours only (Patarasuk and Yuan 2009; Gibiansky 2017, Baidu).
-
-    A vector is cut into as many parts as ranks, of which some may be empty. Each goes once round the ring and collects
-    the values of all ranks (reduce-scatter), and once more as the whole sum (all-gather). So a rank of n sends
-    2 (n - 1) parts, which is 2 (n - 1) / n vectors. No algorithm sends less.
-    """
+    """Every rank talks to its two neighbours only (Patarasuk and Yuan 2009; Gibiansky 2017, Baidu). A vector is cut
+    into as many parts as ranks, of which some may be empty. Each goes once round the ring and collects the values of
+    all ranks (reduce-scatter), and once more as the whole sum (all-gather). So a rank of n sends 2 (n - 1) parts, which
+    is 2 (n - 1) / n vectors. No algorithm sends less."""
 
     name = "ring"
     needs_hooks = True

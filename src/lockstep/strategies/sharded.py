@@ -201,12 +201,10 @@ def with_gradient_times(factor: float, tensor: Tensor) -> Tensor:
 
 
 def blocks_to_wrap(model: nn.Module, class_names: Sequence[str], min_parameters: int) -> list[nn.Module]:
-    """The blocks of `model` that are gathered one at a time; the rest is gathered with the whole model.
-
-    With class names: every module of these classes. Without: the model's children with at least `min_parameters`
-    parameters, where a container (any module without a forward pass of its own) is not a block but a list of blocks. A
-    module that shares a parameter with the rest of the model (tied weights) is left to the whole model.
-    """
+    """The blocks of `model` that are gathered one at a time; the rest is gathered with the whole model. With class
+    names: every module of these classes. Without: the model's children with at least `min_parameters` parameters, where
+    a container (any module without a forward pass of its own) is not a block but a list of blocks. A module that shares
+    a parameter with the rest of the model (tied weights) is left to the whole model."""
     if class_names:
         blocks = [module for module in model.modules() if type(module).__name__ in class_names and module is not model]
         blocks.reverse()  # fully_shard needs inner modules before outer ones

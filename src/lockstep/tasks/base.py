@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.loader import Position
+from lockstep.data.loader import Progress
 from lockstep.data.source import count_samples, tensors_in
 from lockstep.distributed.world import World, float64_device
 from lockstep.errors import ConfigError
@@ -101,7 +101,7 @@ class Task:
         """Of the values that a call gives."""
         return [name for name in self.better if name not in self.derived]
 
-    def start(self, world: World, progress: Position, dtype: torch.dtype, has_whole_batches: bool = True) -> None:
+    def start(self, world: World, progress: Progress, dtype: torch.dtype, has_whole_batches: bool = True) -> None:
         """Called once, before anything is computed: tensors and modules among the attributes, such as a teacher, go to
         the rank's device, modules in the type of the model, `dtype`; float64 only where the device has it.
         has_whole_batches: whether all ranks together pass a whole batch forward at once."""

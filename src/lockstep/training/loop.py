@@ -31,11 +31,8 @@ def fit(
     tested: Mapping[str, Any] | None = None,
 ) -> float | None:
     """Train epoch by epoch, evaluate, save; test once, with the weights that were chosen. Returns what was monitored of
-    them, None if nothing chooses.
-
-    tester: None: the test set stays shut. info: what the loggers have got. tested: the test of an earlier start, as
-    `RunInfo.test`, if there was one.
-    """
+    them, None if nothing chooses. tester: None: the test set stays shut. info: what the loggers have got. tested: the
+    test of an earlier start, as `RunInfo.test`, if there was one."""
     exchange = Exchange(run, loggers, snapshots, delayed=run.world.device.type == "cuda")
     batches, evaluated = run.loaders.train.batches(run.progress), Evaluated()
     progress, (split, _, name) = run.progress, (run.objective or "").partition("/")

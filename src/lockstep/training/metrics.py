@@ -17,12 +17,9 @@ LOSSES_KEPT = 1000
 
 @dataclass(eq=False)
 class Meter:
-    """Adds up a task's values and what they are divided by, in float64.
-
-    Counts are exact up to 2**53, so an accuracy is the whole number of one process, divided once.
-
-    names: of the values. totals: (2 n,) of this rank: the n values, and then the n counts.
-    """
+    """Adds up a task's values and what they are divided by, in float64. Counts are exact up to 2**53, so an accuracy is
+    the whole number of one process, divided once. names: of the values. totals: (2 n,) of this rank: the n values, and
+    then the n counts."""
 
     task: Task
     world: World

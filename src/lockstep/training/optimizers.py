@@ -20,12 +20,10 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration: they
 def build_optimizer(
     make: Callable[[Any], Optimizer], parameters: Parameters, model: nn.Module, world: World, trains: bool
 ) -> Optimizer:
-    """What `make` gives for the trained parameters, in groups as `parameters` says; of rules the last one wins.
-
-    A collective: groups and their order are the same on all ranks, though a rank may hold only some layers, and none of
-    a group. Raises ConfigError for a pattern that no rank has, and for a hyperparameter that the optimizer has not:
-    torch would keep it, and never read it.
-    """
+    """What `make` gives for the trained parameters, in groups as `parameters` says; of rules the last one wins. A
+    collective: groups and their order are the same on all ranks, though a rank may hold only some layers, and none of a
+    group. Raises ConfigError for a pattern that no rank has, and for a hyperparameter that the optimizer has not: torch
+    would keep it, and never read it."""
     rules = list[tuple[str, list[str], dict[str, Any]]]()  # (the key, patterns of parameters, their hyperparameters)
     for group in parameters.groups:
         match, values = group["match"], {name: value for name, value in group.items() if name != "match"}
@@ -69,11 +67,9 @@ def can_fuse(model: nn.Module) -> bool:
 
 class Muon(Optimizer):
     """Muon (Jordan et al. 2024) for weights of two and more dimensions, another optimizer for all other parameters.
-
     torch.optim.Muon takes matrices only; here a filter (out, in, height, width) is a matrix of `out` rows. A parameter
     group with use_muon=false is the other optimizer's as a whole: an embedding, or the last layer. The decay is
-    decoupled, as AdamW's. The Newton-Schulz iteration computes in the weights' own type.
-    """
+    decoupled, as AdamW's. The Newton-Schulz iteration computes in the weights' own type."""
 
     def __init__(
         self,

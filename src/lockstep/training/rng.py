@@ -42,12 +42,10 @@ UNWATCHED = nullcontext()
 
 
 class SampleDraws(TorchFunctionMode):
-    """Inside the block, draws belong to the samples from `start` to `start + rows` of a global batch of `count`.
-
-    A single number, which may decide about a layer, and noise of a weight are the same on all ranks, as in one process.
+    """Inside the block, draws belong to the samples from `start` to `start + rows` of a global batch of `count`. A
+    single number, which may decide about a layer, and noise of a weight are the same on all ranks, as in one process.
     What else has no dimension of the batch is drawn by each rank for itself: mode=check names what depends on it. Each
-    draw takes a seed from torch's generator, which is seeded alike on all ranks: checkpointed blocks draw the same.
-    """
+    draw takes a seed from torch's generator, which is seeded alike on all ranks: checkpointed blocks draw the same."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,12 +13,11 @@ import torch
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.failures.record import heartbeat
 from lockstep.strategies.base import Strategy
 from lockstep.tasks.base import Task
 
 if TYPE_CHECKING:
-    from lockstep.data.loader import Batch, Loader
+    from lockstep.data.loader import Loader, Progress
     from lockstep.training.callbacks import Callback
     from lockstep.training.ema import Average
     from lockstep.training.metrics import Meter
@@ -34,26 +33,6 @@ def time_limit(max_time: str | None) -> float:
         accepted = "a time such as 90s, 30min or 2h"
         raise ConfigError(f"trainer.max_time={max_time} should be {accepted}; type trainer.max_time=null")
     return seconds or math.inf
-
-
-@dataclass
-class Progress:
-    """How far a run is. A snapshot stores it."""
-
-    epoch: int = 0  # whole epochs done
-    samples: int = 0  # of all ranks, of the current epoch
-    step: int = 0  # optimizer steps done
-    ahead: int = 0  # steps by which the schedule is before `step`, after a resume with another batch size
-    best: float | None = None  # evaluation so far
-    best_step: int | None = None
-    evals_since_best: int = 0
-    evaluation_pending: bool = False  # the run stopped after its last step, and before the evaluation of it
-
-    def advance(self, batch: "Batch") -> None:
-        """An optimizer step over `batch` is done."""
-        self.samples += batch.count
-        self.step += 1
-        heartbeat.step_ended(self.epoch + 1, self.step)
 
 
 class Loaders(NamedTuple):

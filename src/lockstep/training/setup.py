@@ -44,11 +44,9 @@ CAST = {
 
 def cast(module: nn.Module, precision: str) -> None:
     """Give the parameters and buffers of `module` the types of `CAST`, in place. Other types stay, as they were chosen:
-    `Module.to` would take the imaginary part of complex weights away.
-
-    In bfloat16 running statistics would not move: a norm that has them stays as a whole, as torch wants it. A tensor
-    whose elements share memory, as `expand` makes it, becomes an ordinary one: no value could be loaded into it.
-    """
+    `Module.to` would take the imaginary part of complex weights away. In bfloat16 running statistics would not move: a
+    norm that has them stays as a whole, as torch wants it. A tensor whose elements share memory, as `expand` makes it,
+    becomes an ordinary one: no value could be loaded into it."""
     types, kept = CAST.get(precision, {}), set[Tensor]()
     if precision == "bf16-true":
         norms = [part for part in module.modules() if getattr(part, "running_mean", None) is not None]

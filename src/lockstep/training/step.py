@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.loader import Batch
+from lockstep.data.loader import Batch, Progress
 from lockstep.strategies.base import Loss, Outputs, Strategy
 from lockstep.tasks.base import Task
 from lockstep.training.metrics import Meter
 from lockstep.training.nonfinite import SkipNonFinite
 from lockstep.training.rng import Draws
-from lockstep.training.run import Progress
 from lockstep.training.schedules import Schedule
 
 
@@ -73,12 +72,9 @@ class Step:
                 self.strategy.forward_backward(part, chosen, weight, part is batch.parts[-1], outputs)
 
     def begin(self, batch: Batch) -> Tensor:
-        """0-d: what multiplies the sum of a part's losses before the backward pass, W / N.
-
-        N is the count of the global batch, W what the averaging of gradients divides by: a mean of the ranks' means is
-        wrong where their shares differ. Counts that ranks add up travel during the forward pass, and `loss` fills the
-        weight in.
-        """
+        """0-d: what multiplies the sum of a part's losses before the backward pass, W / N. N is the count of the global
+        batch, W what the averaging of gradients divides by: a mean of the ranks' means is wrong where their shares
+        differ. Counts that ranks add up travel during the forward pass, and `loss` fills the weight in."""
         if self.skip is not None:
             self.skip.begin()
         weight = self.weights.get(batch.count)
