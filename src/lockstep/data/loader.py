@@ -66,9 +66,6 @@ class InputConverter(nn.Module):
     """Brings inputs to the type and memory layout of a model. uint8 is scaled to 0..1; other integers stay as they are.
     mean, std: a number for each channel (the second dimension), or one for all."""
 
-    scale: Tensor
-    shift: Tensor
-
     def __init__(
         self,
         dtype: torch.dtype,
@@ -81,8 +78,8 @@ class InputConverter(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         self.normalises = mean is not None or std is not None
         deviation = torch.tensor(std or [1.0], dtype=wide)
-        self.register_buffer("scale", 1 / deviation, persistent=False)
-        self.register_buffer("shift", -torch.tensor(mean or [0.0], dtype=wide) / deviation, persistent=False)
+        self.scale = nn.Buffer(1 / deviation, persistent=False)
+        self.shift = nn.Buffer(-torch.tensor(mean or [0.0], dtype=wide) / deviation, persistent=False)
 
     def forward(self, inputs: Any) -> Any:
         """Raw inputs (N, ...). Among several inputs, only images (N, C, H, W) are known to have channels."""

@@ -100,9 +100,6 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Each token looks at itself and at those before it, with several heads (Vaswani et al. 2017)."""
 
-    cos: Tensor
-    sin: Tensor
-
     def __init__(self, context: int, heads: int, width: int, dropout: float, modern: bool) -> None:
         super().__init__()
         self.heads, self.head_width, self.dropout, self.modern = heads, width // heads, dropout, modern
@@ -111,8 +108,7 @@ class Attention(nn.Module):
         if modern:  # by which angle each pair of numbers is turned at each place
             pairs = torch.arange(0, self.head_width, 2) / self.head_width
             angles = torch.outer(torch.arange(context), 10_000.0**-pairs)
-            self.register_buffer("cos", angles.cos(), persistent=False)
-            self.register_buffer("sin", angles.sin(), persistent=False)
+            self.cos, self.sin = (nn.Buffer(turn, persistent=False) for turn in (angles.cos(), angles.sin()))
 
     def forward(self, vectors: Tensor) -> Tensor:
         if self.modern:  # half of the numbers are those of the token before, and 0 for the first one
