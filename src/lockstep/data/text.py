@@ -184,8 +184,7 @@ class Text(DataSource):
         return Splits(train, test.evaluated)
 
     def _about(self) -> Path:
-        own = short_hash(os.getcwd(), self.path, self.test_path, self.tokenizer)
-        return Path(self.tokens_dir, own, "about.json")
+        return Path(self.tokens_dir, short_hash(os.getcwd(), self.path, self.test_path, self.tokenizer), "about.json")
 
 
 def _texts(files: Iterable[Any]) -> Iterator[str]:

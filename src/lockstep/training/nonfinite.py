@@ -69,8 +69,8 @@ def diverged(run: Run, what: str, step: int | None) -> TrainingDiverged:
     if step is None:
         return TrainingDiverged(what, SMALLER_STEPS)
     loader, progress = run.loaders.train, run.progress
-    batches_of_epoch = -(-progress.samples // run.batch_size)
-    start = max(0, batches_of_epoch - (progress.step - step + 1)) * run.batch_size  # all steps back are in this epoch
+    back = progress.step - step + 1  # batches, all of this epoch
+    start = max(0, -(-progress.samples // run.batch_size) - back) * run.batch_size
     mine = list[int]()
     for request in loader.requests_at(progress.epoch, start):
         mine += broken_samples(loader.whole(request.numbers), *loader.read(request))

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lockstep.config.schema import RunConfig
+from lockstep.data.loader import Loader, Progress
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import Strategy
 from lockstep.tasks.base import Task
 
 if TYPE_CHECKING:
-    from lockstep.data.loader import Loader, Progress
     from lockstep.training.callbacks import Callback
     from lockstep.training.ema import Average
     from lockstep.training.metrics import Meter
@@ -38,11 +38,11 @@ def time_limit(max_time: str | None) -> float:
 class Loaders(NamedTuple):
     """What gives this rank its share of each split."""
 
-    train: "Loader"
-    test: "Loader"
+    train: Loader
+    test: Loader
     split: str | None  # which samples the validation set has, in words with a hash; None without one
     held_out: Any  # (n,) indices of the validation samples in the training data; None if they are other data
-    val: "Loader | None" = None
+    val: Loader | None = None
 
 
 @dataclass

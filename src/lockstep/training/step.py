@@ -64,12 +64,12 @@ class Step:
         """For steps of your own: adds the gradient of the mean loss over the global batch to `.grad`, on all ranks.
         loss: (outputs, targets) -> the summed loss of these samples, 0-d, which is not measured: a sample counts once a
         step in the metrics. outputs: (model, inputs) -> what it takes. Both stand for those of the task."""
-        weight, chosen = self.begin(batch), self.loss if loss is None else loss
+        weight = self.begin(batch)
         if loss is not None:
             self._fill_in()
         for part in batch.parts:
             with self.draws.of_part(self.progress.step, part, batch.count):
-                self.strategy.forward_backward(part, chosen, weight, part is batch.parts[-1], outputs)
+                self.strategy.forward_backward(part, loss or self.loss, weight, part is batch.parts[-1], outputs)
 
     def begin(self, batch: Batch) -> Tensor:
         """0-d: what multiplies the sum of a part's losses before the backward pass, W / N. N is the count of the global
