@@ -145,7 +145,8 @@ class Strategy:
         is the last part of the step, after which gradients are averaged. outputs: another function for a second pass,
         such as of a part of the model."""
         with nullcontext() if last else self.accumulating():
-            loss(forward(self.module, part.inputs, outputs), part.targets).backward(weight)
+            found = forward(self.module, part.inputs, outputs)
+            loss(found, part.targets).backward(weight)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Inside the block a pass averages no gradients: the last part of the step does."""
