@@ -1,52 +1,40 @@
 """`make bench`: Lockstep against what one would run otherwise, in turns: the same model, data, batch and samples.
 
-python bench/race.py [--quick] [--rounds=4] [--only=train,floor,nets,text,startup,sweep,memory,help]
-
 Every contender (bench/contenders/) is a command started as its users start it. Lockstep is src/train.py with its
 defaults: Hydra, TensorBoard, progress bar, metrics and snapshots are on. Only sync_bn=off is passed, because no
 contender synchronises batch norm. Tables, the figures of every run and its console go to outputs/bench/<time>/.
 """
 
-import argparse
-import csv
-import importlib.metadata
+import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from operator import truediv
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import harness
-from harness import CONTENDERS, ROOT, TRAIN, processor, spread, table
+from harness import BESIDE_FLOORS, CONTENDERS, MEASURED, TRAIN, spread
 
 from lockstep.distributed.host import has_native_bf16
 
-PYTHON = [sys.executable]
-ACCELERATE = [*PYTHON, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1",
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1",
               "--mixed_precision=no", "--dynamo_backend=no"]  # fmt: skip
 PARTS = ("train", "floor", "nets", "text", "startup", "sweep", "memory", "help")
 SLOW_PARTS = {"nets", "startup", "sweep", "memory"}  # run in half of the rounds
-PRECISIONS = {"fp32": "Lockstep", "bf16": "Lockstep, bf16"}
-OTHERS = ("tutorial", "Lightning", "Accelerate", "references")
 LAUNCHES = ("torchrun", "launch=torchrun", "launch=spawn", "launch=fork")
-CROWD = 8  # ranks whose memory is measured
-WINDOWS_A_STEP = 12  # of 64 characters, so that a ratio of samples/s is one of tokens/s
 FLOORS = {"bare loop": 1, "bare DDP": 2, "no synchronisation": 2}  # {floor: processes}
-# {how Lockstep runs beside its floors: its overrides}; gloo instead of what gradient_sync=auto takes
-BESIDE = {precision: [f"trainer.precision={precision}"] for precision in PRECISIONS}
-BESIDE |= {f"{how}, gloo": [*words, "gradient_sync=all_reduce"] for how, words in BESIDE.items()}
-NETS = ("ResNet-18", "GPT")  # larger ones than the contenders'
+CROWD = 8  # ranks whose memory is measured
+MEMORY = "Memory of the rank that has most", ("rss", "private", "pss")
 HEADS = {"speed": "samples/s", "evaluation": "evaluation, samples/s", "cpu": "CPU s of 1000 samples", "wall": "seconds",
          "first_step": "seconds to the first step", "rss": "peak RSS, MB", "private": "private, MB",
          "pss": "PSS, MB"}  # fmt: skip
-Entry = tuple[str, int]
-"""(name, ranks) of a contender"""
-Runs = Sequence[Mapping[str, Any]]
-"""[{"round", "name", "ranks", quantity: number, ...}, ...]"""
 
 
 @dataclass(frozen=True)
@@ -63,20 +51,35 @@ class Settings:
     net_steps: int = 20  # of the larger nets, in an epoch
 
 
-class Contender:
-    """`commands` run one after the other, each over `ranks` processes. `parts`: which parts need it."""
+class Group(NamedTuple):
+    """Contenders of one number of ranks that run close together, and what its table has of them.
 
-    def __init__(self, name: str, ranks: int, parts: str, *commands: list[str]) -> None:
-        self.name, self.ranks, self.parts, self.commands = name, ranks, set(parts.split()), commands
+    commands: {name: commands, one after the other}. against: the names that all are compared with. Where quantities is
+    the wall time alone, the contenders do not measure themselves.
+    """
+
+    part: str
+    title: str
+    quantities: tuple[str, ...]
+    ranks: int
+    commands: dict[str, list[list[str]]]
+    against: tuple[str, ...] = ()
+
+
+# Each with {contender: [{quantity: number} of each round]}; {} is a run that failed
+Results = Sequence[tuple[Group, Mapping[str, Sequence[Mapping[str, float]]]]]
 
 
 def torchrun(ranks: int) -> list[str]:
-    return [*PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    """How a script is started. One process needs no torchrun."""
+    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [sys.executable, *(several if ranks > 1 else ())]
 
 
-def launch(way: str, ranks: int) -> list[str]:
+def launch(way: str, ranks: int, *words: str) -> list[str]:
     """The command that starts `ranks` ranks of src/train.py: by torchrun, or by a launcher of conf/launch."""
-    return [*torchrun(ranks), TRAIN] if way == "torchrun" else [*PYTHON, TRAIN, way, f"launch.nproc_per_node={ranks}"]
+    own = [sys.executable, TRAIN, way, f"launch.nproc_per_node={ranks}"]
+    return [*(own if "=" in way else [*torchrun(ranks), TRAIN]), *words]
 
 
 def script(name: str, settings: Settings, *own: str) -> list[str]:
@@ -85,151 +88,94 @@ def script(name: str, settings: Settings, *own: str) -> list[str]:
     return [str(CONTENDERS / f"{name}.py"), *same, f"--epochs={settings.epochs}", f"--batch={settings.batch}", *own]
 
 
-def overrides(settings: Settings, *own: str) -> list[str]:
+def overrides(settings: Settings) -> list[str]:
     """What src/train.py is told: the contenders' data, batch size and batch norm, and to measure itself."""
-    node = ["name=MNIST", "shape=[1,28,28]", "classes=10", "mean=[0.1307]", "std=[0.3081]"]
-    data = ["dataset._target_=measured.FirstImages", *(f"dataset.{word}" for word in node)]
-    data += [f"+dataset.samples={settings.samples}", f"+dataset.test_samples={settings.test_samples}"]
+    data = harness.images("mnist", settings.samples, settings.test_samples)
     same = [f"trainer.batch_size_per_rank={settings.batch}", f"trainer.epochs={settings.epochs}", "sync_bn=off"]
-    return ["dataset=mnist", f"data_dir={settings.data}", *data, *same, *harness.MEASURED, "hydra.run.dir=run", *own]
+    return [*data, f"data_dir={settings.data}", *same, *MEASURED]
 
 
-def trainers(settings: Settings, ranks: int) -> list[Contender]:
-    """All that train over `ranks` processes, with Lockstep beside its floors."""
-    start = PYTHON if ranks == 1 else torchrun(ranks)
-    accelerate = ACCELERATE if ranks == 1 else start
-    lightning = script("lightning_mnist", settings, f"--devices={ranks}")  # it starts its own processes
-    found = [
-        Contender("tutorial", ranks, "train memory", start + script("tutorial", settings)),
-        Contender(PRECISIONS["fp32"], ranks, "train memory", [*start, TRAIN, *overrides(settings)]),
-        Contender("Lightning", ranks, "train", PYTHON + lightning),
-        Contender("Accelerate", ranks, "train", accelerate + script("accelerate_mnist", settings)),
-        Contender(PRECISIONS["bf16"], ranks, "train", [*start, TRAIN, *overrides(settings, "trainer.precision=bf16")]),
-        Contender("references", ranks, "train", start + script("references", settings)),
-    ]
-    epochs = f"trainer.epochs={settings.floor_epochs}"
-    for how, words in BESIDE.items():
-        if ranks > 1 or "gloo" not in how:
-            command = [*start, TRAIN, *overrides(settings, *words, *harness.BESIDE_FLOORS, epochs)]
-            found.append(Contender(beside(how), ranks, "floor", command))
-    for net, words in larger_nets(settings, ranks).items():
-        command = [*start, TRAIN, *harness.MEASURED, *harness.BESIDE_FLOORS, *words, "sync_bn=off", "hydra.run.dir=run"]
-        found.append(Contender(beside(net), ranks, "nets", command))
-    return found
+def groups(settings: Settings) -> Iterator[Group]:
+    for ranks in (1, 2):
+        start, lightning = torchrun(ranks), script("lightning_mnist", settings, f"--devices={ranks}")
+        own = launch("torchrun", ranks, *overrides(settings))
+        commands = {
+            "Lockstep": [own],
+            "Lockstep, bf16": [[*own, "trainer.precision=bf16"]],
+            "tutorial": [start + script("tutorial", settings)],
+            "Lightning": [[sys.executable, *lightning]],  # it starts its own processes
+            "Accelerate": [(ACCELERATE if ranks == 1 else start) + script("accelerate_mnist", settings)],
+            "references": [start + script("references", settings)],
+        }
+        title, others = f"Training, processes: {ranks}", ("tutorial", "Lightning", "Accelerate", "references")
+        yield Group("train", title, ("speed", "evaluation", "cpu", "wall"), ranks, commands, others)
+        commands = {name: commands[name] for name in ("Lockstep", "tutorial")}
+        yield Group("memory", *MEMORY, ranks, commands, ("tutorial",))
 
+        own = overrides(replace(settings, epochs=settings.floor_epochs))
+        ways = {precision: [*own, f"trainer.precision={precision}"] for precision in ("fp32", "bf16")}
+        if ranks > 1:  # gloo instead of what gradient_sync=auto takes
+            ways |= {f"{how}, gloo": [*words, "gradient_sync=all_reduce"] for how, words in ways.items()}
+        samples = settings.net_steps * ranks  # of an epoch, for each one in a rank's batch
+        resnet = [*harness.images("noise", 64 * samples, 64), "model=resnet18", "trainer.batch_size_per_rank=64"]
+        gpt = ["experiment=shakespeare_char", f"data_dir={settings.data}", f"dataset.samples={36 * samples}"]
+        epochs = f"trainer.epochs={settings.floor_epochs}"
+        gpt += ["trainer.batch_size_per_rank=12", epochs, "trainer.max_grad_norm=null"]
+        # A step of ResNet-18 takes a second, so it makes two epochs.
+        nets = {"ResNet-18": [*MEASURED, *resnet, "trainer.epochs=2"], "GPT": [*MEASURED, *gpt]}
+        title = "In turns with floors: the fraction of their speed kept"
+        quantities, same = ("speed", *(f"of {floor}" for floor in FLOORS)), [*BESIDE_FLOORS, "sync_bn=off"]
+        for part, whole in {"floor": ways, "nets": nets}.items():
+            commands = {f"beside floors, {how}": [launch("torchrun", ranks, *own, *same)] for how, own in whole.items()}
+            yield Group(part, title, quantities, ranks, commands)
 
-def larger_nets(settings: Settings, ranks: int) -> dict[str, list[str]]:
-    """{one of NETS: its overrides}. A step of ResNet-18 takes a second, so it makes two epochs."""
-    images, windows, steps = 64, WINDOWS_A_STEP, settings.net_steps
-    resnet = [*harness.noise_images(steps * images * ranks, images), "model=resnet18", "trainer.epochs=2"]
-    resnet.append(f"trainer.batch_size_per_rank={images}")
-    gpt = ["experiment=shakespeare_char", f"data_dir={settings.data}", f"trainer.epochs={settings.floor_epochs}"]
-    gpt += [f"dataset.samples={3 * steps * windows * ranks}", f"trainer.batch_size_per_rank={windows}"]
-    gpt.append("trainer.max_grad_norm=null")
-    return {"ResNet-18": resnet, "GPT": gpt}
+    # 12 windows of 64 characters a step on both sides, so that a ratio of samples/s is one of tokens/s
+    same = [f"data_dir={settings.data}", f"dataset.samples={settings.windows}", f"trainer.epochs={settings.epochs}"]
+    own = [sys.executable, TRAIN, "experiment=shakespeare_char", *same, *MEASURED]
+    nanogpt = script("nanogpt", replace(settings, samples=settings.windows, batch=12))
+    commands = {"Lockstep, GPT": [own], "Lockstep, bf16, GPT": [[*own, "trainer.precision=bf16"]]}
+    commands["nanoGPT"] = [[sys.executable, *nanogpt]]
+    yield Group("text", "A GPT on 64 characters", ("speed", "cpu", "first_step", "rss"), 1, commands, ("nanoGPT",))
 
+    own = overrides(replace(settings, samples=1024, test_samples=512, epochs=1))
+    for ranks in (1, *settings.worlds):
+        ways = LAUNCHES if ranks > 1 else ("python",)
+        commands = {f"start by {way}": [launch(way, ranks, *own)] for way in ways}
+        commands["minimal"] = [torchrun(ranks) + script("minimal", settings)]
+        yield Group("startup", "Until the first step has ended", ("first_step",), ranks, commands, ("minimal",))
 
-def writers(settings: Settings) -> list[Contender]:
-    """A small GPT on tinyshakespeare: nanoGPT's loop, and experiment=shakespeare_char with the same steps."""
-    text = Settings(settings.data, samples=settings.windows, epochs=settings.epochs, batch=WINDOWS_A_STEP)
-    same = [f"data_dir={text.data}", f"dataset.samples={text.samples}", f"trainer.epochs={text.epochs}"]
-    command = [*PYTHON, TRAIN, "experiment=shakespeare_char", *same, *harness.MEASURED, "hydra.run.dir=run"]
-    return [
-        Contender("nanoGPT", 1, "text", PYTHON + script("nanogpt", text)),
-        Contender("Lockstep, GPT", 1, "text", command),
-        Contender("Lockstep, bf16, GPT", 1, "text", [*command, "trainer.precision=bf16"]),
-    ]
-
-
-def starters(settings: Settings) -> list[list[Contender]]:
-    """The shortest scripts and Lockstep, by number of ranks and launcher."""
-    short = overrides(Settings(settings.data, samples=1024, test_samples=512, epochs=1, batch=settings.batch))
-    group = [Contender("minimal", 1, "startup", PYTHON + script("minimal", settings))]
-    groups = [[*group, Contender("start by python", 1, "startup", [*PYTHON, TRAIN, *short])]]
-    for ranks in settings.worlds:
-        group = [Contender("minimal", ranks, "startup", torchrun(ranks) + script("minimal", settings))]
-        for way in LAUNCHES:
-            group.append(Contender(f"start by {way}", ranks, "startup", launch(way, ranks) + short))
-        groups.append(group)
-    return groups
-
-
-def contenders(settings: Settings) -> list[list[Contender]]:
-    """Groups of contenders; those of a group are compared with each other and run close together."""
     rates = [f"{0.01 * (number + 1):.2f}" for number in range(settings.jobs)]
-    single = ["trainer.epochs=1", "sync_bn=off"]
-    jobs = [[*launch("torchrun", 2), *single, f"optimizer.lr={rate}", f"hydra.run.dir=run/{rate}"] for rate in rates]
-    sweep = ["-m", *single, f"optimizer.lr={','.join(rates)}", "hydra.sweep.dir=run"]
-    many = Settings(settings.data, samples=8 * CROWD * settings.batch, epochs=1, batch=settings.batch)
-    sweeps = [Contender(f"{settings.jobs} commands", 2, "sweep", *jobs)]
-    for way in ("launch=torchrun", "launch=fork"):
-        sweeps.append(Contender(f"sweep by {way}", 2, "sweep", launch(way, 2) + sweep))
-    crowd = [Contender("tutorial", CROWD, "memory", torchrun(CROWD) + script("tutorial", many))]
-    for way in ("torchrun", "launch=fork"):
-        crowd.append(Contender(f"Lockstep by {way}", CROWD, "memory", launch(way, CROWD) + overrides(many)))
-    answers = [Contender(words, 1, "help", [*PYTHON, TRAIN, *words.split()]) for words in ("--help", "--cfg job")]
-    return [
-        trainers(settings, 1),
-        trainers(settings, 2),
-        *starters(settings),
-        sweeps,
-        crowd,
-        answers,
-        writers(settings),
-    ]
+    own, name = ["trainer.epochs=1", "sync_bn=off"], f"{settings.jobs} commands"
+    jobs = [launch("torchrun", 2, *own, f"optimizer.lr={rate}", f"hydra.run.dir=run/{rate}") for rate in rates]
+    own += ["-m", f"optimizer.lr={','.join(rates)}", "hydra.sweep.dir=run"]
+    commands = {f"sweep by {way}": [launch(way, 2, *own)] for way in ("launch=torchrun", "launch=fork")}
+    yield Group("sweep", "A sweep of short jobs", ("wall",), 2, commands | {name: jobs}, (name,))
+
+    many = replace(settings, samples=8 * CROWD * settings.batch, test_samples=2560, epochs=1)
+    commands = {f"Lockstep by {way}": [launch(way, CROWD, *overrides(many))] for way in ("torchrun", "launch=fork")}
+    commands["tutorial"] = [torchrun(CROWD) + script("tutorial", many)]
+    yield Group("memory", *MEMORY, CROWD, commands, ("tutorial",))
+
+    commands = {words: [[sys.executable, TRAIN, *words.split()]] for words in ("--help", "--cfg job")}
+    yield Group("help", "--help and --cfg", ("wall",), 1, commands)
 
 
-def run(one: Contender, folder: Path) -> dict[str, float]:
-    """Run it in the empty folder `folder`. Returns {quantity: number}. Raises RuntimeError if a rank left no record."""
+def run(group: Group, name: str, folder: Path) -> dict[str, float]:
+    """One contender in the empty folder `folder`: {quantity: number}; {}, and a sentence, if it left no figures."""
     folder.mkdir(parents=True)
-    began, code = time.time(), 0
-    for command in one.commands:
+    load, began, code = os.getloadavg()[0], time.time(), 0
+    for command in group.commands[name]:
         code = harness.run_on_terminal(command, folder, CUDA_VISIBLE_DEVICES="") or code
-    wall = time.time() - began
-    records = harness.records(folder)
-    if one.parts & {"sweep", "help"}:  # these do not measure themselves
-        complete, found = not code, {}
-    else:
-        complete = len(records) == one.ranks
-        found = figures(records, began) if complete else {}
-    if not complete:
-        what = f"{one.name} over {one.ranks} left {len(records)} records and exit code {code}"
-        raise RuntimeError(f"{what}; see {folder / 'console.log'}")
-    return {"wall": wall, "exit": code, **found}
-
-
-def beside(how: str) -> str:
-    """The name of Lockstep that runs beside its floors. how: of BESIDE or NETS."""
-    return f"Lockstep beside its floor, {how}"
-
-
-def by_round(runs: Runs, quantity: str, entry: Entry) -> dict[int, float]:
-    mine = [run for run in runs if (run["name"], run["ranks"]) == entry]
-    return {run["round"]: run[quantity] for run in mine if quantity in run}
-
-
-def section(runs: Runs, title: str, quantities: Sequence[str], pairs: Sequence[tuple[Entry, Entry | None]]) -> str:
-    """A heading and a table: what each pair's first entry measured, and its ratios to the second in shared rounds.
-
-    Entries without a figure are left out; nothing without any.
-    """
-    rows = []
-    for entry, other in pairs:
-        row = [*entry, *(other or ())]
-        for quantity in quantities:
-            mine = by_round(runs, quantity, entry)
-            row.append(spread(list(mine.values())))
-            if other:
-                theirs = by_round(runs, quantity, other)
-                row.append(spread([mine[number] / theirs[number] for number in mine if number in theirs]))
-        if any(by_round(runs, quantity, entry) for quantity in quantities):
-            rows.append(row)
-    if not rows:
-        return ""
-    head = ["", "ranks", *(["against", "ranks"] if pairs[0][1] else [])]
-    for quantity in quantities:
-        head += [HEADS.get(quantity, quantity), *(["ratio"] if pairs[0][1] else [])]
-    return f"## {title}\n\n{table(head, rows)}"
+    found = {"wall": time.time() - began, "load": load, "exit": code}
+    records, measures_itself = harness.records(folder), group.quantities != ("wall",)
+    if len(records) != group.ranks if measures_itself else code:
+        what = f"{name} over {group.ranks} left {len(records)} records and exit code {code}"
+        print(f"{what}; see {folder / 'console.log'}", file=sys.stderr, flush=True)
+        return {}
+    found |= figures(records, began) if measures_itself else {}
+    shown = [f"{key} {found[key]:.2f}" for key in ("speed", "first_step", "wall") if key in found]
+    print(f"{name} over {group.ranks}   {'   '.join(shown)}", flush=True)
+    return found
 
 
 def figures(records: Sequence[dict[str, Any]], began: float) -> dict[str, float]:
@@ -238,132 +184,93 @@ def figures(records: Sequence[dict[str, Any]], began: float) -> dict[str, float]
     speed, evaluation: samples/s. cpu: CPU seconds for 1000 training samples. first_step: seconds from the command.
     rss, private, pss: MB of the rank that has most. of <floor>: of its speed, the median of all epochs.
     """
+
+    def seconds(what: str) -> list[float]:
+        laps = zip(*(record[what] for record in records), strict=True)
+        return [max(lap["seconds"] for lap in ranks) for ranks in laps]
+
+    first, training = records[0], seconds("training")
     found = {"first_step": max(record["first_step"] for record in records) - began}
-    laps = list(zip(*(record["training"] for record in records), strict=True))
-    seconds = [max(lap["seconds"] for lap in ranks) for ranks in laps]
-    if laps:
-        samples = sum(ranks[0]["samples"] for ranks in laps)
-        found["speed"] = samples / sum(seconds)
-        found["cpu"] = 1000 * sum(lap["cpu"] for ranks in laps for lap in ranks) / samples
-    evaluation = records[0]["evaluation"]  # rank 0 has the metrics only when all ranks have evaluated
-    if evaluation:
-        found["evaluation"] = sum(lap["samples"] for lap in evaluation) / sum(lap["seconds"] for lap in evaluation)
-    for name in FLOORS.keys() & records[0].keys():
-        floor = [
-            max(lap["seconds"] for lap in ranks) for ranks in zip(*(record[name] for record in records), strict=True)
-        ]
-        found[f"of {name}"] = statistics.median(map(truediv, floor, seconds))
-    found |= {key: max(record[key] for record in records) for key in ("rss", "private", "pss") if key in records[0]}
-    if records[0]["accuracy"] is not None:
-        found["accuracy"] = records[0]["accuracy"]
-    return found
+    if training:
+        samples = sum(lap["samples"] for lap in first["training"])
+        found["speed"] = samples / sum(training)
+        found["cpu"] = 1000 * sum(lap["cpu"] for record in records for lap in record["training"]) / samples
+    if laps := first["evaluation"]:  # rank 0 has the metrics only when all ranks have evaluated
+        found["evaluation"] = sum(lap["samples"] for lap in laps) / sum(lap["seconds"] for lap in laps)
+    for name in FLOORS.keys() & first.keys():
+        found[f"of {name}"] = statistics.median(map(truediv, seconds(name), training))
+    found |= {key: max(record[key] for record in records) for key in ("rss", "private", "pss") if key in first}
+    return found | ({} if first["accuracy"] is None else {"accuracy": first["accuracy"]})
 
 
-def sections(runs: Runs) -> Iterable[str]:
-    """All tables. A ratio is the first contender's figure over the other's."""
-    for ranks in (1, 2):
-        pairs = [((ours, ranks), (other, ranks)) for other in OTHERS for ours in PRECISIONS.values()]
-        yield section(runs, f"Training, processes: {ranks}", ("speed", "evaluation", "cpu", "wall"), pairs)
-    pairs = [((name, 1), ("nanoGPT", 1)) for name in ("Lockstep, GPT", "Lockstep, bf16, GPT")]
-    yield section(runs, "A GPT on 64 characters a sample", ("speed", "cpu", "first_step", "rss"), pairs)
-    for floor, ranks in FLOORS.items():
-        alone = [((beside(how), ranks), None) for how in (*BESIDE, *NETS)]
-        yield section(runs, f"In turns with {floor}: the fraction kept", ("speed", f"of {floor}"), alone)
-    starts = ["minimal", *(f"start by {way}" for way in ("python", *LAUNCHES))]
-    worlds = sorted({run["ranks"] for run in runs if run["name"] == "minimal"})
-    pairs = [((name, ranks), ("minimal", size)) for ranks in worlds for size in {1, ranks} for name in starts]
-    yield section(runs, "From the command to the end of the first step", ("first_step",), pairs)
-    commands = [run["name"] for run in runs if run["name"].endswith(" commands")][:1]
-    pairs = [((f"sweep by {way}", 2), (name, 2)) for name in commands for way in ("launch=torchrun", "launch=fork")]
-    yield section(runs, "A sweep of short jobs", ("wall",), pairs)
-    names = ("Lockstep", "Lockstep by torchrun", "Lockstep by launch=fork")
-    pairs = [((name, ranks), ("tutorial", ranks)) for ranks in (1, 2, CROWD) for name in names]
-    yield section(runs, "Memory of the rank that has most", ("rss", "private", "pss"), pairs)
-    yield section(runs, "--help and --cfg", ("wall",), [((name, 1), None) for name in ("--help", "--cfg job")])
+def rows_of(group: Group, found: Mapping[str, Any]) -> Iterator[list[object]]:
+    """What each contender measured, and its ratios to those it is compared with, in shared rounds."""
+    for name, mine in found.items():
+        for other in [name] if name in group.against else group.against or [""]:
+            row: list[object] = [name, group.ranks, *filter(None, [other])]
+            for quantity in group.quantities:
+                row.append(spread([one[quantity] for one in mine if quantity in one]))
+                if other:
+                    pairs = zip(mine, found.get(other, ()), strict=False)
+                    both = [(one[quantity], their[quantity]) for one, their in pairs if quantity in one.keys() & their]
+                    row.append(harness.ratios(*zip(*both, strict=True)) if both else "-")
+            if any(quantity in one for one in mine for quantity in group.quantities):
+                yield row
 
 
-def report(runs: Runs, settings: Any, versions: str) -> str:
+def report(results: Results, settings: Settings) -> str:
     """The whole page, in Markdown."""
-    about = (
+    packages = filter(find_spec, ("torch", "torchvision", "lightning", "accelerate"))
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    loads = [one["load"] for _, found in results for ones in found.values() for one in ones if one]
+    page = (
+        "# Lockstep against the others\n\n"
         f"{settings.samples} training and {settings.test_samples} test samples of MNIST, batch {settings.batch} "
         f"a rank, {settings.epochs} epochs; median (smallest-largest) of paired runs. A ratio is the first over the "
         "other. Lockstep runs with sync_bn=off, because no contender synchronises batch norm."
-        f"\n\n{processor()}, load before the runs {spread([run['load'] for run in runs])}; {versions}.\n"
+        f"\n\n{harness.processor()}, load before the runs {spread(loads)}; {versions}.\n"
     )
     if not has_native_bf16():
-        about += "\nNot run: bf16, which this CPU does not compute natively.\n"
-    late = [f"{run['name']} over {run['ranks']} (exit {run['exit']})" for run in runs if run["exit"]]
-    if late:
-        about += f"\nEnded with an error after all was measured: {', '.join(late)}.\n"
-    return f"# Lockstep against the others\n\n{about}\n" + "\n".join(filter(None, sections(runs)))
-
-
-def version(package: str) -> str:
-    """Empty for a package that is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def save(runs: Sequence[dict[str, Any]], settings: Settings, out: Path) -> None:
-    """race.md and race.csv of the runs so far."""
-    with (out / "race.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(key for run in runs for key in run)))
-        writer.writeheader()
-        writer.writerows(runs)
-    versions = [f"{name} {version(name)}" for name in ("torch", "torchvision", "lightning", "accelerate")]
-    (out / "race.md").write_text(report(runs, settings, ", ".join(versions)))
-
-
-def race(asked: argparse.Namespace, settings: Settings, out: Path) -> bool:
-    """All rounds. Returns whether every run left its figures."""
-    runs: list[dict[str, Any]] = []
-    complete = True
-    groups = [[one for one in group if one.parts & set(asked.only)] for group in contenders(settings)]
-    if not has_native_bf16():  # 8 times slower than fp32, so hours
-        groups = [[one for one in group if "bf16" not in one.name] for group in groups]
-    for turn in range(asked.rounds):
-        for group in groups:
-            if turn >= -(-asked.rounds // 2) and all(one.parts <= SLOW_PARTS for one in group):
-                continue
-            for one in harness.rotated(group, turn, asked.rounds):
-                load = os.getloadavg()[0]
-                folder = out / f"{turn}-{one.name.replace(' ', '_').replace(',', '')}-{one.ranks}"
-                try:
-                    found = run(one, folder)
-                except RuntimeError as error:
-                    complete = False
-                    print(error, file=sys.stderr, flush=True)
-                    continue
-                runs.append({"round": turn, "name": one.name, "ranks": one.ranks, "load": load, **found})
-                shown = [f"{key} {found[key]:.2f}" for key in ("speed", "first_step", "wall") if key in found]
-                print(f"{turn + 1}/{asked.rounds}   {one.name} over {one.ranks}   {'   '.join(shown)}", flush=True)
-                save(runs, settings, out)
-    return complete
+        page += "\nNot run: bf16, which this CPU does not compute natively.\n"
+    tables: dict[tuple[str, ...], list[list[object]]] = {}
+    for group, found in results:
+        head, ratio = ["", "ranks", *["against"] * bool(group.against)], ["ratio"] * bool(group.against)
+        for quantity in group.quantities:
+            head += [HEADS.get(quantity, quantity), *ratio]
+        tables.setdefault((group.title, *head), []).extend(rows_of(group, found))
+    shown = [f"\n## {title}\n\n{harness.table(head, rows)}" for (title, *head), rows in tables.items() if rows]
+    return page + "".join(shown)
 
 
 def main() -> None:
-    arguments = harness.parser(__doc__, "bench", PARTS, rounds=4)
-    default = os.environ.get("LOCKSTEP_DATA", ROOT / "data")
-    arguments.add_argument("--data", default=default, type=Path, help="where MNIST/raw lies")
-    asked = harness.parse(arguments)
-    missing = [package for package in ("lightning", "accelerate") if "train" in asked.only and not version(package)]
+    place = os.environ.get("LOCKSTEP_DATA", harness.ROOT / "data")
+    data = {"default": place, "type": Path, "help": "where MNIST/raw lies"}
+    asked = harness.parse(__doc__, "bench", PARTS, rounds=4, data=data)
+    missing = [package for package in ("lightning", "accelerate") if "train" in asked.only and not find_spec(package)]
     if missing:
         sys.exit(f"{missing[0]} is not installed; type {sys.executable} -m pip install -r requirements-bench.txt")
     from lockstep.data.vision import TorchvisionImages
-    from lockstep.errors import ConfigError
 
-    try:
-        TorchvisionImages(name="MNIST", root=str(asked.data)).prepare()
-    except ConfigError as error:
-        sys.exit(str(error).partition("; type")[0] + "; type --data=<folder that holds MNIST>")
+    TorchvisionImages(name="MNIST", root=str(asked.data)).prepare()  # else contenders would download it
     small: dict[str, Any] = {"worlds": (2,), "jobs": 2, "floor_epochs": 1, "epochs": 1, "net_steps": 2}
     settings = Settings(str(asked.data.resolve()), **(small if asked.quick else {}))
-    out = asked.out / time.strftime("%Y-%m-%d_%H-%M-%S")
-    complete = race(asked, settings, out)
-    print(f"\n{(out / 'race.md').read_text()}\ntables: {out / 'race.md'}\nruns:   {out / 'race.csv'}")
-    sys.exit(not complete)
+    out, results = asked.out / time.strftime("%Y-%m-%d_%H-%M-%S"), list[Any]()
+
+    def measure(group: Group, name: str, found: dict[str, list[Any]]) -> None:
+        folder = f"{group.part}-{name.replace(' ', '_').replace(',', '')}-{group.ranks}-{len(found[name])}"
+        found[name].append(run(group, name, out / folder))
+        (out / "race.md").write_text(report(results, settings))
+        runs = [{"part": group.part, "ranks": group.ranks, "runs": found} for group, found in results]
+        (out / "race.json").write_text(json.dumps(runs))
+
+    for group in (one for one in groups(settings) if one.part in asked.only):
+        # On a CPU without bf16 it would take 8 times as long as fp32, so hours.
+        found: Any = {name: [] for name in group.commands if has_native_bf16() or "bf16" not in name}
+        results.append((group, found))
+        rounds = -(-asked.rounds // 2) if group.part in SLOW_PARTS else asked.rounds
+        harness.interleave({name: partial(measure, group, name, found) for name in found}, rounds)
+    print(f"\n{(out / 'race.md').read_text()}\ntables: {out / 'race.md'}\nruns:   {out / 'race.json'}")
+    sys.exit(not all(one for _, found in results for ones in found.values() for one in ones))
 
 
 if __name__ == "__main__":

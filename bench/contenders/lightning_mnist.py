@@ -1,7 +1,4 @@
-"""A Lightning Trainer with its defaults: logger, checkpoints, progress bar, a validation an epoch.
-
-python lightning_mnist.py --devices=2
-"""
+"""A Lightning Trainer with its defaults: logger, checkpoints, progress bar, a validation an epoch."""
 
 import lightning
 import torch
@@ -35,37 +32,17 @@ class Classifier(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-4)
 
 
-class Clock(lightning.Callback):
-    def __init__(self, args, record):
-        self.args, self.record = args, record
-        self.on_train_batch_end = record.stepped
-
-    def on_train_epoch_start(self, *_):
-        self.record.start()
-
-    def on_validation_start(self, trainer, _):
-        if not trainer.sanity_checking:
-            self.record.lap("training", self.args.samples)
-
-    def on_validation_end(self, trainer, _):
-        if not trainer.sanity_checking:
-            self.record.lap("evaluation", self.args.test_samples)
-
-
-def main() -> None:
-    args, record = workload.arguments(), Record()
-    train_set, eval_set = workload.mnist(args)
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=args.devices, strategy="ddp" if args.devices > 1 else "auto", max_epochs=args.epochs,
-        callbacks=[Clock(args, record)],
-    )  # fmt: skip
-    trainer.fit(
-        Classifier(),
-        DataLoader(train_set, batch_size=args.batch, shuffle=True),
-        DataLoader(eval_set, batch_size=args.batch),
-    )
-    record.write(trainer.callback_metrics["val_acc"].item(), rank=trainer.global_rank)
-
-
-if __name__ == "__main__":
-    main()
+args, record = workload.arguments(), Record()
+clock = lightning.pytorch.callbacks.LambdaCallback(
+    on_train_epoch_start=lambda *_: record.start(),
+    on_train_batch_end=record.stepped,
+    on_validation_start=lambda trainer, _: trainer.sanity_checking or record.lap("training", args.samples),
+    on_validation_end=lambda trainer, _: trainer.sanity_checking or record.lap("evaluation", args.test_samples),
+)
+strategy = "ddp" if args.devices > 1 else "auto"
+options = {"accelerator": "cpu", "devices": args.devices, "strategy": strategy, "max_epochs": args.epochs}
+trainer = lightning.Trainer(**options, callbacks=[clock])
+train_set, eval_set = workload.mnist(args)
+train_loader = DataLoader(train_set, batch_size=args.batch, shuffle=True)
+trainer.fit(Classifier(), train_loader, DataLoader(eval_set, batch_size=args.batch))
+record.write(trainer.callback_metrics["val_acc"].item(), rank=trainer.global_rank)

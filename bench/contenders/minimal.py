@@ -1,8 +1,4 @@
-"""The shortest script that trains: import torch, join the ranks, build the net, take one step.
-
-python minimal.py
-torchrun --standalone --nproc_per_node=2 minimal.py
-"""
+"""The shortest script that trains: import torch, join the ranks, build the net, take one step."""
 
 import torch
 import workload

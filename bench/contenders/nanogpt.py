@@ -1,7 +1,4 @@
-"""nanoGPT's training loop with its recipe for a CPU, written anew: characters of tinyshakespeare, 4 layers of 128.
-
-python nanogpt.py --samples=6000 --batch=12
-"""
+"""nanoGPT's training loop with its recipe for a CPU, written anew: characters of tinyshakespeare, 4 layers of 128."""
 
 import math
 from pathlib import Path
@@ -15,7 +12,6 @@ from torch.nn import functional as F
 
 BLOCK, LAYERS, HEADS, WIDTH = 64, 4, 4, 128
 LR, LAST_LR, WARMUP = 1e-3, 1e-4, 100
-ESTIMATED = 20  # batches of an estimate of the loss
 
 
 class Block(nn.Module):
@@ -27,9 +23,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time, width = x.size()
-        heads = (
-            part.view(batch, time, HEADS, -1).transpose(1, 2) for part in self.c_attn(self.ln_1(x)).split(width, 2)
-        )
+        parts = self.c_attn(self.ln_1(x)).split(width, 2)
+        heads = (part.view(batch, time, HEADS, -1).transpose(1, 2) for part in parts)
         y = F.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.attn_proj(y.transpose(1, 2).contiguous().view(batch, time, width))
         return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x))))
@@ -54,16 +49,6 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
 
 
-def prepare(text: Path) -> int:
-    """train.bin and val.bin, as nanoGPT's prepare.py writes them. Returns the number of symbols."""
-    symbols, tokens = np.unique(list(text.read_text()), return_inverse=True)
-    tokens = tokens.astype(np.uint16)
-    first = int(0.9 * len(tokens))
-    tokens[:first].tofile("train.bin")
-    tokens[first:].tofile("val.bin")
-    return len(symbols)
-
-
 def get_batch(split: str, batch: int) -> tuple[Tensor, Tensor]:
     data = np.memmap(f"{split}.bin", np.uint16, "r")  # anew each time, as nanoGPT does
     starts = torch.randint(len(data) - BLOCK, (batch,)).tolist()
@@ -80,21 +65,22 @@ def rate(step: int, steps: int) -> float:
 @torch.no_grad()
 def estimate_loss(model: nn.Module, batch: int) -> dict[str, float]:
     model.eval()
-    means = {
-        split: torch.tensor([model(*get_batch(split, batch)).item() for _ in range(ESTIMATED)]).mean().item()
-        for split in ("train", "val")
-    }
+    losses = {split: [model(*get_batch(split, batch)).item() for _ in range(20)] for split in ("train", "val")}
     model.train()
-    return means
+    return {split: sum(found) / len(found) for split, found in losses.items()}
 
 
-def main() -> None:
+if __name__ == "__main__":
     args, record = workload.arguments(), Record()
+    # train.bin and val.bin, as nanoGPT's prepare.py writes them
+    text = (Path(args.data) / "tinyshakespeare" / "input.txt").read_text()
+    symbols, tokens = np.unique(list(text), return_inverse=True)
+    for split, part in zip(("train", "val"), np.split(tokens.astype(np.uint16), [int(0.9 * len(tokens))]), strict=True):
+        part.tofile(f"{split}.bin")
     torch.manual_seed(1337)
-    model = GPT(prepare(Path(args.data) / "tinyshakespeare" / "input.txt"))
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    model = GPT(len(symbols))
+    matrices = {"params": [weight for weight in model.parameters() if weight.dim() >= 2], "weight_decay": 0.1}
+    groups = [matrices, {"params": [weight for weight in model.parameters() if weight.dim() < 2], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.99))
     steps_an_epoch = args.samples // args.batch
     batch = get_batch("train", args.batch)
@@ -116,7 +102,3 @@ def main() -> None:
         print(f"step {(epoch + 1) * steps_an_epoch}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "ckpt.pt")
     record.write()
-
-
-if __name__ == "__main__":
-    main()

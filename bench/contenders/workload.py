@@ -9,17 +9,13 @@ from torch import Tensor, nn
 
 
 class ConvNet(nn.Module):
-    """The tutorial's net, its layers in the tutorial's order. (N, 1, 28, 28) -> (N, 10) logits."""
+    """The tutorial's net. (N, 1, 28, 28) -> (N, 10) logits."""
 
-    def __init__(self, num_classes: int = 10) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer1 = nn.Sequential(
-            nn.Conv2d(1, 16, kernel_size=5, stride=1, padding=2), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2, 2)
-        )
-        self.layer2 = nn.Sequential(
-            nn.Conv2d(16, 32, kernel_size=5, stride=1, padding=2), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2, 2)
-        )
-        self.fc = nn.Linear(7 * 7 * 32, num_classes)
+        self.layer1 = nn.Sequential(nn.Conv2d(1, 16, 5, padding=2), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2, 2))
+        self.layer2 = nn.Sequential(nn.Conv2d(16, 32, 5, padding=2), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2, 2))
+        self.fc = nn.Linear(7 * 7 * 32, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.layer2(self.layer1(x))
@@ -35,11 +31,13 @@ def small_image_net(shape: list[int], classes: int) -> nn.Module:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", default=os.environ.get("LOCKSTEP_DATA", "data"), help="where MNIST/raw lies")
-    parser.add_argument("--samples", type=int, default=60000, help="to train on, over all ranks")
-    parser.add_argument("--test-samples", type=int, default=10000)
-    parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch", type=int, default=128, help="samples a rank and step")
-    parser.add_argument("--devices", type=int, default=1, help="of Lightning")
+    parser.add_argument("--until", type=float, default=1.0, help="test accuracy at which to end")
+    parser.add_argument("--images", help="of references: a folder with train/ and test/ in the place of MNIST")
+    parser.add_argument("--resnet18", action="store_true", help="with the recipe that it was published with")
+    # Samples are those of all ranks, devices Lightning's, and size the pixels of a side of --images.
+    for name, value in {"samples": 60000, "test-samples": 10000, "epochs": 2, "devices": 1, "size": 32}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
     return parser.parse_args()
 
 
@@ -56,9 +54,8 @@ def mnist(args: argparse.Namespace, *steps: Any) -> list[Any]:
     from torchvision import transforms
     from torchvision.datasets import MNIST
 
-    transform, found = transforms.Compose(steps or [transforms.ToTensor()]), []
-    for train, count in ((True, args.samples), (False, args.test_samples)):
-        whole = MNIST(args.data, train=train, transform=transform, download=True)
+    transform = transforms.Compose(steps or [transforms.ToTensor()])
+    sets = [MNIST(args.data, train=train, transform=transform, download=True) for train in (True, False)]
+    for whole, count in zip(sets, (args.samples, args.test_samples), strict=True):
         whole.data, whole.targets = whole.data[:count], whole.targets[:count]
-        found.append(whole)
-    return found
+    return sets
