@@ -168,6 +168,6 @@ def mnist(root: str, train: bool, samples: int) -> Tensors:
 
 def noise(root: str, train: bool, samples: int) -> Tensors:
     """Random images in CIFAR-10's shape, with random classes."""
-    generator = torch.Generator().manual_seed(train)
+    generator = torch.Generator().manual_seed(int(train))
     images = torch.randint(0, 256, (samples, 3, 32, 32), dtype=torch.uint8, generator=generator)
     return Tensors(images, torch.randint(0, 10, (samples,), generator=generator))
