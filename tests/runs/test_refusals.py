@@ -35,6 +35,10 @@ FOUND_BY_RANKS = [
     (["launch=torchrun", "model=resnet18", "model.name=foo"], "no model.name=foo with these options (Unknown model"),
     (["launch=torchrun", "dataset.classes=5"], "and the classes are 0 to 4; type dataset.classes="),
     (["launch=fork", "Words"], "CrossEntropy takes logits and class numbers (N, classes, ...) and (N, ...), "),
+    (
+        ["+evaluation.metrics.f1={_target_:torchmetrics.F1Score,task:multiclass,num_classes:3}"],
+        "type evaluation.metrics.f1.num_classes=10",
+    ),
     (["Ragged"], "of the training data make no batch of inputs and targets (stack expects"),
     (["launch=fork", "Gone"], "make no batch of inputs and targets (object of type 'NoneType' has no len()); give all"),
 ]

@@ -98,6 +98,8 @@ def check_value(kind: Any, value: Any, key: str = "") -> Any:
             raise ConfigError(unknown_key(join(key, name), show(value[name]), flatten(value, key)))
         if name not in value:
             raise ConfigError(f"{join(key, name)} is missing; type the command without ~{join(key, name)}")
+        if name in OPTIONS and types[name] == Node and "_target_" not in (value[name] or HYDRA_KEYS):
+            raise ConfigError(f"{name} has no _target_, its class; type +{name}._target_=<module>.<class>")
     return section(**{name: check_value(of, value[name], join(key, name)) for name, of in types.items()})
 
 
@@ -145,7 +147,7 @@ def locate(key: str, path: object) -> Callable[..., Any]:
     except Exception as error:  # a module of the user's may raise anything
         missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
         advice = f"{key}._target_=<module>.<class>"
-        if missing and (missing == names[0] or not str(path).startswith(missing)):
+        if missing and names[1:] and (missing == names[0] or not str(path).startswith(missing)):
             advice = f"PYTHONPATH=<the folder of {missing}.py> before the command, or pip install {missing}"
         elif inspect.ismodule(found) and (meant := get_close_matches(names[-1], dir(found), 1)):
             advice = f"{key}._target_={found.__name__}.{meant[0]}"

@@ -53,8 +53,8 @@ def source_of(config: RunConfig) -> Iterator[DataSource]:
         place = f"{failed['file']}:{failed['line']}: " if "file" in failed else ""
         why = f"{place}{type(error).__name__}: {first_line(error)}"
         what = f"the data of {config.dataset['_target_']} cannot be read ({why})"
-        advice = f"data_dir=<another folder than {config.data_dir}>, other values of dataset, or dataset=digits"
-        raise ConfigError(f"{what}; type {advice}") from error
+        advice = f"other values of dataset, data_dir=<another folder than {config.data_dir}>, or dataset=digits"
+        raise ConfigError(f"{what}; correct what it names, or type {advice}") from error
 
 
 def prepare_first(config: RunConfig) -> None:
@@ -77,6 +77,9 @@ def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
         what = f"trainer.final={config.trainer.final} trains on what is held out, and here those are other data"
         raise ConfigError(f"{what}; type trainer.final=null")
     for split, data in [("train", train), ("test", test), *([] if val is None else [("val", val)])]:
+        if not hasattr(data, "__len__"):
+            what = f"the {NAMES[split]}, of {type(data).__name__}, has no length"
+            raise ConfigError(f"{what}; give it __len__, or write a stream into tars for dataset=tar_shards")
         if not len(data):
             raise ConfigError(f"the {NAMES[split]} has no samples; type dataset=<another one>, or correct its folder")
         advice = "give both the same attribute `classes`, or type dataset=image_folder, which compares names"
@@ -116,7 +119,7 @@ def completed(config: RunConfig, data: Data) -> RunConfig:
         for name in found.keys() & values.keys():
             if values[name] is None:
                 values[name] = found[name]
-            if values[name] is None and name != "shape" and key != "dataset":
+            if values[name] is None and name != "shape" and not key.startswith("dataset"):
                 what = f"{key}.{name} is not known: the training data has neither `classes` nor `targets`"
                 raise ConfigError(f"{what}; type dataset.classes=<how many>")
         if is_fixed and values.get("shape", own) != own:
@@ -124,6 +127,10 @@ def completed(config: RunConfig, data: Data) -> RunConfig:
             raise ConfigError(f"{what}; type {key}.shape={show(own)}")
         return values
 
+    for name, node in config.evaluation.metrics.items():
+        if classes is not None and node.get("num_classes", classes) != classes:
+            what, own_key = f"and the data has {classes} classes", f"evaluation.metrics.{name}.num_classes"
+            raise ConfigError(f"{own_key}={node['num_classes']}, {what}; type {own_key}={classes}")
     loader = replace(config.loader, batch_transforms=told(config.loader.batch_transforms, "loader.batch_transforms"))
     return replace(config, loader=loader, **{name: told(getattr(config, name), name) for name in TOLD})
 

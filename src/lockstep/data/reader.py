@@ -91,12 +91,23 @@ class SampleReader(Dataset[Any]):
             except Exception as error:
                 if "shared memory" in str(error):  # of a worker: no fault of the samples
                     raise
-                said = f"samples {numbers[:4]} of the {self.name} make no batch of inputs and targets"
-                advice = "give all samples the same form, or type loader.collate_fn='{_target_:<module>.<function>}'"
+                odd = next((place for place, one in enumerate(samples) if not self._fit(samples[0], one)), -1)
+                whole = numbers if self.indices is None else self.indices[numbers].tolist()
+                said = (
+                    f"samples {sorted({whole[0], whole[odd]})} of the {self.name} make no batch of inputs and targets"
+                )
+                advice = "give all samples one form, (inputs, target) or a dict with the key target or label, and one "
+                advice += "shape, or type loader.collate_fn='{_target_:<module>.<function>}'"
                 raise ConfigError(f"{said} ({first_line(error)}); {advice}") from error
         if len(request.numbers):
             self.check_targets(targets, numbers)
         return inputs, targets
+
+    def _fit(self, sample: Any, other: Any) -> bool:
+        with suppress(Exception):
+            pair_of(self.collate_fn([sample, other]))
+            return True
+        return False
 
     def check_targets(self, targets: Any, numbers: Sequence[int]) -> None:
         """numbers: of their samples in this data set. Raises ConfigError for targets that the task does not take."""
@@ -108,14 +119,16 @@ class SampleReader(Dataset[Any]):
 
     def _sample(self, epoch: int, place: int, number: int) -> Any:
         seed_all(fold_in(self.seed, epoch, place, SAMPLE))
+        applied: Any = None
         try:
             sample = self.dataset[number]
-            for transform in self.transforms:
-                sample = transform(sample)
+            for applied in self.transforms:
+                sample = applied(sample)
         except Exception as error:
             whole = number if self.indices is None else self.indices[number]
             why = f"{type(error).__name__}: {first_line(error)}"
-            raise RuntimeError(f"sample {whole} of the {self.name} cannot be read ({why})") from error
+            by = f" by {applied}, which gets (inputs, target), as v2's transforms do" if applied else ""
+            raise RuntimeError(f"sample {whole} of the {self.name} cannot be read{by} ({why})") from error
         return sample
 
 

@@ -37,8 +37,9 @@ MEANINGS: dict[str, tuple[str, str]] = {
         "type trainer.batch_size=<a number that leaves no single sample over>, and with several ranks sync_bn=on",
     ),
     r"Target \d+ is out of bounds|index out of range|device-side assert triggered": (
-        "an index is larger than the table that it looks up, such as a target beyond the number of classes",
-        "check the targets of the samples above, and dataset.classes",
+        "an index is larger than the table that it looks up: the model has fewer outputs than there are classes, a "
+        "target is beyond them, or a token beyond the embedding",
+        "give the model dataset.classes outputs; if it has them, check the targets of the samples above",
     ),
     SHARDS: ("this strategy cannot cut the model, or the optimizer cannot step on parts", "type strategy=ddp"),
     "on meta tensors": (

@@ -214,7 +214,7 @@ def judged(way: str, one: Ended, other: Ended, tolerance: float, to_the_end: boo
         if own == theirs or key[0] not in steps or is_of_others:
             continue
         far = max(abs(own[1] - theirs[1]), abs(own[2] - theirs[2])) / max(FLOOR * largest[key[1]], own[2])
-        most = max(most, far)
+        most = max(most, far) if key[1] in RESULTS else most
         # A net that folds weights in an evaluation unfolds them up to rounding.
         limit = TOLERANCES[64] if way == "again" and key[0] > evaluated else tolerance
         if far > limit or not limit:

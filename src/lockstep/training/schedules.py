@@ -5,6 +5,7 @@ and direction ("min" or "max": which values of the monitor are better). It retur
 stepped after every optimizer step, or a `Schedule`.
 """
 
+import logging
 import math
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from annotated_types import Gt, Lt
 from torch.optim import Optimizer
 
 from lockstep.config.schema import NotNegative, Positive, Whole
+
+log = logging.getLogger(__name__)
 
 
 class Schedule:
@@ -60,6 +63,10 @@ def decay(
 ) -> Schedule:
     """Linear warm-up, then half a cosine (Loshchilov and Hutter 2017) or a straight line down to a share of lr."""
     warmup = int(warmup_epochs * steps_per_epoch)
+    if warmup > total_steps:
+        log.warning(
+            "scheduler.warmup_epochs=%g is longer than the training, which ends below optimizer.lr", warmup_epochs
+        )
 
     def factor(number: int) -> float:
         if number < warmup:
