@@ -87,6 +87,11 @@ def normalised(self, y):
     return y
 
 
+def grown(self, x):
+    self.bank = torch.cat([self.bank, x.detach()]) if self.training else self.bank
+    return x
+
+
 def queued(self, x):
     out = x + 0.1 * self.queue.mean(0)
     if self.training:
@@ -376,6 +381,7 @@ WRONG = [
     (net("Normalised", after=normalised), [], "two", "gradients,"),
     (running("Running", lambda self, mean: self.mean.lerp_(mean, 0.1)), [], "two", f"mean: it {SHARE}"),
     (net("Queue", before=queued, kept={"queue": lambda: torch.zeros(6, 4)}), [], "two", f"queue: it {SHARE}"),
+    (net("Grows", before=grown, kept={"bank": lambda: torch.zeros(0, 4)}), [], "two", "bank has other sizes on other"),
     (net("Codebook", before=counted_codes, kept={"sizes": lambda: torch.zeros(2)}), [], "two", "weights,"),
     (net("FrozenCodes", before=moved_codes, kept={"codes": FROZEN}), [], "two", "layer (Linear)", ENDS),
     (net("Annealed", after=counting, calls=0), [], "resumed", KEEPS),

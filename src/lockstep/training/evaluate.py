@@ -20,7 +20,7 @@ from lockstep.data.reader import EVALUATION
 from lockstep.data.source import class_names, count_samples
 from lockstep.distributed import signals
 from lockstep.distributed.world import World
-from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly, TrainingDiverged
+from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, RanksDiffer, StoppedEarly, TrainingDiverged, first_of
 from lockstep.failures.record import heartbeat
 from lockstep.files import write_whole
 from lockstep.loggers.base import Loggers
@@ -83,7 +83,12 @@ def evaluating(run: Run, loader: Loader) -> Iterator[None]:
     # Not inference_mode: buffers that FSDP creates inside it could not be used for training afterwards.
     with run.averaged_weights(), torch.no_grad(), seeded(fold_in(loader.seed, EVALUATION, loader.share[0])):
         if strategy.data_share_of(run.world.size) > 1:  # running statistics of ranks with samples of their own differ
-            broadcast([*run.model.buffers()])
+            buffers = dict(run.model.named_buffers())
+            sizes = run.world.all_gather_json([tensor.numel() for tensor in buffers.values()])
+            if odd := [name for name, *of_ranks in zip(buffers, *sizes, strict=False) if len({*of_ranks}) > 1]:
+                what = f"the buffer {first_of(odd)} has other sizes on other ranks: it grows with a rank's samples"
+                raise RanksDiffer(f"{what}; give it a fixed size, or type launch=env")
+            broadcast([*buffers.values()])
         # Some modules change buffers, or the weights of an embedding with max_norm, in an evaluation, too.
         owned = [(module, name) for module in modules for name, _ in module.named_buffers(recurse=False)]
         embeddings = (module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag))
