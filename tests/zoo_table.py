@@ -13,7 +13,7 @@ import torch
 from zoo.combinations import AXES, ONCE, Zoo, covering, drawn
 
 
-def main() -> None:
+def main():
     count, seed = (int(word) for word in (*sys.argv[1:], "0", "0")[:2])
     torch.set_num_threads(1)
     chosen, wrong = [*ONCE, *covering(2), *drawn(count, seed)], []

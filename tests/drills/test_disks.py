@@ -4,9 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -22,11 +20,11 @@ SLOW_DISK = "+logger.slow._target_=support.slow_disk.SlowDisk"
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Callable[[str, str], Path]]:
+def mount(tmp_path):
     """mount(name, size) -> a file system in memory, at a new folder."""
     mounted = []
 
-    def mount_memory(name: str, size: str) -> Path:
+    def mount_memory(name, size):
         (tmp_path / name).mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(tmp_path / name)], check=True)
         mounted.append(tmp_path / name)
@@ -37,7 +35,7 @@ def mount(tmp_path: Path) -> Iterator[Callable[[str, str], Path]]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def fill(disk: Path) -> None:
+def fill(disk):
     with suppress(OSError), (disk / "ballast").open("wb", 0) as ballast:
         while True:
             ballast.write(bytes(2**10))

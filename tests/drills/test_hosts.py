@@ -8,34 +8,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 
-from support.commands import (
-    LAUNCHERS,
-    PYTHON_TRAIN,
-    ROOT,
-    TORCHRUN,
-    TRAIN,
-    Command,
-    children,
-    skip_without_mpirun,
-    wait_for,
-)
+from support.commands import LAUNCHERS, PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, children, skip_without_mpirun, wait_for
 from support.run_folders import has_logged
 from support.sockets import is_loopback, listening_addresses
 
 MISSING = os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("taskset")
-REASON = "network namespaces need root, ip and taskset: apt-get install iproute2 util-linux"
 pytestmark = pytest.mark.drill
 PORT = 29400
 
 
-def ip(*words: str) -> None:
+def ip(*words):
     subprocess.run(["ip", *words], check=True)
 
 
@@ -43,10 +31,12 @@ class Hosts:
     """Two hosts 10.77.0.10 and 10.77.0.11 on one bridge, each with an interface and a cable that can be pulled. Their
     names contain this process's id. As a context manager it removes them, with every process on them."""
 
-    def __init__(self) -> None:
+    addresses = ("10.77.0.10", "10.77.0.11")
+
+    def __init__(self):
         self.hub, *self.names = [f"lockstep{os.getpid()}{name}" for name in ("hub", "n0", "n1")]
 
-    def __enter__(self) -> "Hosts":
+    def __enter__(self):
         ip("netns", "add", self.hub)
         ip("-n", self.hub, "link", "add", "bridge", "type", "bridge")
         ip("-n", self.hub, "link", "set", "bridge", "up")
@@ -54,50 +44,47 @@ class Hosts:
             ip("netns", "add", name)
             ip("-n", self.hub, "link", "add", f"port{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
             ip("-n", self.hub, "link", "set", f"port{host}", "master", "bridge", "up")
-            ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+            ip("-n", name, "addr", "add", f"{self.addresses[host]}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 ip("-n", name, "link", "set", device, "up")
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         for name in (*self.names, self.hub):
             for pid in self._pids(name):
                 os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
-    def address(self, host: int) -> str:
-        return f"10.77.0.{10 + host}"
-
-    def on(self, host: int, *command: str) -> list[str]:
+    def on(self, host, *command):
         """`command` as typed on `host`. A host has one core of its own: ranks use as many threads as it has cores."""
         cores = sorted(os.sched_getaffinity(0))
         core = str(cores[host % len(cores)])
         return ["taskset", "--cpu-list", core, "ip", "netns", "exec", self.names[host], *command]
 
-    def set_names(self, host: int, names: dict[str, int]) -> None:
+    def set_names(self, host, names):
         """Let `host` know {name: host number}. `ip netns exec` shows this file there as /etc/hosts."""
         file = Path("/etc/netns", self.names[host], "hosts")
         file.parent.mkdir(parents=True)
-        lines = [f"{self.address(number)} {name}" for name, number in names.items()]
+        lines = [f"{self.addresses[number]} {name}" for name, number in names.items()]
         file.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
 
-    def processes(self, host: int) -> list[int]:
+    def processes(self, host):
         return self._pids(self.names[host])
 
-    def plug(self, host: int, way: str) -> None:
+    def plug(self, host, way):
         """way: "down" pulls the cable at the bridge's side, so that nothing on the host notices; "up" mends it."""
         ip("-n", self.hub, "link", "set", f"port{host}", way)
 
-    def _pids(self, name: str) -> list[int]:
+    def _pids(self, name):
         found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
         return [int(pid) for pid in found.stdout.split()]
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
+def hosts():
     if MISSING:
-        pytest.skip(REASON)
+        pytest.skip("network namespaces need root, ip and taskset: apt-get install iproute2 util-linux")
     with Hosts() as made:
         yield made
 
@@ -105,53 +92,40 @@ def hosts() -> Iterator[Hosts]:
 NET = ["backend=gloo", "backend.socket_ifname=eth0", "model=mlp", "trainer.precision=fp64", "hydra.run.dir=run"]
 
 
-def static(host: int, ranks: int) -> list[str]:
-    where = ["--nnodes=2", f"--node_rank={host}", "--master_addr=10.77.0.10", f"--master_port={PORT}"]
-    return [*TORCHRUN, *where, f"--nproc_per_node={ranks}", TRAIN]
-
-
-def c10d(host: int, ranks: int) -> list[str]:
+def c10d(host, ranks):
     where = ["--nnodes=2", f"--rdzv-endpoint=10.77.0.10:{PORT}", f"--local-addr=10.77.0.{10 + host}"]
     kind = ["--rdzv-backend=c10d", "--rdzv-id=lockstep", f"--rdzv-conf=is_host={int(host == 0)}"]
     return [*TORCHRUN, *where, *kind, f"--nproc_per_node={ranks}", TRAIN]
 
 
-def spawn(host: int, ranks: int) -> list[str]:
+def spawn(host, ranks):
     where = ["launch.nnodes=2", f"launch.node_rank={host}", "launch.master_addr=10.77.0.10"]
     return [*PYTHON_TRAIN, "launch=spawn", *where, f"launch.master_port={PORT}", f"launch.nproc_per_node={ranks}"]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The epochs of one process, which any number of nodes must print, too."""
-    command = [*PYTHON_TRAIN, "model=mlp", "trainer.precision=fp64", "trainer.epochs=6"]
-    return Command(command, tmp_path_factory.mktemp("alone")).finish().epochs
-
-
-@pytest.mark.parametrize(("starter", "ranks"), [(static, [2, 1]), (c10d, [1, 2]), (spawn, [1, 1])])
-def test_hosts_with_unequal_ranks_equal_one_process(start, hosts, alone, starter, ranks):
+@pytest.mark.parametrize(("starter", "ranks"), [(c10d, [1, 2]), (spawn, [1, 1])])
+def test_hosts_with_unequal_ranks_equal_one_process(start, hosts, tmp_path, starter, ranks):
     """And a short silence of the network costs nothing."""
-    words = [*NET, "trainer.epochs=6", "backend.timeout=30"]
+    words = [*NET, "trainer.epochs=4", "backend.timeout=30"]
     nodes = [start(*hosts.on(host, *starter(host, mine)), *words) for host, mine in enumerate(ranks)]
-    if starter is static:
-        wait_for(lambda: has_logged(nodes[0].cwd / "run", "epoch 2/"), "training")
+    if starter is c10d:
+        wait_for(lambda: has_logged(tmp_path / "run", "epoch 2/"), "training")
         hosts.plug(1, "down")
         time.sleep(5)
         hosts.plug(1, "up")
-    for node in nodes:
-        node.finish()
-    assert [line for node in nodes for line in node.epochs] == alone
-    folder = nodes[0].cwd / "run"
+    epochs = [line for node in nodes for line in node.finish().epochs]
+    folder = tmp_path / "run"
     assert len(list((folder / "logs").iterdir())) == sum(ranks)
     assert len(list(folder.glob("events*"))) == 1  # of rank 0 alone
-    assert not list(nodes[0].cwd.glob("outputs/*"))
+    assert not list(tmp_path.glob("outputs/*"))
+    assert start(*PYTHON_TRAIN, *NET[2:], "trainer.epochs=4", "hydra.run.dir=alone").finish().epochs == epochs
 
 
-def test_a_pulled_cable_ends_every_node_with_a_reason(start, hosts):
+def test_a_pulled_cable_ends_every_node_with_a_reason(start, hosts, tmp_path):
     """Under torchrun the ranks end alike, and its agents wait until TCP gives up."""
     words = [*NET, "backend.timeout=8", "trainer.epochs=1000"]
     nodes = [start(*hosts.on(host, *spawn(host, 1)), *words) for host in (0, 1)]
-    wait_for(lambda: has_logged(nodes[0].cwd / "run", "epoch 2/"), "training")
+    wait_for(lambda: has_logged(tmp_path / "run", "epoch 2/"), "training")
     hosts.plug(1, "down")
     for host, node in enumerate(nodes):
         assert node.finish(None, limit=30).process.returncode != 0
@@ -186,11 +160,12 @@ def test_the_commands_of_compose_train_on_two_hosts_from_the_images_files(start,
 
 LONG = ["backend=gloo", "model=mlp", "model.width=512", "trainer.epochs=1000", "hydra.run.dir=run"]
 # What srun sets for the two tasks of a step on one node whose name has a LAN address.
-SRUN = {"JOB_ID": 7, "STEP_ID": 0, "STEP_NUM_TASKS": 2, "STEP_TASKS_PER_NODE": 2, "NODEID": 0}
-SRUN |= {"STEP_NODELIST": socket.gethostname()}
+SRUN = {"SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": 2}
+SRUN |= {"SLURM_NODEID": 0, "SLURM_STEP_NODELIST": socket.gethostname()}
+TASKS = [SRUN | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in (0, 1)]
 
 
-def python_processes(pid: int) -> list[int]:
+def python_processes(pid):
     """Of this process and all below it. mpirun's own process is not one of ours."""
     with suppress(OSError):  # it has ended meanwhile
         is_python = "python" in os.readlink(f"/proc/{pid}/exe").rpartition("/")[2]
@@ -201,19 +176,14 @@ def python_processes(pid: int) -> list[int]:
 @pytest.mark.parametrize(("starter", "at_least"), [("launch=fork", 2), ("mpirun", 3), ("srun", 3)])  # 3: with a store
 def test_ranks_on_one_machine_listen_at_loopback_only(start, tmp_path, starter, at_least):
     skip_without_mpirun(starter)
-    tasks = [
-        {f"SLURM_{name}": value for name, value in (SRUN | {"PROCID": one, "LOCALID": one}).items()} for one in (0, 1)
-    ]
-    runs = [
-        start(*LAUNCHERS.get(starter, PYTHON_TRAIN), *LONG, **task) for task in (tasks if starter == "srun" else [{}])
-    ]
+    command = [*LAUNCHERS.get(starter, PYTHON_TRAIN), *LONG]
+    runs = [start(*command, **task) for task in (TASKS if starter == "srun" else [{}])]
     wait_for(lambda: has_logged(tmp_path / "run", "epoch 1/"), "training", 120)
     found = listening_addresses([pid for run in runs for pid in python_processes(run.process.pid)])
     assert len(found) >= at_least, found
     assert all(map(is_loopback, found)), found
 
 
-OPEN_PORT = "29999"
 CONNECT = """
 import socket, sys
 for port in sys.argv[2:]:
@@ -225,14 +195,16 @@ for port in sys.argv[2:]:
 """
 
 
-def test_another_machine_reaches_no_port_of_a_launch(start: Callable[..., Command], hosts: Hosts) -> None:
+def test_another_machine_reaches_no_port_of_a_launch(start, hosts, tmp_path):
     hosts.set_names(0, {socket.gethostname(): 0})  # the host's name has its LAN address, as on most clusters
-    run = start(*hosts.on(0, *LAUNCHERS["launch=spawn"], *LONG))
-    wait_for(lambda: has_logged(run.cwd / "run", "epoch 1/"), "training", 120)
+    start(*hosts.on(0, *LAUNCHERS["launch=spawn"], *LONG))
+    wait_for(lambda: has_logged(tmp_path / "run", "epoch 1/"), "training", 120)
     ports = sorted({place.rpartition(":")[2] for place in listening_addresses(hosts.processes(0))})
     assert ports
-    start(*hosts.on(0, sys.executable, "-m", "http.server", OPEN_PORT))  # shows that the machines do see each other
-    wait_for(lambda: f"0.0.0.0:{OPEN_PORT}" in listening_addresses(hosts.processes(0)), "server")
-    seen = start(*hosts.on(1, sys.executable, "-c", CONNECT, hosts.address(0), OPEN_PORT, *ports)).finish().output
-    assert seen.splitlines()[0] == f"{OPEN_PORT} answers", seen
-    assert all("does not answer" in line for line in seen.splitlines()[1:]), seen
+    start(*hosts.on(0, sys.executable, "-m", "http.server", "29999"))  # shows that the machines do see each other
+    wait_for(lambda: "0.0.0.0:29999" in listening_addresses(hosts.processes(0)), "server")
+    connect = [sys.executable, "-c", CONNECT, hosts.addresses[0], "29999", *ports]
+    first, *others = start(*hosts.on(1, *connect)).finish().output.splitlines()
+    assert first == "29999 answers"
+    assert others
+    assert all("does not answer" in line for line in others), others

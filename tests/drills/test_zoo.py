@@ -1,7 +1,5 @@
 """Nets, data sets and options that people bring: each combination gives the numbers of plain torch, or one sentence."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ CHOSEN = [*ONCE, *covering(1)]  # each net, data set, way and option once; `make
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_each_combination_gives_the_numbers_of_plain_torch_or_is_refused(tmp_path: Path, part: int) -> None:
+def test_each_combination_gives_the_numbers_of_plain_torch_or_is_refused(tmp_path, part):
     torch.set_num_threads(1)
     outcomes = Zoo(tmp_path).outcomes(CHOSEN[part::4], at_once=1)
     wrong = [outcome for outcome in outcomes if outcome.result == "wrong"]

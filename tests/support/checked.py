@@ -11,24 +11,37 @@ from torch.optim import optimizer as optimizers
 from lockstep.config.check import instantiate
 from lockstep.modes.check import PROMISES, Ended, ended, run, trace_in
 from lockstep.modes.train import Train
+from support.commands import own_data
 from support.configs import composed, parts_of, record_of
 from support.own_data import Points
 from support.worlds import in_world
+from zoo.modules import BODIES
 
 CHECK = instantiate(composed("mode=check").mode)
 HOOKS = (modules._global_forward_pre_hooks, modules._global_forward_hooks, optimizers._global_optimizer_pre_hooks)
 
 
 def job(animal):
-    """The job of an animal. A class among its words is that of the data; without a class of a net they are all."""
+    """The job of an animal. A class among its words is that of the data; without a net they are all."""
     model, more, *_ = animal
+    words = [word for word in more if isinstance(word, str)]
+    if isinstance(model, str) and model not in BODIES:
+        return composed(*words).changed({"trainer.precision": "fp64"})
+    words += ["dataset=pair", "trainer.batch_size=14", "model=linear", "evaluation.test=every"]
+    words += ["trainer.precision=fp64"]
     if isinstance(model, str):
-        return composed(*more).changed({"trainer.precision": "fp64"})
+        words += [*own_data("zoo.data.make"), "+dataset.train.kind=tensors", "+dataset.test.kind=tensors"]
+        words += [
+            "dataset.classes=4",
+            "dataset.shape=[1,6,6]",
+            "model._target_=zoo.modules.net",
+            f"+model.body={model}",
+        ]
+        return composed(*words)
     data = next((word for word in more if isinstance(word, type)), Points)
-    nodes = [f"dataset.{split}._target_={data.__module__}.{data.__name__}" for split in ("train", "test")]
-    words = ["dataset=pair", *nodes, "dataset.classes=2", "dataset.shape=[4]", "trainer.batch_size=14", "model=linear"]
-    words += [f"model._target_={model.__module__}.{model.__name__}", "evaluation.test=every", "trainer.precision=fp64"]
-    return composed(*words, *(word for word in more if isinstance(word, str)))
+    words += [f"dataset.{split}._target_={data.__module__}.{data.__name__}" for split in ("train", "test")]
+    words += [f"model._target_={model.__module__}.{model.__name__}", "dataset.classes=2", "dataset.shape=[4]"]
+    return composed(*words)
 
 
 def trained(ways):

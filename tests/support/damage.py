@@ -2,7 +2,6 @@
 
 import math
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +19,12 @@ class DamagedSGD(torch.optim.SGD):
     at_step: counted from 1. parameter: its number. change: added to the value; "bit": its lowest bit is flipped.
     """
 
-    def __init__(
-        self, params: Any, rank: int, at_step: int, parameter: int, change: float | str, **options: Any
-    ) -> None:
+    def __init__(self, params, rank, at_step, parameter, change, **options):
         super().__init__(params, **options)
         self.rank, self.steps_left, self.parameter, self.change = rank, at_step, parameter, change
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         result = super().step(closure)
         self.steps_left -= 1
         if self.steps_left == 0 and os.environ["RANK"] == str(self.rank):
@@ -38,12 +35,12 @@ class DamagedSGD(torch.optim.SGD):
 class Replaces(Callback):
     """Gives a weight another tensor, in the place of other values."""
 
-    def on_step_end(self, run: Any) -> None:
+    def on_step_end(self, run):
         weight = next(run.model.parameters())
         weight.data = weight.data.clone()
 
 
-def damage(parameter: Tensor, change: float | str) -> None:
+def damage(parameter, change):
     """Change the first value of a contiguous float32 parameter."""
     first = parameter.detach().view(-1)[:1]
     if change == "bit":
@@ -52,7 +49,7 @@ def damage(parameter: Tensor, change: float | str) -> None:
         first += float(change)
 
 
-def digits_of_rank(train: bool, half: str, fault: str) -> Tensors:
+def digits_of_rank(train, half, fault):
     """The digits, with a fault in one half ("train" or "test") on rank 1: "short", one sample less, or "other"."""
     data = digits(train)
     if os.environ["RANK"] != "1" or train != (half == "train"):
@@ -65,15 +62,15 @@ def digits_of_rank(train: bool, half: str, fault: str) -> Tensors:
 class FloatDigits(torch.utils.data.Dataset[tuple[Tensor, int]]):
     """The digits as floating-point images. All pixels of those numbered `broken` have this value."""
 
-    def __init__(self, train: bool, broken: list[int], value: float = math.nan) -> None:
+    def __init__(self, train, broken, value=math.nan):
         data = digits(train)
         self.images, self.targets = data.inputs.float() / 255, data.targets
         self.images[broken] = value
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.targets)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         return self.images[index], int(self.targets[index])
 
 
@@ -81,12 +78,12 @@ class BrokenGradient(torch.autograd.Function):
     """A gradient that is NaN for marked samples, behind a loss that is finite."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, marked: Tensor) -> Tensor:
+    def forward(ctx, outputs, marked):
         ctx.save_for_backward(marked)
         return outputs.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, gradient):
         (marked,) = ctx.saved_tensors
         return torch.where(marked[:, None], torch.full_like(gradient, float("nan")), gradient), None
 
@@ -94,10 +91,9 @@ class BrokenGradient(torch.autograd.Function):
 class MarkedMLP(torch.nn.Module):
     """An mlp with a gradient that is NaN for samples whose first pixel is negative."""
 
-    def __init__(self, shape: list[int], classes: int) -> None:
+    def __init__(self, shape, classes):
         super().__init__()
         self.net = mlp(shape, classes, width=128, depth=2, dropout=0.0)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = BrokenGradient.apply(self.net(inputs), inputs.flatten(1)[:, 0] < 0)
-        return outputs
+    def forward(self, inputs):
+        return BrokenGradient.apply(self.net(inputs), inputs.flatten(1)[:, 0] < 0)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lockstep.data import Pair
 from lockstep.distributed.environment import read_rank_info
-from lockstep.loggers.base import EpochSummary, Logger, RunInfo
+from lockstep.loggers.base import Logger
 from lockstep.models.tutorial import mlp
 from lockstep.strategies.ddp import DDP
 from support.commands import own_data
@@ -33,15 +33,15 @@ from support.digits import Samples
 class WithoutText(Exception):
     """It cannot describe itself."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         raise ValueError("no text")
 
 
-def _raise(error: Exception | str) -> None:
+def _raise(error):
     raise RuntimeError(error) if isinstance(error, str) else error
 
 
-def _memory_limit() -> None:
+def _memory_limit():
     """As `ulimit -v` does: 256 MB more than the process has now."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + 2**28
@@ -49,28 +49,21 @@ def _memory_limit() -> None:
     torch.empty(2**30)
 
 
-def _segfault_once() -> None:
-    """In the first attempt of a run only: it leaves the file `crashed` in the current folder."""
-    if not Path("crashed").exists():
-        Path("crashed").touch()
-        ctypes.string_at(0)
-
-
-def _wrong_shape() -> None:
+def _wrong_shape():
     features = torch.ones(3, 4)
     weight = torch.ones(5, 6)
     features @ weight
 
 
-def _recursion() -> None:
+def _recursion():
     _recursion()
 
 
-def _signal(number: int) -> Callable[[], None]:
+def _signal(number):
     return lambda: os.kill(os.getpid(), number)
 
 
-def _kill_beside_child() -> None:
+def _kill_beside_child():
     """The child keeps copies of the rank's connections open, so no other rank sees that they are closed. It is the
     user's to end."""
     nothing = subprocess.DEVNULL
@@ -79,13 +72,13 @@ def _kill_beside_child() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _damage_heap() -> None:
+def _damage_heap():
     """glibc says "free(): invalid pointer" and ends the process."""
     buffer = ctypes.create_string_buffer(256)
     ctypes.CDLL(None).free(ctypes.c_void_p(ctypes.addressof(buffer) + 8))
 
 
-def _end_in_children() -> None:
+def _end_in_children():
     """Two children whose ends go through the functions of the rank that they are copies of, and which would wait for
     threads that a fork does not have."""
     for leave in (lambda: _raise("a mistake in the child"), lambda: sys.exit(7)):
@@ -95,13 +88,13 @@ def _end_in_children() -> None:
         print(f"the child has ended with {os.waitstatus_to_exitcode(status)}", flush=True)
 
 
-def _hold_gil() -> None:
+def _hold_gil():
     library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     library.pthread_mutex_lock(mutex)
     library.pthread_mutex_lock(mutex)
 
 
-def _wait_in_kernel() -> None:
+def _wait_in_kernel():
     """State D: a process that has called vfork waits for its child, and the child for a pipe that nobody opens."""
     os.mkfifo(path := os.path.abspath(f"fifo-{os.getpid()}"))
     os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, path, os.O_RDONLY, 0)])
@@ -129,7 +122,6 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "cpu_limit": _signal(signal.SIGXCPU),
     "bus": _signal(signal.SIGBUS),
     "segfault": lambda: ctypes.string_at(0),
-    "segfault_once": _segfault_once,
     "abort": os.abort,
     "heap": _damage_heap,
     "native_exit": lambda: ctypes.CDLL(None)._exit(0),
@@ -149,7 +141,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def break_at(place: str, step: int) -> bool:
+def break_at(place, step):
     """Break if FAULT says so. Returns whether it did."""
     faults = [one.replace("/", ":").split(":") for one in os.environ.get("FAULT", "").split(",") if one]
     for wanted, kind, rank, at in faults:
@@ -166,12 +158,12 @@ class FaultyBackward(torch.autograd.Function):
     """The identity, whose backward pass breaks."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, step: int) -> Tensor:
+    def forward(ctx, outputs, step):
         ctx.step = step
         return outputs.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx, gradient):
         break_at("backward", ctx.step)
         return gradient, None
 
@@ -180,13 +172,13 @@ class FaultyModel(torch.nn.Module):
     """An mlp that breaks while it is built ("build"), in a pass of training ("forward", "backward") or of an evaluation
     ("evaluation"), or when its weights are read in training ("state")."""
 
-    def __init__(self, shape: list[int], classes: int, width: int = 128, depth: int = 2, dropout: float = 0.0) -> None:
+    def __init__(self, shape, classes, width=128, depth=2, dropout=0.0):
         super().__init__()
         self.net = mlp(shape, classes, width, depth, dropout)
         self.passes = {True: 0, False: 0}
         break_at("build", 1)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         outputs: Tensor = self.net(inputs)
         if self.training != torch.is_grad_enabled():  # in the first step copies pass a part of the batch once more
             return outputs
@@ -194,7 +186,7 @@ class FaultyModel(torch.nn.Module):
         break_at("forward" if self.training else "evaluation", self.passes[self.training])
         return FaultyBackward.apply(outputs, self.passes[True]) if self.training else outputs
 
-    def state_dict(self, *args: Any, **options: Any) -> Any:
+    def state_dict(self, *args, **options):
         if self.passes[True]:
             break_at("state", 1)
         return super().state_dict(*args, **options)
@@ -203,7 +195,7 @@ class FaultyModel(torch.nn.Module):
 class SweptModel(FaultyModel):
     """A FaultyModel that breaks on one rank, in its third forward pass, in the way that `model.kind` names."""
 
-    def __init__(self, shape: list[int], classes: int, kind: str, rank: int = 1) -> None:
+    def __init__(self, shape, classes, kind, rank=1):
         os.environ["FAULT"] = f"forward/{kind}:{rank}:3"
         super().__init__(shape, classes)
 
@@ -211,7 +203,7 @@ class SweptModel(FaultyModel):
 class SummingModel(FaultyModel):
     """A FaultyModel that sums a vector over the ranks in each pass of training ("sum") or evaluation ("tested_sum")."""
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         outputs = super().forward(inputs)
         if not break_at("sum" if self.training else "tested_sum", self.passes[self.training]):
             dist.all_reduce(torch.ones(3))
@@ -221,7 +213,7 @@ class SummingModel(FaultyModel):
 class FaultyDigits(Samples):
     """A sample breaks: of the training data ("data") or the test data ("tested"), in the order of access."""
 
-    def before(self, index: int) -> None:
+    def before(self, index):
         break_at("data" if self.train else "tested", self.reads)
 
 
@@ -232,7 +224,7 @@ class FewDigits(FaultyDigits):
 class FaultyPair(Pair):
     """Two data sets that break when they are prepared ("prepare")."""
 
-    def prepare(self) -> None:
+    def prepare(self):
         break_at("prepare", 1)
 
 
@@ -241,7 +233,7 @@ class FaultySGD(torch.optim.SGD):
 
     steps = 0
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         self.steps += 1
         break_at("optimizer", self.steps)
         return super().step(closure)
@@ -250,12 +242,12 @@ class FaultySGD(torch.optim.SGD):
 class FaultyDDP(DDP):
     """Breaks before this rank meets the others ("meeting")."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(bucket_cap_mb=25, find_unused_parameters=False)
         self.asked = 0
 
     @property
-    def binds_one_device(self) -> bool:  # type: ignore[override]
+    def binds_one_device(self):
         """A rank asks it before it meets the others, and in the first steps once more."""
         self.asked += 1
         break_at("meeting", self.asked)
@@ -265,13 +257,13 @@ class FaultyDDP(DDP):
 class FaultyLogger(Logger):
     """Breaks before the snapshot of an epoch ("snapshot"), and after the training ("end"), on rank 0."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         pass
 
-    def epoch(self, summary: EpochSummary) -> None:
+    def epoch(self, summary):
         break_at("snapshot", 1)
 
-    def end(self, run: RunInfo, state: str) -> None:
+    def end(self, run, state):
         break_at("end", 1)
 
 
@@ -285,6 +277,6 @@ PARTS = [
 ]
 
 
-def is_at(folder: Path, place: str) -> bool:
+def is_at(folder, place):
     """Whether rank 0 has come to `place`, where it takes long, and rank 1 to a meeting."""
     return (folder / f"in-{place}-{int(place == 'meeting')}").exists()

@@ -35,9 +35,10 @@ sort(3,1) str([1]) json_str({a:1}) tag(a,1,2) range(1,2,0) nope(1) /etc/passwd /
 é 日本 😀 \u200b \udcff x\x1b[0m \ufeff"""
 WILD = WILD_TEXT.split()
 WILD += [" ", "\t", "\n", "a b", "a\nb", "\r", "", "a" * 300, "9" * 400, "[" * 60, "a" * 5000]
-CLASSES = """os.getcwd torch.nn.Linear torch.nn.Identity torch.optim.RMSprop lockstep.models.tutorial.mlp nowhere.No
-lockstep.strategies.ddp.DDP lockstep.nothing math.pi torch a..b . lockstep.tasks.tasks.Regression torch.optim.SGD"""
-TARGETS = CLASSES.split()
+TARGETS = (
+    "os.getcwd torch.nn.Linear torch.nn.Identity torch.optim.RMSprop lockstep.models.tutorial.mlp nowhere.No torch "
+)
+TARGETS += "lockstep.strategies.ddp.DDP lockstep.nothing math.pi a..b . lockstep.tasks.tasks.Regression torch.optim.SGD"
 # Small, so that a run with them is, too.
 POOL: list[Any] = [None, True, False, -1, 0, 1, 2, 3, 8, 0.5, 0.01, 1.0, 1e-6, -0.5, 1e5, math.nan, math.inf, 10**12]
 POOL += [2**64, "text", "auto", "90s", "2steps", "1epochs", "null", [], [1], [0.1], [1, 8, 8], ["norm"], [0.9, 0.999]]
@@ -46,11 +47,11 @@ prefixes = st.sampled_from(["", "", "", "", "", "+", "++"])
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _adapter(kind):
     return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False))
 
 
-def accepts(kind: Any, value: Any) -> bool:
+def accepts(kind, value):
     try:
         _adapter(kind).validate_json(json.dumps(value), strict=True)
     except (ValidationError, ConfigError):  # one that a type raises
@@ -58,28 +59,21 @@ def accepts(kind: Any, value: Any) -> bool:
     return True
 
 
-def words_of(kind: Any) -> list[Any]:
+def words_of(kind):
     """The words that a type names."""
-    if get_origin(kind) is Literal:
-        return list(get_args(kind))
-    return [word for member in get_args(kind) for word in words_of(member)]
+    named = [word for member in get_args(kind) for word in words_of(member)]
+    return list(get_args(kind)) if get_origin(kind) is Literal else named
 
 
-def inside(kind: Any, default: Any) -> st.SearchStrategy[str]:
-    """Values that the type accepts."""
-    found = [value for value in (*words_of(kind), default, *POOL) if accepts(kind, value)]
-    return st.sampled_from(found or [default]).map(show)
-
-
-def _typed_keys() -> list[tuple[str, str, Any, Any]]:
-    """(option that has the key, key, type, value in conf/) of each key with a type. The option is empty for a key of
-    every run."""
+def _typed_keys():
+    """(option that has the key, key, values that its type accepts) of each key with a type. The option is empty for a
+    key of every run."""
     found, flat = [], flatten(OmegaConf.to_container(composed_with_hydra(), resolve=False))
     for section, kind in get_type_hints(RunConfig, include_extras=True).items():
         inner: Any = get_type_hints(kind, include_extras=True) if is_dataclass(kind) else {}
         keys = {f"{section}.{field.name}": inner[field.name] for field in fields(kind)} if inner else {section: kind}
         found += [("", key, kind, flat.get(key)) for key, kind in keys.items()]
-    for group, option in [(group, option) for group, options in OPTIONS.items() for option in options]:
+    for group, option in CHOICES:
         node: Any = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
         node, prefix = (node[option], f"logger.{option}") if group == "logger" else (node.get(group, node), group)
         if str(node.get("_target_")).startswith(CHECKED_BY_TYPE):
@@ -87,10 +81,14 @@ def _typed_keys() -> list[tuple[str, str, Any, Any]]:
             kinds = inspect.get_annotations(target.__init__ if isinstance(target, type) else target, eval_str=True)
             values = {name: value for name, value in node.items() if name in kinds}
             found += [(f"{group}={option}", f"{prefix}.{name}", kinds[name], value) for name, value in values.items()]
-    return found
+    accepted = [[one for one in (*words_of(kind), value, *POOL) if accepts(kind, one)] for *_, kind, value in found]
+    return [
+        (option, key, RANKS if key == "launch.nproc_per_node" else [*map(show, values or [value])])
+        for (option, key, _, value), values in zip(found, accepted, strict=True)
+    ]
 
 
-def _all_keys() -> list[str]:
+def _all_keys():
     """Every key of the composed config, of Hydra's own those that say where and what runs, sections, and others."""
     flat = flatten(OmegaConf.to_container(composed_with_hydra(), resolve=False))
     flat = {key: value for key, value in flat.items() if not key.startswith("hydra.") or key.startswith(OF_HYDRA)}
@@ -98,60 +96,55 @@ def _all_keys() -> list[str]:
     return sorted({*flat, *sections, *OPTIONS, "x", "trainer.x", "model.x", "hydra.x", "_target_", "hydra/launcher"})
 
 
-TYPED, ALL_KEYS = _typed_keys(), _all_keys()
 CHOICES = [(group, option) for group, options in OPTIONS.items() for option in options]
+TYPED, ALL_KEYS = _typed_keys(), _all_keys()
 option_words = st.sampled_from([one for one in CHOICES if one[1] not in SLOW_LAUNCHERS] * 4 + CHOICES).map("=".join)
 
 
 @st.composite
-def typed_words(draw: st.DrawFn) -> list[str]:
-    """A value for a key with a type, behind the option that has this key. Most are values that the type accepts."""
-    option, key, kind, value = draw(st.sampled_from(TYPED))
-    values = st.one_of(inside(kind, value), inside(kind, value), st.sampled_from(POOL).map(show), wild)
-    typed = draw(st.sampled_from(RANKS) if key == "launch.nproc_per_node" and draw(st.booleans()) else values)
-    return [word for word in (option, f"{draw(prefixes)}{key}={typed}") if word]
+def typed_words(draw):
+    """A value for a key with a type, behind the option that has this key. Half are values that the type accepts."""
+    option, key, accepted = draw(st.sampled_from(TYPED))
+    value = draw(st.one_of(*[st.sampled_from(accepted)] * 2, st.sampled_from(POOL).map(show), wild))
+    return [word for word in (option, f"{draw(prefixes)}{key}={value}") if word]
 
 
 @st.composite
-def any_words(draw: st.DrawFn) -> list[str]:
+def any_words(draw):
     """Any key, changed, removed, added, or written in a broken form; or a group with none of its options."""
     if draw(st.integers(0, 3)) == 0:
         group = draw(st.sampled_from(sorted(OPTIONS)))
         options = draw(st.lists(st.sampled_from(OPTIONS[group]), min_size=1, max_size=3))
-        shapes = [",".join(options), f"[{','.join(options)}]"]
-        shapes += [options[0].upper(), f"{options[0]}.yaml", f"/{options[0]}"]
-        return [f"{draw(prefixes)}{group}={draw(st.sampled_from(shapes) | wild)}"]
+        shapes = [",".join(options), f"[{','.join(options)}]", options[0].upper(), f"{options[0]}.yaml"]
+        return [f"{draw(prefixes)}{group}={draw(st.sampled_from([*shapes, f'/{options[0]}']) | wild)}"]
     key = draw(st.sampled_from(ALL_KEYS))
     if draw(st.integers(0, 3)) == 0:
         key = draw(st.sampled_from([*KEY_FORMS.split(), "{0} ", " {0}", "{0}\n"])).format(key)
     if draw(st.integers(0, 5)) == 0:
         return [draw(st.sampled_from([f"~{key}", key, f"~{key}=x", f"+{key}", f"{key}=", f"++~{key}", "=", "~", "+"]))]
-    return [f"{draw(prefixes)}{key}={draw(st.sampled_from(TARGETS) if key.endswith('_target_') else wild)}"]
+    values = st.sampled_from(TARGETS.split()) if key.endswith("_target_") else wild
+    return [f"{draw(prefixes)}{key}={draw(values)}"]
 
 
 @st.composite
-def commands(draw: st.DrawFn) -> list[str]:
+def commands(draw):
     """A whole command: options of groups, and one to three changes of any kind."""
     words = draw(st.lists(option_words, max_size=3))
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
-        words += draw(st.one_of(typed_words(), typed_words(), any_words(), any_words()))
-    if draw(st.integers(0, 11)) == 0:
-        words += draw(st.sampled_from(FLAGS))
-    return limited(words)
+        words += draw(typed_words() | any_words())
+    return limited(words + draw(st.sampled_from([[]] * 80 + FLAGS)))
 
 
 @st.composite
-def accepted_commands(draw: st.DrawFn) -> list[str]:
+def accepted_commands(draw):
     """Options of several groups, and values that the types of some keys accept. Half of them on two ranks."""
-    words = [draw(option_words) for _ in range(draw(st.integers(1, 5)))] + ["launch=fork"] * draw(st.booleans())
-    chosen = [(key, kind, value) for option, key, kind, value in TYPED if option in ("", *words)]
-    for _ in range(draw(st.integers(0, 4))):
-        key, kind, value = draw(st.sampled_from(chosen))
-        words.append(f"{key}={draw(st.sampled_from(RANKS) if key == 'launch.nproc_per_node' else inside(kind, value))}")
-    return limited(words)
+    words = draw(st.lists(option_words, min_size=1, max_size=5)) + ["launch=fork"] * draw(st.booleans())
+    chosen = st.sampled_from([(key, values) for option, key, values in TYPED if option in ("", *words)])
+    typed = draw(st.lists(chosen, max_size=4))
+    return limited([*words, *(f"{key}={draw(st.sampled_from(values))}" for key, values in typed)])
 
 
-def limited(words: list[str]) -> list[str]:
+def limited(words):
     """The command with few steps, and with as many ranks as a small machine can start."""
     if any("nproc_per_node" in word for word in words):  # the global batch then limits the number of ranks
         words = [word for word in words if "batch_size" not in word]

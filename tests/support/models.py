@@ -2,7 +2,6 @@
 
 import math
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +10,14 @@ from torch import Tensor, nn
 
 from lockstep.data import Tensors
 from lockstep.tasks.tasks import CrossEntropy
+
+
+def attach(module, parts):
+    """Give a module attributes: {name: what makes its value}. Tensors become buffers."""
+    for name, make in parts.items():
+        value = make()
+        is_buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        module.register_buffer(name, value) if is_buffer else setattr(module, name, value)
 
 
 class ByLoss(CrossEntropy):
@@ -22,7 +29,7 @@ class ByLoss(CrossEntropy):
 class LargestLoss(ByLoss):
     """The best weights are the first ones."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.better = self.better | {"loss": "max"}
 
@@ -30,13 +37,13 @@ class LargestLoss(ByLoss):
 class Block(nn.Module):
     """A transformer block: causal attention of one head, and two linear layers."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         query, key, value = self.qkv(self.norm1(x)).chunk(3, dim=-1)
         x = x + self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True))
         return x + self.mlp(self.norm2(x))
@@ -45,7 +52,7 @@ class Block(nn.Module):
 class TinyGPT(nn.Module):
     """Tokens (N, length) int64 -> logits (N, vocabulary) of the next token. The head shares the embedding's weight."""
 
-    def __init__(self, vocabulary: int, width: int, depth: int, length: int) -> None:
+    def __init__(self, vocabulary, width, depth, length):
         super().__init__()
         self.embedding, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
@@ -53,15 +60,14 @@ class TinyGPT(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x[:, -1]))
-        return logits
+        return self.head(self.norm(x[:, -1]))
 
 
-def tokens(samples: int, vocabulary: int, length: int, train: bool) -> Tensors:
+def tokens(samples, vocabulary, length, train):
     """Random tokens (samples, length) int64; the next one is the first one again."""
     rows = torch.randint(0, vocabulary, (samples, length), generator=torch.Generator().manual_seed(int(train)))
     return Tensors(rows, rows[:, 0].clone())
@@ -73,7 +79,7 @@ class WithConstants(nn.Module):
     LARGE = 2**24 + 1  # float32 cannot hold it
     seen: Tensor
 
-    def __init__(self, shape: list[int], classes: int) -> None:
+    def __init__(self, shape, classes):
         super().__init__()
         self.layer, self.unused = nn.Linear(shape[0], classes), nn.Parameter(torch.ones(3))
         self.register_buffer("mask", torch.full((2, 2), torch.finfo(torch.float32).min).triu(1))
@@ -82,13 +88,12 @@ class WithConstants(nn.Module):
         self.register_buffer("large", torch.tensor([self.LARGE]))
         self.register_buffer("seen", torch.tensor(0))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         if self.training:
             self.seen += len(inputs)
-        outputs: Tensor = self.layer(inputs)
-        return outputs
+        return self.layer(inputs)
 
-    def assert_constant(self, saved: dict[str, Tensor]) -> None:
+    def assert_constant(self, saved):
         """Fail unless what no step changes has, in a run's model.pt, the bits that the model began with."""
         for name in ("mask", "infinite", "thirds", "large", "unused"):
             assert torch.equal(saved[name], self.state_dict()[name]), name
@@ -97,65 +102,62 @@ class WithConstants(nn.Module):
 class OddParameters(nn.Module):
     """A list of parameters, one of which is transposed in memory."""
 
-    def __init__(self, shape: list[int], classes: int) -> None:
+    def __init__(self, shape, classes):
         super().__init__()
         self.lists = nn.ModuleList([nn.ParameterList([torch.eye(shape[0]) + 0.1, torch.ones(6, shape[0]).t() / 9])])
         self.last = nn.Linear(6, classes)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         first, second = self.lists[0]
-        outputs: Tensor = self.last((inputs @ first @ second).relu())
-        return outputs
+        return self.last((inputs @ first @ second).relu())
 
 
 class Viewing(nn.Module):
     """`view(len(x), -1)`, as many models have it, cannot be computed for no samples. norms: how many it has."""
 
-    def __init__(self, shape: list[int], classes: int, norms: int = 2) -> None:
+    def __init__(self, shape, classes, norms=2):
         super().__init__()
         self.conv, self.norm2d = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4) if norms else nn.Identity()
         self.fc1, self.norm1d = nn.Linear(144, 12), nn.BatchNorm1d(12) if norms > 1 else nn.Identity()
         self.fc2 = nn.Linear(12, classes)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         features = self.norm2d(self.conv(images)).relu()
         rows = features.view(len(features), -1)
-        logits: Tensor = self.fc2(self.norm1d(self.fc1(rows)).relu())
-        return logits
+        return self.fc2(self.norm1d(self.fc1(rows)).relu())
 
 
 class Recurrent(nn.Module):
     """Calls its layers with None, with a tuple and by keyword."""
 
-    def __init__(self, shape: list[int], classes: int) -> None:
+    def __init__(self, shape, classes):
         super().__init__()
         self.first, self.second = (nn.LSTM(shape[0] // 4, shape[0] // 4, batch_first=True) for _ in range(2))
         self.last = nn.Linear(shape[0] // 4, classes)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         outputs, state = self.first(inputs.unflatten(1, (4, -1)), None)
         outputs, _ = self.second(outputs, state)
-        logits: Tensor = self.last(input=outputs[:, -1])
-        return logits
+        return self.last(input=outputs[:, -1])
 
 
 class Scale(nn.Module):
     """Its factors (1,) are a buffer that no state dict has."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("factors", torch.full((1,), 2.0), persistent=False)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return inputs * self.factors
 
 
-def scaled_layers(shape: list[int], classes: int) -> nn.Sequential:
+def scaled_layers(shape, classes):
     """Two linear layers with a `Scale` behind the first."""
     return nn.Sequential(nn.Linear(shape[0], 16), Scale(), nn.Linear(16, classes))
 
 
-def lazy_layers(shape: list[int], classes: int) -> nn.Sequential:
+def lazy_layers(shape, classes):
     """Layers that get their shapes from the first samples."""
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(classes))
 
@@ -165,12 +167,12 @@ class Drawing(nn.Module):
 
     steps: Tensor
 
-    def __init__(self, shape: list[int], classes: int, late: bool = False) -> None:
+    def __init__(self, shape, classes, late=False):
         super().__init__()
         self.layer, self.head, self.late = nn.Linear(math.prod(shape), 16), nn.Linear(16, classes), late
         self.register_buffer("steps", torch.tensor(0))
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         hidden: Tensor = self.layer(images.flatten(1))
         if self.training and not self.late:
             hidden = F.leaky_relu(hidden) * torch.distributions.Beta(2.0, 2.0).sample()
@@ -178,15 +180,14 @@ class Drawing(nn.Module):
         if self.training and self.late:
             self.steps += 1
             hidden = F.dropout(hidden, 0.3) if self.steps > 3 else hidden
-        logits: Tensor = self.head(hidden)
-        return logits
+        return self.head(hidden)
 
 
 class Langevin(torch.optim.SGD):
     """Stochastic gradient Langevin dynamics (Welling and Teh 2011): each step adds noise to the weights."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         super().step(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -196,18 +197,18 @@ class Langevin(torch.optim.SGD):
 class CountingSGD(torch.optim.SGD):
     """Keeps the number of its steps, and a function, in its groups."""
 
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+    def __init__(self, params, lr, weight_decay=0.0):
         super().__init__(params, lr, weight_decay=weight_decay)
         for group in self.param_groups:
             group |= {"steps": 0, "next": lambda steps: steps + 1}
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         for group in self.param_groups:
             group["steps"] = group["next"](group["steps"])
         return super().step(closure)
 
 
-def of_any_size(shape: list[int], classes: int) -> nn.Sequential:
+def of_any_size(shape, classes):
     """A small net for images of any height and width."""
     channels = [shape[0], 8, 8, 8]
     blocks = [nn.Sequential(nn.Conv2d(*ends, 3, padding=1), nn.GELU()) for ends in pairwise(channels)]
@@ -217,10 +218,10 @@ def of_any_size(shape: list[int], classes: int) -> nn.Sequential:
 class Versioned(nn.Linear):
     """A linear layer whose state dict also holds plain values."""
 
-    def get_extra_state(self) -> dict[str, list[int]]:
+    def get_extra_state(self):
         return {"version": [1, 2]}
 
-    def set_extra_state(self, state: dict[str, list[int]]) -> None:
+    def set_extra_state(self, state):
         assert state == {"version": [1, 2]}
 
 
@@ -229,7 +230,7 @@ class OddTensors(nn.Module):
 
     TYPES = ("bool", "int16", "uint16", "float16", "bfloat16", "float64", "complex64", "float8_e4m3fn")
 
-    def __init__(self, shape: list[int], classes: int, trains_all: bool = True) -> None:
+    def __init__(self, shape, classes, trains_all=True):
         """trains_all: False trains the parameters of float32 only."""
         super().__init__()
         self.layer = nn.Linear(math.prod(shape), classes)
@@ -251,7 +252,7 @@ class OddTensors(nn.Module):
         self.register_buffer("direction", torch.ones(2) / 2**0.5)
         self.register_buffer("running_mean", torch.zeros(()))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         if self.training:
             with torch.no_grad():
                 seen = inputs.mean()
@@ -272,13 +273,13 @@ class MadeInForward(nn.Module):
     bank: Tensor
     cache: Tensor | None
 
-    def __init__(self, shape: list[int], classes: int, extra: str = "set") -> None:
+    def __init__(self, shape, classes, extra="set"):
         super().__init__()
         self.layer, self.seen, self.extra = nn.Linear(math.prod(shape), classes), 0, extra
         self.register_buffer("cache", None)
         self.register_buffer("bank", torch.zeros(0, classes))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         if not hasattr(self, "mask"):
             self.register_buffer("mask", torch.full((inputs[0].numel(),), 0.5))
         if self.cache is None:
@@ -289,21 +290,20 @@ class MadeInForward(nn.Module):
             self.bank = torch.cat([self.bank, outputs.detach().mean(0, keepdim=True)])
         return outputs
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         forms = {"set": {self.seen, -1}, "bytes": str(self.seen).encode(), "array": np.full(3, self.seen)}
         return {"seen": forms[self.extra]}
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         self.seen = max(state["seen"]) if self.extra == "set" else int(state["seen"])
 
 
 class Words(nn.Module):
     """A bag of token numbers, whose gradient is sparse."""
 
-    def __init__(self, sparse: bool) -> None:
+    def __init__(self, sparse):
         super().__init__()
         self.embedding, self.head = nn.Embedding(17, 8, sparse=sparse), nn.Linear(8, 10)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        rows: Tensor = self.head(self.embedding((inputs.flatten(1) * 16).long().clamp(0, 16)).mean(1))
-        return rows
+    def forward(self, inputs):
+        return self.head(self.embedding((inputs.flatten(1) * 16).long().clamp(0, 16)).mean(1))

@@ -21,13 +21,13 @@ KEYS = {"AWS_ACCESS_KEY_ID": "own", "AWS_SECRET_ACCESS_KEY": "own", "AWS_DEFAULT
 class ObjectStore:
     """variables: by which s3fs finds the server."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.port = free_port()
         self.variables = KEYS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}"}
         self.start()
         self.files.mkdir("bucket")
 
-    def start(self) -> None:
+    def start(self):
         """Empty, as moto keeps nothing."""
         words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
         self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -39,7 +39,7 @@ class ObjectStore:
                 time.sleep(0.1)
         raise AssertionError("the server does not answer")
 
-    def stop(self) -> None:
+    def stop(self):
         self.process.kill()
         self.process.wait()
 

@@ -20,12 +20,12 @@ LIMITS = {"fp64": 1e-9, "fp32": 1e-4}
 # 1437 digits in batches of 61: the last one of an epoch holds 34, which no number of ranks below divides well.
 TRAINING = [
     "sync_bn=on", "loader.augment={_target_:lockstep.data.augment.ShiftFlip,pad:1}", "trainer.batch_size=61",
-    "trainer.epochs=3", "optimizer.lr=0.01", "snapshot.every=1steps", "snapshot.keep_last=1000",
+    "optimizer.lr=0.01", "snapshot.every=1steps", "snapshot.keep_last=1000",
     "loader.validation=null", "evaluation.test=every",
 ]  # fmt: skip
 STARTERS = {"torch.distributed.launch": [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2", TRAIN]}
 STARTERS |= {name: LAUNCHERS[name] for name in ("torchrun", "launch=torchrun", "launch=spawn", "mpirun")}
-STEPS = 72
+STEPS = 24  # of an epoch
 # What the tutorials build or name: (system, ranks, words). All train one net, a plain sequence of layers.
 NET = [
     "model=mlp", "model.depth=3", "model.width=32", "model.dropout=0", "trainer.precision=fp64", "trainer.epochs=1",
@@ -68,16 +68,8 @@ def in_ranks(size: int, folder: Path, *overrides: str) -> Path:
 def by_command(command: list[str], folder: Path, *overrides: str) -> Path:
     """The training as a user starts it. Returns its run folder."""
     folder.mkdir()
-    words = [*command, *TRAINING, f"hydra.run.dir={folder}", *overrides]
-    Command(words, folder, new_process=True).finish()
+    Command([*command, *TRAINING, f"hydra.run.dir={folder}", *overrides], folder, new_process=True).finish()
     return folder
-
-
-def differences(one: Path, other: Path) -> tuple[float, float]:
-    """(of the losses, of the weights) between two run folders: the largest relative differences."""
-    mine, theirs = _losses(one), _losses(other)
-    assert len(mine) == len(theirs) == STEPS
-    return ((mine - theirs).abs() / mine.abs()).max().item(), weights_apart(one, other)
 
 
 def weights_apart(one: Path, other: Path) -> float:
@@ -99,26 +91,34 @@ def table(
     sizes: Sequence[int] = (2, 3, 4, 8),
     accumulations: Sequence[int] = (1, 2, 4),
     starters: Mapping[str, list[str]] = STARTERS,
+    epochs: int = 3,
 ) -> Iterator[tuple[str, str, float, float]]:
     """Yields (what, precision, loss difference, weight difference), as they are measured."""
+
+    def differences(one: Path, other: Path) -> tuple[float, float]:
+        """(of the losses, of the weights) between two run folders: the largest relative differences."""
+        mine, theirs = _losses(one), _losses(other)
+        assert len(mine) == len(theirs) == STEPS * epochs
+        return ((mine - theirs).abs() / mine.abs()).max().item(), weights_apart(one, other)
+
+    length = f"trainer.epochs={epochs}"
     for precision in LIMITS:
         for steps in accumulations:
-            options = [f"trainer.precision={precision}", f"trainer.gradient_accumulation_steps={steps}"]
+            options = [length, f"trainer.precision={precision}", f"trainer.gradient_accumulation_steps={steps}"]
             alone = in_ranks(1, folder / f"{precision}-{steps}-1", *options)
             for size in sizes:
                 other = in_ranks(size, folder / f"{precision}-{steps}-{size}", *options)
                 yield f"{size} ranks, gradient accumulation {steps}", precision, *differences(alone, other)
+    options = [length, "trainer.precision=fp64"]
     for name, command in starters.items():
-        alone, place = folder / "fp64-1-1", folder / name.replace("=", "-")
-        yield f"2 ranks by {name}", "fp64", *differences(alone, by_command(command, place, "trainer.precision=fp64"))
-    yield "stopped in mid-epoch on 4, 2, 1 and 3 ranks", "fp64", *_with_stops(folder)
-
-
-def _with_stops(folder: Path) -> tuple[float, float]:
-    options = ["trainer.precision=fp64", "scheduler=constant"]
-    for size, last in ((4, "13"), (2, "31"), (1, "59"), (3, "null")):  # each stop in the middle of an epoch
-        in_ranks(size, folder / "stops", *options, f"trainer.max_steps={last}")
-    return differences(in_ranks(1, folder / "no-stops", *options), folder / "stops")
+        other = by_command(command, folder / name.replace("=", "-"), *options)
+        yield f"2 ranks by {name}", "fp64", *differences(folder / "fp64-1-1", other)
+    options.append("scheduler=constant")
+    for size, share in ((4, 0.18), (2, 0.43), (1, 0.82), (3, 1)):  # each stop in the middle of an epoch
+        last = f"trainer.max_steps={int(share * STEPS * epochs)}" if share < 1 else "trainer.max_steps=null"
+        in_ranks(size, folder / "stops", *options, last)
+    alone = in_ranks(1, folder / "no-stops", *options)
+    yield "stopped in mid-epoch on 4, 2, 1 and 3 ranks", "fp64", *differences(alone, folder / "stops")
 
 
 def systems(folder: Path) -> Iterator[tuple[str, int, str, float]]:

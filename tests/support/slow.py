@@ -1,16 +1,14 @@
 """Parts of a training that take a known time, for tests of the profiler."""
 
 import time
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from lockstep.models import tutorial as models
 from support.digits import Samples
 
 
-def mlp(shape: list[int], classes: int, **options: Any) -> torch.nn.Module:
+def mlp(shape, classes, **options):
     """The option mlp: a class that is typed gets what is typed of it."""
     return models.mlp(shape, classes, **({"width": 128, "depth": 2, "dropout": 0.0} | options))
 
@@ -20,19 +18,18 @@ class SlowDigits(Samples):
 
     first = 64
 
-    def before(self, index: int) -> None:
+    def before(self, index):
         time.sleep(0.001)
 
 
 class SlowAtFirst(torch.nn.Module):
     """The first forward pass takes 3 s."""
 
-    def __init__(self, shape: list[int], classes: int, **options: Any) -> None:
+    def __init__(self, shape, classes, **options):
         super().__init__()
         self.net, self.seconds = mlp(shape, classes, **options), 3.0
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         time.sleep(self.seconds)
         self.seconds = 0.0
-        outputs: Tensor = self.net(inputs)
-        return outputs
+        return self.net(inputs)

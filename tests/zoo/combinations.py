@@ -127,7 +127,7 @@ EQUAL = {
     "unfused": ("optimizer.fused=false",),
     "checkpointed": ("trainer.checkpoint_activations=[body]",),
 }
-AFTER = ("nothing", "resume", "evaluate", "export", "load")
+AFTER = {"nothing": 0, "load": 0, "evaluate": 1, "export": 2, "resume": 2}  # and how long it takes
 # Nets that draw in a forward pass, and those whose state a forward pass changes.
 DRAWS = ("dropout", "dropped_channels", "dropped_lstm", "dropped_attention", "dropped_encoder", "Noise")
 DRAWS += ("Checkpointed", "Residual", "Mixed", "NoisyWeights", "Coin", "AlwaysNoise")
@@ -236,7 +236,7 @@ def drawn(count, seed, **fixed):
 
 def covering(size):
     """Few combinations in which any `size` values of different axes meet: the next one has a group of values that is
-    missing, and of those drawn with it the most; of several, it has the fewest ranks."""
+    missing, and of those drawn with it the most; of several, it has the fewest ranks and ends soonest."""
     missing = {
         group
         for axes in itertools.combinations(AXES, size)
@@ -247,7 +247,7 @@ def covering(size):
     while missing:
         start = min(missing)
         made = [(one, _groups(one, size) & missing) for one in drawn(20, start, **dict(start))]
-        best, new = max(made, key=lambda one: (len(one[1]), -WAYS[one[0].way].ranks))
+        best, new = max(made, key=lambda one: (len(one[1]), -WAYS[one[0].way].ranks - AFTER[one[0].after]))
         missing -= new
         found.append(best)
     return found

@@ -5,17 +5,17 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
 from lockstep.data.source import tensors_in
+from support.models import attach
 
 WIDTH = 12  # values of a vector, and of a place in a sequence
 CHANNELS = 4
@@ -36,7 +36,7 @@ FORMS: dict[str, tuple[tuple[int, ...], Body, int]] = {  # shape of an image, fi
 }
 
 
-def net(body: str, shape: list[int], classes: int, places: int = 1) -> nn.Module:
+def net(body, shape, classes, places=1):
     """Samples (N, 1, 6, 6), in whatever holds them, -> (N, classes); with 36 places, for masks, (N, classes, 6, 6)."""
     form, make = BODIES[body]
     return nn.Sequential(OrderedDict(stem=Stem(form), body=make(), head=Head(form, classes, places)))
@@ -45,12 +45,12 @@ def net(body: str, shape: list[int], classes: int, places: int = 1) -> nn.Module
 class Stem(nn.Module):
     """Takes the first tensor of the inputs, whatever holds it, in the weights' type."""
 
-    def __init__(self, form: str) -> None:
+    def __init__(self, form):
         super().__init__()
         self.shape, make, _ = FORMS[form]
         self.layer = make()
 
-    def forward(self, inputs: Any) -> Tensor:
+    def forward(self, inputs):
         images = next(iter(tensors_in(inputs)))
         return torch.tanh(self.layer(images.reshape(images.shape[0], *self.shape).to(self.layer.weight.dtype)))
 
@@ -58,71 +58,68 @@ class Stem(nn.Module):
 class Head(nn.Module):
     """Values of any form -> (N, classes), or (N, classes, 6, 6) with `places`=36."""
 
-    def __init__(self, form: str, classes: int, places: int) -> None:
+    def __init__(self, form, classes, places):
         super().__init__()
         self.shape = (classes,) if places == 1 else (classes, SIDE, SIDE)
         self.layer = nn.Linear(FORMS[form][2], classes * places)
 
-    def forward(self, values: Tensor) -> Tensor:
+    def forward(self, values):
         return self.layer(values.flatten(1)).unflatten(1, self.shape)
 
 
 class Made(nn.Module):
-    """A module with this forward pass. kept: what makes its attributes; tensors are buffers. init: called with it."""
+    """A module with this forward pass. kept: see `attach`. init: called with it."""
 
-    def __init__(self, forward: Any, init: Any, kept: dict[str, Any]) -> None:
+    def __init__(self, forward, init, kept):
         super().__init__()
         self.computed = forward
-        for name, make in kept.items():
-            value = make()
-            is_buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-            self.register_buffer(name, value) if is_buffer else setattr(self, name, value)
+        attach(self, kept)
         if init is not None:
             init(self)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.computed(self, x)
 
 
-def made(forward: Callable[[Any, Tensor], Any], init: Callable[[Any], Any] | None = None, **kept: Any) -> Body:
+def made(forward, init=None, **kept):
     return lambda: Made(forward, init, kept)
 
 
-def keep_all(form: str, **bodies: Body) -> None:
+def keep_all(form, **bodies):
     BODIES.update({name: (form, make) for name, make in bodies.items()})
 
 
-def linear(inputs: int = WIDTH, outputs: int = WIDTH) -> nn.Module:
+def linear(inputs=WIDTH, outputs=WIDTH):
     return nn.Linear(inputs, outputs)
 
 
-def convolution(side: int = 3, **options: Any) -> nn.Module:
+def convolution(side=3, **options):
     return nn.Conv2d(CHANNELS, CHANNELS, side, padding=side // 2, **options)
 
 
-def in_turn(*makes: Body) -> Body:
+def in_turn(*makes):
     return lambda: nn.Sequential(*(make() for make in makes))
 
 
-def wrapped(wrap: Callable[[Any], Any], make: Body = linear) -> Body:
+def wrapped(wrap, make=linear):
     return lambda: wrap(make())
 
 
-def parameter(make: Callable[..., Tensor], *shape: Any, **options: Any) -> Callable[[], nn.Parameter]:
+def parameter(make, *shape, **options):
     return lambda: nn.Parameter(make(*shape, **options))
 
 
-def first(layer: Any, *sizes: int, **options: Any) -> Body:
+def first(layer, *sizes, **options):
     """A recurrent layer without its last state."""
     return made(lambda self, x: self.layer(x)[0], layer=partial(layer, *sizes, batch_first=True, **options))
 
 
-def attention(dropout: float) -> Body:
+def attention(dropout):
     layer = partial(nn.MultiheadAttention, WIDTH, 2, dropout=dropout, batch_first=True)
     return made(lambda self, x: x + self.layer(x, x, x, need_weights=False)[0], layer=layer)
 
 
-def embedded(**options: Any) -> Body:
+def embedded(**options):
     """Looks rows up by the value of the first feature."""
     table = partial(nn.Embedding, 6, WIDTH, **options)
     looked_up = lambda self, x: self.layer(x) + self.table(((x[:, 0] + 1) * 2.99).long().clamp(0, 5))  # noqa: E731
@@ -189,27 +186,27 @@ keep_all(
 # Forward passes of several lines.
 
 
-def odd_parameters(self: Any, x: Tensor) -> Tensor:
+def odd_parameters(self, x):
     """A number, an empty tensor, a transposed layout, a list, a dict, float64, bfloat16."""
     x = x * self.scale + self.several[0] * self.several[1] + self.named["a"] * self.named["b"]
     x = x + F.linear(F.linear(x, self.transposed), self.transposed.t())
     return (x * self.wide.to(x.dtype) * self.narrow.to(x.dtype)).tanh() + self.nothing.sum()
 
 
-def odd_buffers(self: Any, x: Tensor) -> Tensor:
+def odd_buffers(self, x):
     """Buffers of many types that no step changes, one of them not saved, one of them None."""
     x = self.layer(x)[:, self.order.long()] * self.unsaved + self.codes / 255 + self.expanded
     return torch.where(self.mask, x, x * self.phase.real.to(x.dtype)) + self.strided / 100
 
 
-def counting(self: Any, x: Tensor, always: bool = False) -> Tensor:
+def counting(self, x, always=False):
     """A number of calls, which is the same on all ranks, warms up a scale. always: those of an evaluation count, too,
     as an observer has it, which the training must not see."""
     self.calls += self.training or always
     return self.layer(x) * (1 - 0.5 ** self.calls.to(x.dtype)) if self.training or not always else self.layer(x)
 
 
-def taught(self: Any, x: Tensor) -> Tensor:
+def taught(self, x):
     """A moving average of the layer's weights, as a teacher in self-distillation."""
     if self.training:
         with torch.no_grad():
@@ -218,14 +215,14 @@ def taught(self: Any, x: Tensor) -> Tensor:
     return self.layer(x) + 0.1 * self.teacher(x)
 
 
-def running_scale(self: Any, x: Tensor) -> Tensor:
+def running_scale(self, x):
     """A mean over the samples that a rank has seen: other values on other ranks."""
     if self.training and len(x):
         self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
     return self.layer(x - self.mean)
 
 
-def quantised(self: Any, x: Tensor) -> Tensor:
+def quantised(self, x):
     """A vector-quantised code whose entries follow the samples (van den Oord et al. 2017)."""
     nearest = torch.cdist(x.detach(), self.codes).argmin(1)
     if self.training:
@@ -234,7 +231,7 @@ def quantised(self: Any, x: Tensor) -> Tensor:
     return x + (self.codes[nearest] - x).detach()
 
 
-def by_experts(self: Any, x: Tensor) -> Tensor:
+def by_experts(self, x):
     """Two layers, each for about half of the samples: a share of a batch may need one alone. After two passes, if they
     are counted."""
     if self.training:
@@ -249,7 +246,7 @@ def by_experts(self: Any, x: Tensor) -> Tensor:
     return outputs
 
 
-def noisy(self: Any, x: Tensor) -> Tensor:
+def noisy(self, x):
     """Draws in several ways."""
     x = self.layer(x)
     if self.training:
@@ -257,7 +254,7 @@ def noisy(self: Any, x: Tensor) -> Tensor:
     return x
 
 
-def noisy_weights(self: Any, x: Tensor) -> Tensor:
+def noisy_weights(self, x):
     """Noise and dropout of the weights, whose rows may be as many as samples."""
     weight = F.dropout(self.layer.weight, 0.2, self.training)
     if self.training:
@@ -265,7 +262,7 @@ def noisy_weights(self: Any, x: Tensor) -> Tensor:
     return F.linear(x, weight, self.layer.bias)
 
 
-def coin(self: Any, x: Tensor) -> Tensor:
+def coin(self, x):
     """Draws numbers that all samples share from each source: one decides about a layer, others mix."""
     if not self.training:
         return self.layer(x)
@@ -276,39 +273,39 @@ def coin(self: Any, x: Tensor) -> Tensor:
 class ExtraState(nn.Module):
     """Keeps what is no tensor, and is saved."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer, self.seen = nn.Linear(WIDTH, WIDTH), {"calls": 0, "last": None}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.seen["calls"] += self.training
         return self.layer(x) / (1 + 0.1 * self.seen["calls"])
 
-    def get_extra_state(self) -> dict[str, Any]:
+    def get_extra_state(self):
         return dict(self.seen)
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
+    def set_extra_state(self, state):
         self.seen = dict(state)
 
 
 class Cube(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
+    def forward(ctx, values):
         ctx.save_for_backward(values)
         return values**3
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx, *gradients):
         (values,) = ctx.saved_tensors
         return 3 * values**2 * gradients[0]
 
 
-def hooked(self: Any) -> None:
+def hooked(self):
     self.layer.register_forward_hook(lambda module, inputs, outputs: outputs / 2)
     self.layer.weight.register_hook(lambda gradient: gradient * 0.5)
 
 
-def masked_attention(self: Any, x: Tensor) -> Tensor:
+def masked_attention(self, x):
     """With a causal mask and learned positions."""
     parts = self.layer(x + self.positions).view(x.shape[0], SIDE, 3, 2, WIDTH // 2).transpose(1, 3)
     queries, keys, content = parts.unbind(2)

@@ -37,7 +37,7 @@ class Numbers:
     steps: int = 1000
 
 
-def trained(kind: str, numbers: Numbers, model: nn.Module) -> tuple[dict[str, Tensor], float]:
+def trained(kind, numbers, model):
     """The state dict after the training, or its moving average, and the loss of the test data.
 
     model: with the first weights.
@@ -85,7 +85,7 @@ def trained(kind: str, numbers: Numbers, model: nn.Module) -> tuple[dict[str, Te
         return state, float(loss(model(test.images), test.targets, test.task))
 
 
-def averaged(model: nn.Module) -> dict[str, Tensor]:
+def averaged(model):
     """Copies of parameters, and of the running statistics of norms; no other buffer has a mean."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {
@@ -96,12 +96,12 @@ def averaged(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def counted(targets: Tensor, task: str) -> float:
+def counted(targets, task):
     """What a mean is taken over."""
     return float(targets[:, 1].sum()) if task == "weighted" else len(targets)
 
 
-def loss(outputs: Tensor, targets: Tensor, task: str) -> Tensor:
+def loss(outputs, targets, task):
     if task == "weighted":
         losses = F.cross_entropy(outputs, targets[:, 0].long(), reduction="none")
         return (losses * targets[:, 1]).sum() / targets[:, 1].sum()
@@ -114,14 +114,14 @@ def loss(outputs: Tensor, targets: Tensor, task: str) -> Tensor:
     return F.cross_entropy(outputs, targets.double() if targets.is_floating_point() else targets)
 
 
-def new_net(body: str, kind: str) -> nn.Module:
+def new_net(body, kind):
     """The net for the targets of a kind of data, with weights that are drawn now."""
     places = 36 if data.TRUTHS[kind](True).task == "segmentation" else 1
     with DRAWING:
         return net(body, [1, 6, 6], 1 if kind == "amounts" else data.CLASSES, places)
 
 
-def first_model(body: str, kind: str) -> nn.Module:
+def first_model(body, kind):
     """The net with the weights that a run of seed 0 begins with: `seeded(0)` is torch.manual_seed(0)."""
     truth = data.TRUTHS[kind](True)
     with DRAWING:
@@ -134,7 +134,7 @@ def first_model(body: str, kind: str) -> nn.Module:
     return model
 
 
-def cast(model: nn.Module) -> None:
+def cast(model):
     """float32 and complex64 become float64 and complex128; all other types stay."""
     wider = {torch.float32: torch.float64, torch.complex64: torch.complex128}
     for tensor in [*model.parameters(), *model.buffers()]:

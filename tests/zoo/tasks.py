@@ -1,7 +1,6 @@
 """A task whose mean is over the weights of the samples."""
 
 import torch.nn.functional as F
-from torch import Tensor
 
 from lockstep.tasks.base import Task
 
@@ -11,8 +10,8 @@ class Weighted(Task):
 
     counts = "weights"
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def __call__(self, outputs, targets):
         return {"loss": F.cross_entropy(outputs, targets[:, 0].long(), reduction="none") * targets[:, 1]}
 
-    def count(self, targets: Tensor) -> Tensor:
+    def count(self, targets):
         return targets[:, 1].sum()
