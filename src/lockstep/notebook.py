@@ -90,9 +90,8 @@ def _run(words: Sequence[str], folder: Path = Path()) -> str:
 @dataclass(frozen=True)
 class Result:
     """What a training has left in its run folder.
-
-    metrics: {tag, such as "test/accuracy": its last value}. history: a row an epoch, as `pandas.DataFrame` takes them.
-    """
+    metrics: {tag, such as "test/accuracy": its last value}. history: a row an epoch, as `pandas.DataFrame` takes
+    them."""
 
     folder: Path
     metrics: dict[str, float]

@@ -224,11 +224,9 @@ def instantiate_as(kind: type[Kind], node: Node, key: str, *first: Any, **later:
 
 
 def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """A copy of `cfg` in which a class that was typed has arguments of its own alone; those left out are printed.
-
-    With model._target_=my.Net a typed model.width stays, and model.shape if that is an interpolation and my.Net takes
-    it. The literal values of the YAML are the other class's; one that inherits this project's constructor keeps them.
-    """
+    """A copy of `cfg` in which a class that was typed has arguments of its own alone; those left out are printed. With
+    model._target_=my.Net a typed model.width stays, and model.shape if that is an interpolation and my.Net takes it.
+    The literal values of the YAML are the other class's; one that inherits this project's constructor keeps them."""
     cfg, typed = cfg.copy(), list[str]()
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if not override.is_delete():

@@ -18,10 +18,9 @@ RECORD = ".hydra"
 class ConfigRecord:
     """Plain values, which ranks get beside their config. Files and messages have `shown` in place of `flat`: a value
     that an environment variable decides is its text, such as ${oc.env:KEY}.
-
     options: {config group: the option, or the class if another one was typed}. command: of the same run, in a shell;
-    flags: its words that name config folders. files: {name: text} of .hydra, for rank 0 when it holds the run folder.
-    """
+    flags: its words that name config folders. files: {name: text} of .hydra, for rank 0 when it holds the run
+    folder."""
 
     flat: Mapping[str, Any]
     shown: Mapping[str, Any]

@@ -39,11 +39,9 @@ def drawn_at(places: Tensor, high: Sequence[int], seed: int) -> Tensor:
 @dataclass(kw_only=True)
 class ShiftFlip:
     """Random shifts by up to `pad` pixels, and mirror images, of images (N, C, H, W), which go on mirrored.
-
     flip: "alternating" mirrors half of the images in an epoch and the others in the next, so that two epochs have each
     image both ways (Jordan 2024, arXiv:2404.00498).
-    sizes: pixels of a side in equal parts of a training of `epochs` epochs (progressive resizing, Howard 2018).
-    """
+    sizes: pixels of a side in equal parts of a training of `epochs` epochs (progressive resizing, Howard 2018)."""
 
     epochs: Count
     pad: Whole = 0

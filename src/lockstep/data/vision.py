@@ -88,8 +88,8 @@ def on_all_cores(function: Callable[..., Any], what: str, *columns: Sequence[Any
 
 def read_image(stored: bytes, size: int | None) -> Tensor:
     """The RGB pixels (3, H, W) uint8 of an image file, turned as its EXIF tag says. With `size`, the shorter side is
-    scaled to it and the middle cut out, as by torchvision's Resize and CenterCrop. Pillow raises errors of many types.
-    """
+    scaled to it and the middle cut out, as by torchvision's Resize and CenterCrop. Pillow raises errors of many
+    types."""
     from PIL import Image, ImageOps
 
     is_small_jpeg = stored[:2] == b"\xff\xd8" and (size is None or len(stored) < LARGE_JPEG)

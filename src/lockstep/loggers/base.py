@@ -29,11 +29,9 @@ FIRST_DRAWING = 10.0  # seconds after the start
 @dataclass(frozen=True)
 class RunInfo:
     """What loggers receive. run: its parts, and its `progress`, where it starts or what it has reached at the end.
-
     facts: keys of run.json, "config" and "sweep" among them. At the end also last: {metric: value} of the last
     evaluation; test: None, or {"step": of its weights, "metrics": {name: value}, "samples": how many, "errors": {name:
-    standard error over the samples}}; exit_code: of the command.
-    """
+    standard error over the samples}}; exit_code: of the command."""
 
     run: Run
     facts: Mapping[str, Any]
@@ -45,11 +43,9 @@ class RunInfo:
 @dataclass(frozen=True)
 class EpochSummary:
     """The results of an epoch, counted from 1, which are not passed to `log` as well. step: optimizer steps done.
-
     metrics: {"train": {"loss": 0.1, ...}, "val": {...}}, means over all samples; "train" is missing if no sample was
     counted, "val" and "best", the best evaluation so far, if the epoch had no evaluation; "test" is there if the test
-    set is read each time. speeds: {"samples": a second, "tokens": a second} over all ranks; empty without a step.
-    """
+    set is read each time. speeds: {"samples": a second, "tokens": a second} over all ranks; empty without a step."""
 
     epoch: int
     epochs: int
@@ -64,12 +60,10 @@ class EpochSummary:
 
 
 class Logger:
-    """Receives what a run reports. Every method but `epoch` does nothing here.
-
-    A step is the number of optimizer steps done. What a call reports is on its way to the disk when it returns: a
-    snapshot may follow. An exception costs one warning, and the training goes on. Its key `images`, if it has one, says
-    how many samples of an evaluation the images show.
-    """
+    """Receives what a run reports. Every method but `epoch` does nothing here. A step is the number of optimizer steps
+    done. What a call reports is on its way to the disk when it returns: a snapshot may follow. An exception costs one
+    warning, and the training goes on. Its key `images`, if it has one, says how many samples of an evaluation the
+    images show."""
 
     def start(self, info: RunInfo) -> None:
         """Training starts or goes on. A run that was killed repeats the steps after `progress.step`: drop them."""
@@ -111,9 +105,7 @@ class CSVLogger(Logger):
 
 class Loggers(Logger, AbstractContextManager["Loggers"]):
     """Hands every call to each logger. The first exception of one is a warning; one that cannot start is left out.
-
-    members: loggers, and the RunRecord, which has their methods.
-    """
+    members: loggers, and the RunRecord, which has their methods."""
 
     def __init__(self, members: Sequence[Any]) -> None:
         self.members = list(members)

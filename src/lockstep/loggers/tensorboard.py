@@ -15,9 +15,7 @@ from lockstep.runs.record import FINISHED, changes_no_number
 
 class TensorBoardLogger(Logger):
     """Writes event files to `run_dir`. A resumed run begins a file, which hides what came after its snapshot.
-
-    images: samples that an evaluation shows; 0: no images of it.
-    """
+    images: samples that an evaluation shows; 0: no images of it."""
 
     def __init__(self, run_dir: str, images: Whole) -> None:
         self.run_dir = run_dir

@@ -21,9 +21,7 @@ END_SECONDS = 60  # for what is still to be sent to MLflow
 
 class Tracker(Logger):
     """What trackers share: the run's id on the service stays in the run folder, so that a resumed run goes on there.
-
-    package: what is imported. options: of the package's own function that begins a run.
-    """
+    package: what is imported. options: of the package's own function that begins a run."""
 
     package = ""
 

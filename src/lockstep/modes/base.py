@@ -44,11 +44,9 @@ OTHER_FILE = "type mode.file=<a file that you can write>"
 @dataclass(frozen=True)
 class TrainedRun:
     """A trained run on this rank: the net with its weights, spread over the ranks as its strategy says.
-
     run: `run.averaged_weights()` is a block in which the net holds its averaged weights, if the run kept an average:
     what training evaluates and exports. snapshot: where the weights are from. saved: its contents.
-    config: {key: value} of this command, as files may have it.
-    """
+    config: {key: value} of this command, as files may have it."""
 
     run: Run
     snapshot: Path
@@ -119,9 +117,7 @@ class Mode:
     """What a command does. As a rule it uses a trained run: its config is that of the run which `resume` names, with
     what is typed on top. Such a mode has `run`, writes no snapshots and no curves, and its log and its failure reports
     go to <run folder>/<name of the mode>.
-
-    snapshot: the weights to use: last, best, or a snapshot's file.
-    """
+    snapshot: the weights to use: last, best, or a snapshot's file."""
 
     name = ""  # of its option in conf/mode
     trains = False  # whether it is a training, which a sweep may repeat
@@ -144,10 +140,8 @@ class Mode:
 
     def work(self, config: RunConfig, record: ConfigRecord, parts: "Parts") -> Any:
         """What every rank does from start to end. Rank 0's value is what the command returns.
-
         Here: bring the trained net back, and `run`. Raises ConfigError if a class number, or a token number of a text,
-        has another name than in the training. Warns if the data has changed although the config names the same data.
-        """
+        has another name than in the training. Warns if the data has changed although the config names the same data."""
         from lockstep import build
 
         with join(config, record, parts, holds=False) as world:
@@ -186,10 +180,8 @@ class Parts:
 
 class RankLogs:
     """Inside its block, this rank's log lines go to files once they are open; on rank 0 also to stdout. A line that
-    cannot be written, on a full disk or to a reader that is gone, is lost without a word.
-
-    An exception that ends the block is written to the rank's own log.
-    """
+    cannot be written, on a full disk or to a reader that is gone, is lost without a word. An exception that ends the
+    block is written to the rank's own log."""
 
     def __init__(self) -> None:
         root = logging.getLogger()

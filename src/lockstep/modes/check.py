@@ -100,10 +100,8 @@ class Ended(NamedTuple):
 
 class Check(Mode):
     """Takes a few steps in several ways, and prints a table. Nothing of a run is written.
-
     The ranks are forks of this process on this machine's CPUs, whatever `launch` says.
-    steps: of each run. ranks: that are compared with one. changed: {section: {key: what is not as typed}}.
-    """
+    steps: of each run. ranks: that are compared with one. changed: {section: {key: what is not as typed}}."""
 
     name, starts_ranks = "check", True
 
@@ -154,9 +152,7 @@ class Check(Mode):
 
     def rows(self, job: RunConfig, runs: dict[str, Ended]) -> list[tuple[str, str, str]]:
         """(promise, whether it holds: "yes", "no", or "-" where nobody asks for it, why), of these runs of `ways`.
-
-        Raises the error of a job whose first step fails.
-        """
+        Raises the error of a job whose first step fails."""
         one, trainer, rows = runs["one"], job.trainer, list[tuple[str, str, str]]()
         if one.error and (isinstance(one.error, ConfigError) or not one.trace):
             raise one.error

@@ -37,18 +37,14 @@ class OfSplit(Mode):
 
 class Evaluate(OfSplit):
     """Evaluates as training does: with averaged weights if there are any, each sample counted once.
-
     file: null: evaluation.json in the run folder, or evaluation_2.json beside one of other data. Beside it
-    evaluation_samples.csv has the results of each sample.
-    """
+    evaluation_samples.csv has the results of each sample."""
 
     name = "evaluate"
 
     def run(self, trained: TrainedRun) -> dict[str, float]:
-        """Returns {metric: mean over all samples}, the same on every rank.
-
-        Raises TrainingDiverged if the loss is NaN or infinite.
-        """
+        """Returns {metric: mean over all samples}, the same on every rank. Raises TrainingDiverged if the loss is NaN
+        or infinite."""
         facts: dict[str, Any] = {"split": self.split, "snapshot": str(trained.snapshot), "step": trained.step}
         facts["config"] = compared(trained.config)
         names = (f"evaluation_{number}.json" if number > 1 else "evaluation.json" for number in count(1))
@@ -71,11 +67,8 @@ class Evaluate(OfSplit):
 
 class Predict(OfSplit):
     """One row for each sample, in the data set's order, whatever the number of ranks.
-
     The columns are index, for images file, what `Task.predictions` gives, and truth, empty for an image without label.
-
-    file: null: predictions.csv in the run folder.
-    """
+    file: null: predictions.csv in the run folder."""
 
     name, needs_labels = "predict", False
 

@@ -63,10 +63,8 @@ class Export(Mode):
 
 def net_as(net: TrainedNet, samples: Tensor, format: str) -> bytes:
     """The net with its preprocessing, as torch_export, whose `torch.export.load(path).module()` is the net, or as onnx,
-    with the input "samples" and the output "outputs". samples: raw ones.
-
-    Raises what torch raises of a net that it cannot export, and AssertionError for one that computes something else.
-    """
+    with the input "samples" and the output "outputs". samples: raw ones. Raises what torch raises of a net that it
+    cannot export, and AssertionError for one that computes something else."""
     if len(samples) == 1:  # torch.export would take a batch of one for the only size
         samples = torch.cat([samples, samples])
     shapes: dict[int, Any] = {0: torch.export.Dim("batch", min=1)}

@@ -69,10 +69,9 @@ def load(
     run: str | Path, which: str = "last", device: str | torch.device = "cpu", model: nn.Module | None = None
 ) -> TrainedNet:
     """The net of a trained run, in evaluation mode, with its preprocessing: raw samples in, outputs out.
-
     run: a run folder or a snapshot. which: "last", "best" or a snapshot's file. device: where the net computes.
-    model: takes the weights, in the place of what the run's config makes. Raises ConfigError if there is no such run.
-    """
+    model: takes the weights, in the place of what the run's config makes. Raises ConfigError if there is no such
+    run."""
     saved, path = load_first_good(snapshots_to_try(str(run), which, "load"))
     config, precision = saved["config"], saved["config"]["trainer.precision"]
     net = built(nn.Module, config, "model") if model is None else model

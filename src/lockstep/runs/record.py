@@ -72,10 +72,8 @@ def best_of(run: Run) -> tuple[float | None, int | None]:
 
 def state_of(run: Run) -> str:
     """How a run ended, in one word: finished, paused (by trainer.pause_after), stopped, diverged, failed, hang, killed,
-    running if it goes on, or unknown if it began on another machine and has written nothing for an hour.
-
-    A rank 0 that was killed could not write its end. Then its process is gone, or a failure report tells more.
-    """
+    running if it goes on, or unknown if it began on another machine and has written nothing for an hour. A rank 0 that
+    was killed could not write its end. Then its process is gone, or a failure report tells more."""
     start = run["starts"][-1]
     if start["state"] not in (RUNNING, FAILED):
         return str(start["state"])
@@ -109,10 +107,8 @@ def seconds_of(run: Run) -> float:
 
 class RunRecord:
     """Rank 0 writes run.json with it: at the start, at most once a second while steps and epochs end, and at the end.
-
     It has the methods of a Logger, for `Loggers` to call. folder: of this run. objective: its name, such as val/loss,
-    and whether "min" or "max" of it is better; where nothing is chosen, test/loss of the last weights.
-    """
+    and whether "min" or "max" of it is better; where nothing is chosen, test/loss of the last weights."""
 
     def __init__(self, folder: Path, objective: tuple[str, str]) -> None:
         self.folder, self.objective = folder, objective

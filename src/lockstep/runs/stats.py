@@ -78,9 +78,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 def over_samples(metric: str, mean: float, error: float | None, samples: int | None) -> tuple[float, float] | None:
     """The interval of one run's metric on new samples of the same kind, without scipy: each run shows it at its end.
-
-    error: its standard error over the samples; None if it is not known, or follows from their number.
-    """
+    error: its standard error over the samples; None if it is not known, or follows from their number."""
     if error:
         return mean - Z * error, mean + Z * error
     return wilson(mean, samples) if samples and is_share(metric) else None
@@ -103,10 +101,8 @@ def read_samples(place: Path) -> Any:
 
 
 def paired_by_sample(a: Path, b: Path, metric: str) -> tuple[Estimate, Estimate, Estimate]:
-    """(of run A, of run B, of B - A) over the samples of one test set. metric: one of SAMPLED.
-
-    It is about these two trained nets: another seed gives others. Raises ConfigError for two sets.
-    """
+    """(of run A, of run B, of B - A) over the samples of one test set. metric: one of SAMPLED. It is about these two
+    trained nets: another seed gives others. Raises ConfigError for two sets."""
     data = [read_run(folder)["data"].get("test_data") for folder in (a, b)]
     one, other = (read_samples(folder) for folder in (a, b))
     if data[0] != data[1] or not one.index.equals(other.index):

@@ -86,11 +86,9 @@ def row_of(run: Run) -> Row:
 
 
 def rho_of(runs: Sequence[Row]) -> float:
-    """For `Estimate.rho`, of repeated runs; 0 if they have not held out several parts of the training data.
-
-    Any two folds, or values of loader.split_seed, train on mostly the same samples, so their numbers are less
-    independent than they look.
-    """
+    """For `Estimate.rho`, of repeated runs; 0 if they have not held out several parts of the training data. Any two
+    folds, or values of loader.split_seed, train on mostly the same samples, so their numbers are less independent than
+    they look."""
     if len({(str(run.get("loader.fold")), str(run.get("loader.split_seed"))) for run in runs}) < 2:
         return 0.0
     folds, share = (runs[0].get(f"loader.{name}") for name in ("folds", "validation"))
@@ -105,11 +103,9 @@ def rho_of(runs: Sequence[Row]) -> float:
 
 def settings(runs: Sequence[Row]) -> list[Row]:
     """A row for each configuration: runs of one folder and one code that differ only in seed or fold are one.
-
     runs, count: how many there are, and how many have finished with a number. objective, test: means of these; low,
     high: of the objective's interval; std. Other values in which they differ are one text. A second run of a seed is a
-    row of its own. Where all have one metric, the best is the first, before those of which runs are missing.
-    """
+    row of its own. Where all have one metric, the best is the first, before those of which runs are missing."""
     groups, seen = dict[tuple[Any, ...], list[Row]](), Counter[tuple[str, ...]]()
     for run in runs:
         key = (os.path.dirname(run["folder"]), *(str(run[name]) for name in ("source", "setting", "metric")))
@@ -200,10 +196,8 @@ def telling(table: Sequence[Row], columns: Sequence[str] = COLUMNS) -> list[str]
 
 
 def show(table: Sequence[Row], columns: Sequence[str]) -> list[str]:
-    """The lines of a table of runs or of `settings`.
-
-    An interval is shown as its half: of several runs over the runs, of one over the samples of the test set.
-    """
+    """The lines of a table of runs or of `settings`. An interval is shown as its half: of several runs over the runs,
+    of one over the samples of the test set."""
     metrics = [*dict.fromkeys(row["metric"] for row in table)]
     check_names(table, columns, "--columns")
     titles = {"objective": f"best {metrics[0]}", "test": f"test/{metrics[0].partition('/')[2]}"}
@@ -255,11 +249,9 @@ def choosing(table: Sequence[Row]) -> str:
 
 def compare(folders: Sequence[str], a: str | None = None, b: str | None = None, metric: str | None = None) -> list[str]:
     """The lines of `runs.py compare`. Raises ConfigError for what are no two configurations.
-
     folders: two folders; with a and b, overrides such as "optimizer.lr=0.1 model=mlp", folders that hold the runs of
     both. metric: such as test/accuracy; None: the objective. Two single runs are compared by the samples of their test,
-    others by pairs of one seed and fold if there are two such pairs.
-    """
+    others by pairs of one seed and fold if there are two such pairs."""
     if (a is None) != (b is None) or (a is None and len(folders) != 2):
         raise ConfigError(f"compare needs two folders, or folders with --a and --b; type {EXAMPLE}")
     names = [*folders] if a is None else [a, str(b)]
@@ -330,9 +322,7 @@ def _difference(one: Sequence[Row], other: Sequence[Row], names: Sequence[str]) 
 
 def verdict(difference: Estimate, counted: str, direction: str, scale: float, unit: str) -> str:
     """One sentence: which side is better and by how much, or what it would take to tell them apart.
-
-    difference: of B - A. counted: what its count counts. scale, unit: of the numbers shown.
-    """
+    difference: of B - A. counted: what its count counts. scale, unit: of the numbers shown."""
     better = "B" if (difference.mean > 0) == (direction == "max") else "A"
     count, size, interval = f"{difference.count:.0f} {counted}", abs(difference.mean) * scale, difference.interval
     if interval is None:  # a metric of few samples can give equal numbers by chance

@@ -56,11 +56,9 @@ def interval(every: str) -> tuple[int, str]:
 
 class Checkpointer:
     """Saves and restores `run`. Every rank calls every method but `newest` and `due_by_clock`.
-
     identity: what a snapshot must have in common with the run that resumes from it. config: is stored; a resumed run
     logs what differs. Both are flat dicts of plain values. mirror: on rank 0, gets what is written. Build it before
-    the first step. As a context manager it finishes the pending write, however the run ends.
-    """
+    the first step. As a context manager it finishes the pending write, however the run ends."""
 
     def __init__(self, run: Run, identity: dict[str, Any], config: dict[str, Any], mirror: "Mirror | None") -> None:
         if any(hasattr(weight, "to_local") for weight in run.model.parameters()):

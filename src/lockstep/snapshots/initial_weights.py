@@ -30,11 +30,9 @@ def freeze(model: nn.Module, patterns: Sequence[object]) -> None:
 
 def load_initial_weights(model: nn.Module, where: str | None, new_layers: Sequence[object]) -> None:
     """Copy the weights of `where` into `model`, and log what matched.
-
     where: a state dict's file (of torch.save, or .safetensors), a snapshot (its averaged weights, if it has any), or a
     run folder (its model.pt, else its newest snapshot). new_layers: patterns of parameters that keep their random
-    weights. Raises ConfigError if another parameter is missing in the file, or has another shape there.
-    """
+    weights. Raises ConfigError if another parameter is missing in the file, or has another shape there."""
     matched = _matching("new_layers", model, new_layers)
     if where is None:
         return

@@ -15,12 +15,10 @@ NAME = re.compile(r"(step|best)_\d+-[0-9a-f]{16}")
 
 
 class Mirror:
-    """Copies snapshots to the address `to` in a thread, each whole or not at all: of each kind the newest one.
-
-    There they are folders, <name>-<hash of the manifest>; the manifest is written when all else is there. Whatever
-    happens there costs a line in the log, and the training goes on. What the run no longer has is removed there, too,
-    when a newer one is whole. key: by which the place was typed.
-    """
+    """Copies snapshots to the address `to` in a thread, each whole or not at all: of each kind the newest one. There
+    they are folders, <name>-<hash of the manifest>; the manifest is written when all else is there. Whatever happens
+    there costs a line in the log, and the training goes on. What the run no longer has is removed there, too, when a
+    newer one is whole. key: by which the place was typed."""
 
     def __init__(self, to: str, key: str = "snapshot.mirror.to") -> None:
         from fsspec.core import url_to_fs  # torch needs it, too

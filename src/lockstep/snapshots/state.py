@@ -38,11 +38,9 @@ Shards = dict[str, Part]  # {place of a tensor: this rank's part of it, contiguo
 
 
 def collect(run: Run, totals: Tensor) -> tuple[dict[str, Any] | None, Shards]:
-    """(what this rank writes by torch.save, its parts of tensors that are cut), all copies. A collective.
-
-    Rank 0 writes all that is not cut, and another rank the layers that rank 0 has not, None if there are none. totals:
-    of the meter, over all ranks. Raises ConfigError, on all ranks, for what no snapshot holds.
-    """
+    """(what this rank writes by torch.save, its parts of tensors that are cut), all copies. A collective. Rank 0 writes
+    all that is not cut, and another rank the layers that rank 0 has not, None if there are none. totals: of the meter,
+    over all ranks. Raises ConfigError, on all ranks, for what no snapshot holds."""
     run.strategy.module.train()
     weights, optimizer, shards = run.model.state_dict(), run.optimizer.state_dict(), Shards()
     names = dict(enumerate(name for name, _ in optimized(run)))
@@ -201,12 +199,10 @@ def _like_weights(run: Run, section: str, saved: dict[str, Any], path: Path) -> 
 
 @torch.no_grad()
 def as_held(saved: dict[str, Any], section: str, path: Path, names: Iterable[str], like: Mapping[str, Any]) -> Any:
-    """Of a section of the snapshot `path`, {name: nested tensors} for those `names` that it has.
-
-    With a tensor in `like` they are copied to its device. Those of its shape get its layout, since fused optimizers
-    read both side by side; its type, if they had the type of the weight; and of one that is cut, this rank's part.
-    Without it whole tensors of state.pt stay in the file: copy them. Raises ValueError if a shard lacks something.
-    """
+    """Of a section of the snapshot `path`, {name: nested tensors} for those `names` that it has. With a tensor in
+    `like` they are copied to its device. Those of its shape get its layout, since fused optimizers read both side by
+    side; its type, if they had the type of the weight; and of one that is cut, this rank's part. Without it whole
+    tensors of state.pt stay in the file: copy them. Raises ValueError if a shard lacks something."""
     wanted = Shards()
 
     def held(name: str, place: str, value: Tensor) -> Any:

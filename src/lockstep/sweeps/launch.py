@@ -86,10 +86,8 @@ class Outcome(NamedTuple):
 
 class Process:
     """A job that runs in `slot`. to_file: its output goes to CONSOLE.
-
     It is a fork, and so it shares the imports and the checked config. macOS kills forks of a process that has used its
-    libraries: there a job imports torch itself.
-    """
+    libraries: there a job imports torch itself."""
 
     def __init__(self, job: Job, slot: Slot, to_file: bool) -> None:
         self.job, self.slot, self.console = job, slot, job.folder / CONSOLE if to_file else None

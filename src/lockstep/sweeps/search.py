@@ -25,10 +25,8 @@ from lockstep.tasks.base import Task
 
 class Search(Sweep):
     """Runs trials until there are `n_trials`, those of earlier commands in this folder included. Raises ConfigError.
-
     The sampler is made anew for each trial, with its `seed` plus the trial's number: a search that was killed goes on
-    with the values that it would have drawn.
-    """
+    with the values that it would have drawn."""
 
     def __init__(self, loader: ConfigLoader, master: DictConfig) -> None:
         super().__init__(loader, master)
