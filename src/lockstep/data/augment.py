@@ -82,12 +82,9 @@ def _beyond_edges(side: int, pad: int, device: torch.device) -> Tensor:
 
 
 class BatchWide:
-    """A transform of a whole batch, such as torchvision's v2.MixUp and v2.CutMix, alike on all ranks.
-
-    These take one draw for a batch, and mix each sample with the one before it. So all ranks are seeded alike, and each
-    loads the sample before its part, too, whose row is dropped after the transform; for each of several transforms one.
-
-    before: samples that have to be loaded before a part.
+    """A transform of a whole batch, such as torchvision's v2.MixUp and v2.CutMix, alike on all ranks. These take one
+    draw for a batch, and mix each sample with the one before it. So all ranks are seeded alike, and each loads the
+    sample before its part, too, whose row is dropped after the transform; `before`: for each of several transforms one.
     """
 
     def __init__(self, transform: Callable[[Any, Any], tuple[Any, Any]]) -> None:
