@@ -265,7 +265,8 @@ def join_world(
         device = choose_device(backend, info, name)
         # NCCL that is bound to a device starts at once. A rank by itself may never call it.
         bound = device if backend == "nccl" and bind_device and info.world_size > 1 else None
-        dist.init_process_group(backend, None, wait, info.world_size, info.rank, store, device_id=bound)
+        place: dict[str, Any] = {"rank": info.rank, "world_size": info.world_size, "store": store}
+        dist.init_process_group(backend, timeout=wait, device_id=bound, **place)
         control: Any = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=wait)
         world = World(info.rank, info.world_size, device, store, timeout, control)
         # The same for processes that see each other's. Containers of one machine do not.
