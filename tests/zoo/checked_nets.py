@@ -277,6 +277,7 @@ TEXT += ["model=gpt", "model.layers=2", "model.width=16", "trainer.batch_size=8"
 PLAIN = ["optimizer.momentum=0", "optimizer.weight_decay=0", "optimizer.fused=false"]  # for sparse gradients
 UNUSED, TWICE = "strategy.find_unused_parameters=true", "trainer.gradient_accumulation_steps=2"
 ENDS = "its run ends with an error"
+SQUEEZED = ["gradient_sync=powersgd", "gradient_sync.start_step=2", "gradient_sync.rank=1"]
 SHARE, KEEPS = "depends on a rank's share", "keeps what no snapshot has"
 CALLS = constant(torch.zeros, ())
 BY_BATCH_NORM = layers("BatchNormed", linear(4, 3), constant(nn.BatchNorm1d, 3), linear(3, 2))
@@ -308,7 +309,7 @@ WRONG = [
     (net("Normalised", after=normalised), [], "two", "gradients,"),
     (running("Running", lambda self, mean: self.mean.lerp_(mean, 0.1)), [], "two", f"mean: it {SHARE}"),
     (net("Queue", before=queued, queue=constant(torch.zeros, 6, 4)), [], "two", f"queue: it {SHARE}"),
-    (net("Grows", before=grown, bank=constant(torch.zeros, 0, 4)), [], "two", "bank has other sizes on other"),
+    (net("Grows", before=grown, bank=constant(torch.zeros, 0, 4)), [], "two", f"bank: it {SHARE}", ENDS),
     (net("Codebook", before=counted_codes, sizes=constant(torch.zeros, 2)), [], "two", "weights,"),
     (net("FrozenCodes", before=moved_codes, codes=FROZEN), [], "two", "layer (Linear)", ENDS),
     (net("Annealed", after=counting, calls=int), [], "resumed", KEEPS),
@@ -344,7 +345,7 @@ WRONG = [
     (Simple, [f"{TASK}DrawnLoss"], "two", "evaluation,"),  # an evaluation draws for a rank
     (Simple, [f"{TASK}Memory"], "resumed", KEEPS),
     (Simple, [f"{OPTIMIZER}Outside", "optimizer.lr=0.05"], "resumed", "weights,"),
-    (Simple, ["gradient_sync=powersgd"], "two", "type gradient_sync=auto"),
+    (layers("Wide", linear(4, 64), nn.ReLU, linear(64, 2)), SQUEEZED, "two", "type gradient_sync=auto"),
     (Simple, ["trainer.batch_size_per_rank=7"], "two", "type trainer.batch_size=<of all ranks>"),
     (EXPERT, [], "two", "type strategy.find_unused_parameters=true", ENDS),
     (SPARSE, PLAIN, "two", "make it with sparse=False", ENDS),

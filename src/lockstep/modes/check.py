@@ -219,6 +219,8 @@ def judged(way: str, one: Ended, other: Ended, tolerance: float, to_the_end: boo
     if step is None:
         return ("no", other.failed) if other.failed else ("yes", f"{most:.0e} apart" if tolerance else "all bits")
     stage = min((stage for of, stage, _ in apart if of == step), key=STAGES.index)
+    if other.failed and stage == "gradients":  # nothing was averaged: the error tells why
+        return "no", other.failed
     found = {name: far for (*place, name), far in apart.items() if place == [step, stage]}
     kind = "evaluated" if way == "again" and step > evaluated else way
     cause = CAUSES.get(f"{kind} {stage}") or CAUSES.get(stage) or CAUSES[kind]
