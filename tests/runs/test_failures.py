@@ -79,7 +79,12 @@ def own(tmp_path):
     ("typed", "code", "said", "not_said"),
     [
         ("model._target_=own.FailsInTests trainer.epochs=1", 1, "phase evaluation", "its batch held"),
-        ("dataset._target_=own.LostData launch=fork", 2, ": the server of the data); type", "(another rank|Traceback)"),
+        (
+            "dataset._target_=own.LostData launch=fork",
+            2,
+            ": the server of the data); correct what it names, or type",
+            "(another rank|Traceback)",
+        ),
         # An exit with 0 before the training.
         ("model._target_=own.ImportExit", 1, "exit code 0", "finished"),
         ("model._target_=own.ExitNet launch=fork", 1, "exit code 0", "finished"),
