@@ -213,7 +213,7 @@ def test_what_cannot_be_used_is_refused_with_what_to_type(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="the text has no 'z'.*; type mode.prompt="):
         source.splits().train.coder.encode("fuzzy")
     for words, said in [
-        ([f"dataset.path={tmp_path}/none.txt"], "FileNotFoundError: .*none.txt.*; type data_dir="),
+        ([f"dataset.path={tmp_path}/none.txt"], "FileNotFoundError: .*none.txt.*; correct what it names, or type "),
         ([f"dataset.path={tmp_path}/none*"], "no text is in .*none.*; type data_dir="),
         ([f"dataset.path={tmp_path}/picture"], "UnicodeDecodeError: .*; type data_dir="),
     ]:
