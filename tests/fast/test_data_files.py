@@ -214,8 +214,8 @@ def test_what_cannot_be_used_is_refused_with_what_to_type(tmp_path: Path) -> Non
         source.splits().train.coder.encode("fuzzy")
     for words, said in [
         ([f"dataset.path={tmp_path}/none.txt"], "FileNotFoundError: .*none.txt.*; correct what it names, or type "),
-        ([f"dataset.path={tmp_path}/none*"], "no text is in .*none.*; type data_dir="),
-        ([f"dataset.path={tmp_path}/picture"], "UnicodeDecodeError: .*; type data_dir="),
+        ([f"dataset.path={tmp_path}/none*"], "no text is in .*none.*; correct what it names, or type "),
+        ([f"dataset.path={tmp_path}/picture"], "UnicodeDecodeError: .*; correct what it names, or type "),
     ]:
         with pytest.raises(ConfigError, match=said):
             prepare_first(composed("dataset=text", f"dataset.tokens_dir={tmp_path}", *words))
