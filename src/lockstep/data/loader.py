@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.augment import BatchWide, Places, ShiftFlip
-from lockstep.data.partition import Array, Order, Part, fold_in
+from lockstep.data.partition import Order, Part, fold_in
 from lockstep.data.reader import EVALUATION, Request, SampleReader, batches, request_of
 from lockstep.data.source import map_tensors, of_each_sample, unwrapped, without_samples
 from lockstep.failures.record import heartbeat
@@ -129,7 +129,7 @@ class Loader:
 
     def __post_init__(self) -> None:
         self.before = sum(transform.before for transform in self.transforms)  # samples that a part is loaded with
-        whole, self.indices = unwrapped(self.reader.dataset)
+        whole, _ = unwrapped(self.reader.dataset)
         self.memory: Any = None
         if hasattr(whole, "gather") and not self.reader.transforms:
             self.memory = whole.to(self.device)
@@ -168,10 +168,6 @@ class Loader:
     def requests_at(self, epoch: int, start: int) -> list[Request]:
         """This rank's parts of the batch that begins after `start` samples of the epoch."""
         return next(self._plan(epoch, start))[2]
-
-    def whole(self, numbers: Array) -> Array:
-        """The numbers that these samples (n,) have in the whole data set, of which this may be a part."""
-        return numbers if self.indices is None else self.indices[numbers]
 
     def shown(self, number: int) -> Tensor:
         """The inputs of a sample as the data set and its transforms give them; an empty tensor if they are several."""
@@ -222,7 +218,7 @@ class Loader:
         if self.memory is not None:
             for group in self._groups(requests):
                 numbers = np.concatenate([request.numbers for request in group])
-                yield group, self.memory.gather(torch.from_numpy(self.whole(numbers)).long())
+                yield group, self.memory.gather(torch.from_numpy(self.reader.whole(numbers)).long())
             return
         asked, waiting = tee(requests)  # workers are some parts ahead of what is used
         read = batches(self.reader, asked, self.workers, self.device.type == "cuda")

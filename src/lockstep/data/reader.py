@@ -73,6 +73,10 @@ class SampleReader(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def whole(self, numbers: Any) -> Any:
+        """The numbers, or number, that these samples have in the whole data set, of which this may be a part."""
+        return numbers if self.indices is None else self.indices[numbers]
+
     def __getitems__(self, request: Request) -> list[Any]:
         """[(inputs, targets)] of the batch, or [the ConfigError], which needs no traceback of a worker."""
         try:
@@ -92,10 +96,8 @@ class SampleReader(Dataset[Any]):
                 if "shared memory" in str(error):  # of a worker: no fault of the samples
                     raise
                 odd = next((place for place, one in enumerate(samples) if not self._fit(samples[0], one)), -1)
-                whole = numbers if self.indices is None else self.indices[numbers].tolist()
-                said = (
-                    f"samples {sorted({whole[0], whole[odd]})} of the {self.name} make no batch of inputs and targets"
-                )
+                pair = sorted({int(self.whole(numbers[place])) for place in (0, odd)})
+                said = f"samples {pair} of the {self.name} make no batch of inputs and targets"
                 advice = "give all samples one form, (inputs, target) or a dict with the key target or label, and one "
                 advice += "shape, or type loader.collate_fn='{_target_:<module>.<function>}'"
                 raise ConfigError(f"{said} ({first_line(error)}); {advice}") from error
@@ -113,7 +115,7 @@ class SampleReader(Dataset[Any]):
         """numbers: of their samples in this data set. Raises ConfigError for targets that the task does not take."""
         if self.check is not None:
             try:
-                self.check(targets, numbers if self.indices is None else self.indices[numbers])
+                self.check(targets, self.whole(numbers))
             except ConfigError as error:
                 raise ConfigError(f"in the {self.name}, {error}") from error
 
@@ -125,10 +127,9 @@ class SampleReader(Dataset[Any]):
             for applied in self.transforms:
                 sample = applied(sample)
         except Exception as error:
-            whole = number if self.indices is None else self.indices[number]
             why = f"{type(error).__name__}: {first_line(error)}"
             by = f" by {applied}, which gets (inputs, target), as v2's transforms do" if applied else ""
-            raise RuntimeError(f"sample {whole} of the {self.name} cannot be read{by} ({why})") from error
+            raise RuntimeError(f"sample {self.whole(number)} of the {self.name} cannot be read{by} ({why})") from error
         return sample
 
 

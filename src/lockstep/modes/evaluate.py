@@ -99,7 +99,7 @@ class Predict(OfSplit):
         if columns:
             samples = columns.pop("number").numpy()
             found = table({name.removeprefix("of "): values for name, values in columns.items()}, trained.classes)
-            found.index = loader.whole(samples)
+            found.index = loader.reader.whole(samples)
             if files := files_of(loader):
                 found.insert(0, "file", [files[number] for number in samples.tolist()])
             text = found.to_csv(index_label="index", lineterminator="\n", na_rep="nan")

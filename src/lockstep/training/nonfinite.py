@@ -73,7 +73,7 @@ def diverged(run: Run, what: str, step: int | None) -> TrainingDiverged:
     start = max(0, -(-progress.samples // run.batch_size) - back) * run.batch_size
     mine = list[int]()
     for request in loader.requests_at(progress.epoch, start):
-        mine += broken_samples(loader.whole(request.numbers), *loader.read(request))
+        mine += broken_samples(loader.reader.whole(request.numbers), *loader.read(request))
     broken = sorted({number for of_rank in run.world.all_gather_json(mine) for number in of_rank})
     if not broken:
         return TrainingDiverged(f"{what} at step {step}", SMALLER_STEPS)
