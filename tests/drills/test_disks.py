@@ -74,17 +74,16 @@ def test_without_room_for_shared_memory_gradients_are_averaged_by_all_reduce(sta
 
 
 def test_a_disk_that_is_full_at_the_stop_ends_with_76(start_faulty, mount):
-    run_dir = mount("disk", "8m") / "run"
-    words = ["model=mlp", "trainer.epochs=1000", "snapshot.every=1epochs", f"hydra.run.dir={run_dir}"]
-    run = start_faulty(*FORK, *words)
-    wait_for(lambda: has_logged(run_dir, "epoch 2/"), "training")
+    run_dir = mount("disk", "24m") / "run"
+    run = start_faulty(*FORK, *SLOW, "snapshot.every=100steps", f"hydra.run.dir={run_dir}")
+    wait_for(lambda: position(run_dir)[0], "a snapshot")  # no other is written or deleted while the disk fills
     good = position(run_dir)[0]
     fill(run_dir.parent)
     run.send(signal.SIGTERM)
     run.finish(76)
     assert "No space left on device" in run.output
-    assert 0 < good <= position(run_dir)[0]
-    assert f"{run_dir}/snapshots/step_{position(run_dir)[0]:08d}" in run.output
+    assert position(run_dir)[0] == good
+    assert f"{run_dir}/snapshots/step_{good:08d}" in run.output
 
 
 def test_a_full_disk_costs_one_warning_of_each_logger_and_no_step(start_faulty, mount):
