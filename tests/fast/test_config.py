@@ -25,10 +25,14 @@ GLOBAL = "# @package _global_\n"
 # A preset of the user's | what it is answered with
 PRESETS = [
     ("trainer: {epochs: 2}", "is not for the whole config; type # @package _global_ in its first line"),
+    ("defaults: [{override /model: mlp}]", "is not for the whole config; type # @package _global_ in its first line"),
     (f"{GLOBAL}defaults: [/model: mlp]", "experiment=own cannot be composed; type the command without experiment=own"),
     (f"{GLOBAL}defaults: [override /model: nlp]", "model=nlp is no option, and model has the options "),
     (f"{GLOBAL}trainer: {{epoch: 2}}", "trainer.epoch is no key of this config; type trainer.epochs=2"),
-    (f"{GLOBAL}trainer:\n\tepochs: 2", 'own.yaml", line 3, column 1'),
+    (
+        f"{GLOBAL}trainer:\n\tepochs: 2",
+        "own.yaml is no YAML (found character '\\t' that cannot start any token); correct",
+    ),
     (f"{GLOBAL}seed: 1\nseed: 2", "found duplicate key seed"),
     (f"{GLOBAL}notes: 'open", "found unexpected end of stream"),
 ]

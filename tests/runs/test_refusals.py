@@ -27,6 +27,7 @@ BAD = [
     (["-m", "optimizer.lr=interval(0.1,1)"], "type hydra/sweeper=optuna hydra.sweeper.n_trials=20"),
     (["optimizer.lr=nan", "launch=torchrun"], "optimizer.lr=nan should be a finite number; type optimizer.lr=<value>"),
     (["launch=torchrun", "dataset=random"], "this model needs images, not samples of shape [20]; type model=mlp or "),
+    (["model.shape=[8,8,1]"], "these are [8,8,1]; return image.permute(2, 0, 1) from __getitem__, or type model=mlp"),
     (["dataset=mnist", "data_dir=empty", "launch=fork"], "than empty>"),
 ]
 # What a rank alone can know.
@@ -34,7 +35,7 @@ FOUND_BY_RANKS = [
     (["step=cuda_graph"], "step=cuda_graph records what one rank computes on a GPU; type step=default"),
     (["launch=torchrun", "model=resnet18", "model.name=foo"], "no model.name=foo with these options (Unknown model"),
     (["launch=torchrun", "dataset.classes=5"], "and the classes are 0 to 4; type dataset.classes="),
-    (["launch=fork", "Words"], "CrossEntropy takes logits and class numbers (N, classes, ...) and (N, ...), "),
+    (["launch=fork", "Words"], "CrossEntropy takes logits (N, classes, ...) and class numbers (N, ...), whole ones"),
     (
         ["+evaluation.metrics.f1={_target_:torchmetrics.F1Score,task:multiclass,num_classes:3}"],
         "type evaluation.metrics.f1.num_classes=10",

@@ -281,6 +281,10 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
             what = f"{group}={option} is no option, and {group} has the options {', '.join(options)}"
             meant = [*get_close_matches(option.lower(), options, 1), options[0]][0]
             return f"{what}; type {group}={meant}, or {folder}"
+        if isinstance(cause, yaml.MarkedYAMLError) and (mark := cause.problem_mark) is not None:
+            return f"{mark.name} is no YAML ({cause.problem}); correct line {mark.line + 1}"
+        if "@experiment." in str(cause):
+            return unknown_key("experiment", "", {})
         if isinstance(cause, OverrideParseException):
             unread = [str(cause.override)]
         if isinstance(cause, errors.MissingMandatoryValue | errors.InterpolationResolutionError) and key:

@@ -143,7 +143,8 @@ def class_count(dataset: Any, first_target: Any) -> int | None:
         return len(names)
     if (numbers := class_numbers(dataset)) is not None:
         return int(numbers.max()) + 1
-    return len(first_target) if torch.is_tensor(first_target) and first_target.dim() == 1 else None
+    is_row = torch.is_tensor(first_target) and first_target.dim() == 1 and len(first_target) > 1
+    return len(first_target) if is_row else None
 
 
 def require_same_classes(names: Sequence[str], others: Sequence[str], what: str, other: str, advice: str) -> None:

@@ -127,7 +127,7 @@ def _together(group: Sequence[Row]) -> Row:
         return row
     for name in {name for run in group for name in run}:
         words = dict.fromkeys(as_word(run.get(name)) for run in group)
-        row[name] = group[0].get(name) if len(words) == 1 else ",".join(words)
+        row[name] = group[0].get(name) if len(words) == 1 else ",".join([*words][:9]) + ",..." * (len(words) > 9)
     states, parent = Counter(run["state"] for run in group), os.path.dirname(group[0]["folder"])
     row |= {"run": f"{os.path.relpath(parent)} ({len(group)} runs)", "changed": row["setting"]}
     row |= {"date": min(run["date"] for run in group), "seconds": round(sum(run["seconds"] for run in group), 2)}

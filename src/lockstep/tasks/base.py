@@ -172,4 +172,4 @@ def misfit(task: Task, wanted: str, outputs: Any, targets: Any) -> ConfigError:
     found = [list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in (outputs, targets)]
     kind = f", {str(targets.dtype).removeprefix('torch.')}" if isinstance(targets, Tensor) else ""
     what = f"{type(task).__name__} takes {wanted}, and these are {found[0]} and {found[1]}{kind}"
-    return ConfigError(f"{what}; type task=<the one for such targets>, or let the model return such a tensor")
+    return ConfigError(f"{what}; type task=<the one for such targets>, or let model and data set return such tensors")
