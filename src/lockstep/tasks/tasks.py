@@ -53,8 +53,8 @@ class CrossEntropy(Task):
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         if not self._fits(outputs, targets):
-            logits, numbers = ("(N, T, classes)", "(N, T)") if self.classes_last else ("(N, classes, ...)", "(N, ...)")
-            raise misfit(self, f"logits {logits} and class numbers {numbers}, whole ones", outputs, targets)
+            of_both = ("(N, T, classes)", "(N, T)") if self.classes_last else ("(N, classes, ...)", "(N, ...)")
+            raise misfit(self, "logits {} and class numbers {}, whole ones".format(*of_both), outputs, targets)
         rows, is_soft = outputs, targets.is_floating_point()
         if outputs.dim() > 2:  # (n, classes) for all places: CUDA has deterministic kernels for these alone
             rows = (outputs if self.classes_last else outputs.movedim(1, -1)).flatten(0, -2)
