@@ -27,7 +27,7 @@ BAD = [
     (["-m", "optimizer.lr=interval(0.1,1)"], "type hydra/sweeper=optuna hydra.sweeper.n_trials=20"),
     (["optimizer.lr=nan", "launch=torchrun"], "optimizer.lr=nan should be a finite number; type optimizer.lr=<value>"),
     (["launch=torchrun", "dataset=random"], "this model needs images, not samples of shape [20]; type model=mlp or "),
-    (["model.shape=[8,8,1]"], "these are [8,8,1]; return image.permute(2, 0, 1) from __getitem__, or type model=mlp"),
+    (["model.shape=[8,8,1]"], "these are [8, 8, 1]; return image.permute(2, 0, 1) from __getitem__, or type model=mlp"),
     (["dataset=mnist", "data_dir=empty", "launch=fork"], "than empty>"),
 ]
 # What a rank alone can know.

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, Predicate
 
-from lockstep.errors import ConfigError, show
+from lockstep.errors import ConfigError
 
 CONF = Path(__file__).parents[3] / "conf"  # the folder of configs
 
@@ -35,7 +35,7 @@ def is_of_images(shape: Shape) -> bool:
     if len(shape) != 3:
         raise ConfigError(f"this model needs images, not samples of shape {shape}; type model=mlp or model=linear")
     if shape[2] in (1, 3, 4) and shape[0] == shape[1] > 4:
-        what = f"this model needs images (channels, height, width), and these are {show(shape)}"
+        what = f"this model needs images (channels, height, width), and these are {shape}"
         raise ConfigError(f"{what}; return image.permute(2, 0, 1) from __getitem__, or type model=mlp")
     return True
 
