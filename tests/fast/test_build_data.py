@@ -1,6 +1,7 @@
 """The data of a run: what it tells, what is held out of it, how its samples are read, and what is refused."""
 
 import ast
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
+from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from torchvision import tv_tensors
 
@@ -18,7 +20,7 @@ from lockstep.build import data_fingerprint
 from lockstep.config.check import instantiate
 from lockstep.data.build import build_data, completed, reader_of
 from lockstep.data.reader import EVALUATION, SampleReader, batches, request_of
-from lockstep.data.source import Tensors, unwrapped
+from lockstep.data.source import Tensors, tensors_in, unwrapped
 from lockstep.data.split import hold_out
 from lockstep.data.vision import Digits
 from lockstep.errors import ConfigError
@@ -51,6 +53,11 @@ class Words(Points):
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(Points())
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return 23
 
 
 numbered = partial(Tensors, torch.zeros(9, 2, 5), torch.arange(9) % 4)
@@ -91,7 +98,8 @@ REFUSED = [
     (own("Names", test="Names,names:abcd"), ConfigError, "class 3 is no class in the training data and d in .*; give"),
     (own("Names,names:''", test="Points"), ConfigError, "the training data has no samples; type dataset=<another one>"),
     (own("Points", test="Names,names:''"), ConfigError, "the test data has no samples"),
-    (own("Stream"), ConfigError, "the training data, of Stream, has no length; give it __len__, or write a stream"),
+    (own("Stream"), ConfigError, "the training data, of Stream, has no __len__ or no __getitem__; give it both, or wri"),
+    (own("SizedStream"), ConfigError, "of SizedStream, has no __len__ or no __getitem__; give it both, or write a stream"),
 ]
 
 
@@ -267,15 +275,24 @@ def test_random_numbers_are_those_of_the_epoch_and_of_the_place_in_it() -> None:
     assert np.random.get_state()[1].tolist() == states[1]
 
 
-@pytest.mark.parametrize("kind", [lambda mask: mask, tv_tensors.Mask, lambda mask: tv_tensors.Mask(mask[None])])
+WITH_MASK: list[Callable[[Tensor, Tensor], Any]] = [
+    lambda image, mask: (image, mask),
+    lambda image, mask: (image, tv_tensors.Mask(mask)),
+    lambda image, mask: (image, tv_tensors.Mask(mask[None])),
+    lambda image, mask: (image, {"mask": mask}),
+    lambda image, mask: {"label": mask, "image": image},
+]
+
+
+@pytest.mark.parametrize("sample", WITH_MASK)
 @pytest.mark.parametrize("key", ["transforms", "test_transforms"])
-def test_a_mask_moves_with_its_image_in_a_segmentation(kind: Any, key: str) -> None:
+def test_a_mask_moves_with_its_image_in_a_segmentation(sample: Any, key: str) -> None:
     image, mask = torch.arange(12, dtype=torch.uint8).reshape(3, 2, 2), torch.arange(4).reshape(2, 2)
     node = "{_target_:torchvision.transforms.v2.RandomHorizontalFlip,p:1.0}"
     config = composed("task=segmentation", "dataset.classes=4", f"loader.{key}=[{node}]")
-    found = reader_of(config, [(image, kind(mask))], "train", key == "transforms").read(request_of([0]))
+    found = reader_of(config, [sample(image, mask)], "train", key == "transforms").read(request_of([0]))
     assert found[0][0].equal(image.flip(2))
-    assert found[1].squeeze().equal(mask.flip(1))
+    assert tensors_in(found[1])[0].squeeze().equal(mask.flip(1))
 
 
 def test_samples_that_make_no_batch_or_other_targets_than_samples_are_refused_and_named() -> None:

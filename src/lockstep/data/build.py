@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, default_collate
 
 from lockstep.config.check import instantiate, instantiate_as
 from lockstep.config.schema import RunConfig
@@ -77,9 +77,9 @@ def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
         what = f"trainer.final={config.trainer.final} trains on what is held out, and here those are other data"
         raise ConfigError(f"{what}; type trainer.final=null")
     for split, data in [("train", train), ("test", test), *([] if val is None else [("val", val)])]:
-        if not hasattr(data, "__len__"):
-            what = f"the {NAMES[split]}, of {type(data).__name__}, has no length"
-            raise ConfigError(f"{what}; give it __len__, or write a stream into tars for dataset=tar_shards")
+        if not hasattr(data, "__len__") or getattr(type(data), "__getitem__", None) in (None, Dataset.__getitem__):
+            what = f"the {NAMES[split]}, of {type(data).__name__}, has no __len__ or no __getitem__"
+            raise ConfigError(f"{what}; give it both, or write a stream into tars for dataset=tar_shards")
         if not len(data):
             raise ConfigError(f"the {NAMES[split]} has no samples; type dataset=<another one>, or correct its folder")
         advice = "give both the same attribute `classes`, or type dataset=image_folder, which compares names"
@@ -155,12 +155,19 @@ def reader_of(
 
 def with_mask(sample: Any) -> Any:
     """A class for each pixel as torchvision's Mask, which transforms of v2 move with the image."""
-    if not isinstance(sample, tuple) or not isinstance(sample[1], Tensor) or sample[1].dim() < 2:
+    if isinstance(sample, dict):
+        known = sources.TARGET_KEYS
+        return {key: sources.map_tensors(as_mask, value) if key in known else value for key, value in sample.items()}
+    if not isinstance(sample, tuple) or all(one.dim() < 2 for one in sources.tensors_in(sample[1])):
         return sample
+    inputs, target = sample
+    return inputs, sources.map_tensors(as_mask, target)
+
+
+def as_mask(target: Tensor) -> Tensor:
     from torchvision.tv_tensors import Mask, TVTensor  # takes half a second
 
-    inputs, target = sample
-    return inputs, target if isinstance(target, TVTensor) else Mask(target)
+    return target if isinstance(target, TVTensor) or target.dim() < 2 else Mask(target)
 
 
 def loader_of(config: RunConfig, reader: SampleReader, is_trained: bool, **of_rank: Any) -> Loader:
