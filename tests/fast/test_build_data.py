@@ -98,8 +98,8 @@ REFUSED = [
     (own("Names", test="Names,names:abcd"), ConfigError, "class 3 is no class in the training data and d in .*; give"),
     (own("Names,names:''", test="Points"), ConfigError, "the training data has no samples; type dataset=<another one>"),
     (own("Points", test="Names,names:''"), ConfigError, "the test data has no samples"),
-    (own("Stream"), ConfigError, "the training data, of Stream, has no __len__ or no __getitem__; give it both, or wri"),
-    (own("SizedStream"), ConfigError, "of SizedStream, has no __len__ or no __getitem__; give it both, or write a stream"),
+    (own("Stream"), ConfigError, "the training data, of Stream, has no __len__ or no __getitem__; give it both, or"),
+    (own("SizedStream"), ConfigError, "data, of SizedStream, has no __len__ or no __getitem__; give it both, or"),
 ]
 
 
@@ -325,7 +325,7 @@ classification | 0, 1, 3, 1 | sample 12 has the target 3, and the classes are 0 
 classification | 0, 1, 1, -1 | sample 13 has the target -1, .*; type its target as 0 to 2
 classification | [.5, .5, 0.], [.5, .5, 0.], [1., 0., 0.], [0., 0., 1.] |
 segmentation | [[0, 1], [2, -100]], [[0, 0], [0, 1]], [[0, 0], [0, 1]], [[2, 2], [0, 1]] |
-segmentation | [[0, 1], [0, 0]], [[0, 0], [255, 0]], [[0, 0], [0, 1]], [[0, 0], [0, 1]] | sample 11 .* 255 at .1, 0.
+segmentation | [[0, 1], [0, 0]], [[0, 0], [255, 0]], [[0, 0], [0, 1]], [[0, 0], [0, 1]] | sample 11 .* 255 at .1, 0.*type its ta.* or task.ignored_label=255 if
 language_modelling | [0, 1, -100], [0, 1, 2], [0, 1, 2], [0, 1, 2] |
 language_modelling | [0, 1, 7], [0, 1, 2], [0, 1, 2], [0, 1, 2] | sample 10 has the target 7 at \[2\]
 multi_label | [0, 1, 1], [1, 1, 1], [0, 0, 0], [1, 0, 1] |

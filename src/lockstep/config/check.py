@@ -293,6 +293,8 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
             for one in (one for one in typed if f"{key_of(one)}.".startswith(f"{key}.")):
                 beside = flatten(OmegaConf.to_container(cause.parent_node, resolve=False), key.rpartition(".")[0])
                 return unknown_key(key_of(one), one.partition("=")[2], beside)
+            for one in (one for one in typed if "_target_" in one and key.startswith(f"{key_of(one)}.")):  # a node
+                return f"{key} is a new key; type {word(f'+{key_of(one)}', one.partition('=')[2])}"
     # Else the text may name a word, or it is about a preset, or the last word.
     presets = [one for one in typed if key_of(one) == "experiment"]
     named = [*unread, *(one for one in typed if key_of(one) in said), *presets, *typed[-1:], "conf/local"][0]

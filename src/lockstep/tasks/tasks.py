@@ -99,7 +99,8 @@ class CrossEntropy(Task):
         for row, *place in wrong.nonzero().tolist()[:1]:
             label, where = int(values[(row, *place)]), f" at {place}" if place else ""
             what = f"sample {numbers[row]} has the target {label}{where}, and the classes are 0 to {classes - 1}"
-            advice = f"dataset.classes={label + 1}" if label >= 0 else f"its target as 0 to {classes - 1}"
+            is_mark = label < 0 or (label == 255 and place)  # of what counts nowhere, or of white in an image
+            advice = f"its target as 0 to {classes - 1}" if is_mark else f"dataset.classes={label + 1}"
             advice += f", or task.ignored_label={label} if it counts nowhere" if place else ""
             raise ConfigError(f"{what}; type {advice}")
 
