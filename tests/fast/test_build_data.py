@@ -325,7 +325,7 @@ classification | 0, 1, 3, 1 | sample 12 has the target 3, and the classes are 0 
 classification | 0, 1, 1, -1 | sample 13 has the target -1, .*; type its target as 0 to 2
 classification | [.5, .5, 0.], [.5, .5, 0.], [1., 0., 0.], [0., 0., 1.] |
 segmentation | [[0, 1], [2, -100]], [[0, 0], [0, 1]], [[0, 0], [0, 1]], [[2, 2], [0, 1]] |
-segmentation | [[0, 1], [0, 0]], [[0, 0], [255, 0]], [[0, 0], [0, 1]], [[0, 0], [0, 1]] | sample 11 .* 255 at .1, 0.*type its
+segmentation | [[0, 1], [0, 0]], [[0, 0], [255, 0]], [[0, 0], [0, 1]], [[0, 0], [0, 1]] | sample 11 .* 255 .*type its
 language_modelling | [0, 1, -100], [0, 1, 2], [0, 1, 2], [0, 1, 2] |
 language_modelling | [0, 1, 7], [0, 1, 2], [0, 1, 2], [0, 1, 2] | sample 10 has the target 7 at \[2\]
 multi_label | [0, 1, 1], [1, 1, 1], [0, 0, 0], [1, 0, 1] |
