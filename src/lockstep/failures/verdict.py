@@ -175,7 +175,8 @@ def _unlike(facts: Sequence[Facts], entries: dict[int, Collective | None], past:
         return Verdict(MISSING_CALL, odd, f"{name_ranks(odd)} did not call {left_out}: {places}", SAME_CALLS)
     is_same_operation = len({entry and entry.operation for entry in entries.values()}) == 1
     kind = OTHER_SHAPE if is_same_operation else OTHER_OPERATION
-    return Verdict(kind, odd, f"{name_ranks(odd)}: {kind} than the other ranks: {places}", SAME_CALLS)
+    who = "the ranks do not call the same" if is_tie else f"{name_ranks(odd)}: {kind} than the other ranks"
+    return Verdict(kind, odd, f"{who}: {places}", SAME_CALLS)
 
 
 def table(facts: Sequence[Facts], verdict: Verdict) -> list[str]:
