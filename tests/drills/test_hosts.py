@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -135,7 +134,6 @@ def test_a_pulled_cable_ends_every_node_with_a_reason(start, hosts, tmp_path):
 
 
 def test_a_rank_that_is_stopped_on_one_host_is_named_on_both(start, hosts):
-    """Beside a rank that can look at it."""
     words = [*NET, "model._target_=support.faults.SummingModel", "watch.timeout=4"]
     for node in [start(*hosts.on(host, *spawn(host, 2)), *words, FAULT="forward/stopped:1:12") for host in (0, 1)]:
         node.finish(4)
@@ -166,7 +164,6 @@ TASKS = [SRUN | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in (0, 1)
 
 
 def python_processes(pid):
-    """Of this process and all below it. mpirun's own process is not one of ours."""
     with suppress(OSError):  # it has ended meanwhile
         is_python = "python" in os.readlink(f"/proc/{pid}/exe").rpartition("/")[2]
         return [pid] * is_python + [one for child in children(pid) for one in python_processes(child)]
@@ -182,29 +179,3 @@ def test_ranks_on_one_machine_listen_at_loopback_only(start, tmp_path, starter, 
     found = listening_addresses([pid for run in runs for pid in python_processes(run.process.pid)])
     assert len(found) >= at_least, found
     assert all(map(is_loopback, found)), found
-
-
-CONNECT = """
-import socket, sys
-for port in sys.argv[2:]:
-    try:
-        socket.create_connection((sys.argv[1], int(port)), timeout=3).close()
-        print(port, "answers")
-    except OSError as error:
-        print(port, "does not answer:", error)
-"""
-
-
-def test_another_machine_reaches_no_port_of_a_launch(start, hosts, tmp_path):
-    hosts.set_names(0, {socket.gethostname(): 0})  # the host's name has its LAN address, as on most clusters
-    start(*hosts.on(0, *LAUNCHERS["launch=spawn"], *LONG))
-    wait_for(lambda: has_logged(tmp_path / "run", "epoch 1/"), "training", 120)
-    ports = sorted({place.rpartition(":")[2] for place in listening_addresses(hosts.processes(0))})
-    assert ports
-    start(*hosts.on(0, sys.executable, "-m", "http.server", "29999"))  # shows that the machines do see each other
-    wait_for(lambda: "0.0.0.0:29999" in listening_addresses(hosts.processes(0)), "server")
-    connect = [sys.executable, "-c", CONNECT, hosts.addresses[0], "29999", *ports]
-    first, *others = start(*hosts.on(1, *connect)).finish().output.splitlines()
-    assert first == "29999 answers"
-    assert others
-    assert all("does not answer" in line for line in others), others

@@ -99,8 +99,6 @@ NETS = {
 
 
 class Samples(torch.utils.data.Dataset[Any]):
-    """Images in float64, or a dict of tokens and their mask, with a class or the next tokens."""
-
     def __init__(self, samples, of):
         generator = torch.Generator().manual_seed(samples)
         self.of, self.images = of, torch.rand(samples, *SHAPE, generator=generator, dtype=torch.float64)
@@ -139,7 +137,6 @@ def config(net, folder, more):
 
 
 def plain(net):
-    """The same without dropout by plain torch in one process."""
     torch.manual_seed(0)
     model = instantiate(node_of(net, net.quiet)).double().train()
     inputs, targets = torch.utils.data.default_collate([*map(Samples(SAMPLES, net.of).__getitem__, range(SAMPLES))])
@@ -154,7 +151,6 @@ def plain(net):
 
 
 def apart(one, other):
-    """The largest difference of two state dicts, relative to the largest value of its tensor, and where."""
     assert one.keys() == other.keys(), sorted(one.keys() ^ other.keys())
     floating = {name: value for name, value in one.items() if value.is_floating_point() and value.numel()}
     scales = {name: value.abs().max().clamp(min=1) for name, value in floating.items()}

@@ -25,7 +25,6 @@ EXACT = ["model.width=256", "trainer.precision=fp64"]
 
 
 def unfinished(folder):
-    """The snapshots that are being written."""
     return list(folder.glob("step_*.tmp"))
 
 
@@ -95,7 +94,6 @@ MIRRORED = max(KILLS, 4)
 
 
 def newest(store):
-    """The name of the newest numbered snapshot that the store lists, "" without one."""
     paths = [path.split("/") for path in store.files.find("bucket/run")]  # a glob fails where a folder goes meanwhile
     names = [folder for *_, folder, file in paths if file == "manifest.json" and folder.startswith("step_")]
     return max((name.partition("-")[0] for name in names), default="")

@@ -43,8 +43,6 @@ def wait_for_the_end(run):
 
 @pytest.fixture
 def run_at(start_faulty, tmp_path):
-    """run_at(starter, phase): a command that has come to `phase`, and stays there for `seconds`."""
-
     def started(starter, phase, *words, before=(), seconds=None):
         typed = [*before, *LAUNCHERS[starter], *PARTS, "evaluation.batch_size=2", *words]
         ranks = 1 if phase == "meeting" else "all"

@@ -71,8 +71,6 @@ PartitionName=high Nodes=node[0-1] PriorityTier=10 PreemptMode=OFF
 
 
 class SlurmCluster:
-    """Daemons in the folder `here`. `run` types a command of Slurm's."""
-
     def __init__(self, here):
         self.here, self.conf = here, here / "slurm.conf"
         # Node names resolve nowhere here, so the ranks are told where to meet. On a real cluster they do.
@@ -109,7 +107,6 @@ class SlurmCluster:
                 folder.rmdir()
 
     def run(self, *command, check=True):
-        """What the command prints. Fails the test, with its error, if it fails."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "MASTER_"))}
         run = subprocess.run([*map(str, command)], env=clean | self.env, capture_output=True, text=True)
         assert not check or run.returncode == 0, f"{command}: {run.stderr}"
@@ -137,8 +134,6 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture
 def submit(start, slurm):
-    """submit(*overrides): submits a job, whose outputs/ fills in the test's folder. Returns its number."""
-
     def submitted(*overrides, **env):
         run = start(*SUBMIT, *overrides, **slurm.env, **env).finish()
         return re.search(r"submitted Slurm job (\d+)", run.output)[1]
@@ -147,7 +142,6 @@ def submit(start, slurm):
 
 
 def wait_until_logged(cwd, words):
-    """Wait until the one run under `cwd` has logged `words`. Returns its folder."""
     found = lambda: [log for log in cwd.glob("outputs/*/*/train.log") if words in log.read_text()]  # noqa: E731
     wait_for(found, f"{words!r} in train.log", 90)
     (log,) = found()

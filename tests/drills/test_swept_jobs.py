@@ -31,12 +31,10 @@ PRUNER = "hydra.sweeper.pruner={_target_: optuna.pruners.MedianPruner, n_startup
 
 @pytest.fixture
 def sweep(start):
-    """sweep(*words): a sweep, whose folder is s if nothing else is typed."""
     return lambda *words, **env: start(*PYTHON_TRAIN, *words, **env)
 
 
 def kill(run):
-    """The parent alone."""
     if run.process.poll() is None:  # on a fast machine the sweep may have ended
         run.send(signal.SIGKILL)
     run.process.wait()

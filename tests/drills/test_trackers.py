@@ -20,8 +20,6 @@ SECRET = "a-key-that-nobody-may-see"
 
 
 class Server:
-    """MLflow's own, with sqlite."""
-
     def __init__(self, folder):
         port = free_port()
         self.uri = f"http://127.0.0.1:{port}"
@@ -71,7 +69,6 @@ def trained_twice(train, logger, **place):
 
 
 def assert_one_curve(points, objective):
-    """points: [(step, value)] of three epochs."""
     assert [step for step, _ in points] == [number * points[0][0] for number in (1, 2, 3)]
     assert points[-1][1] == pytest.approx(objective["last"])
 

@@ -53,7 +53,7 @@ def test_ranks_that_wait_for_a_preparation_end_with_it(start_faulty, tmp_path):
     assert run.finish(code=None, limit=30).process.returncode != 0
 
 
-READ_BY_WORKERS = [*SLOW, "trainer.epochs=12", *own_data("support.slow.SlowDigits"), "loader.num_workers=2"]
+READ_BY_WORKERS = [*SLOW, "trainer.epochs=12", *own_data("support.digits.SlowDigits"), "loader.num_workers=2"]
 READ_BY_WORKERS += ["trainer.batch_size=8", "snapshot.every=1steps"]
 
 

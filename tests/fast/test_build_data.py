@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from torchvision import tv_tensors
@@ -22,7 +21,6 @@ from lockstep.data.build import build_data, completed, reader_of
 from lockstep.data.reader import EVALUATION, SampleReader, batches, request_of
 from lockstep.data.source import Tensors, tensors_in, unwrapped
 from lockstep.data.split import hold_out
-from lockstep.data.vision import Digits
 from lockstep.errors import ConfigError
 from lockstep.failures.record import exception_record
 from support import own_data
@@ -32,8 +30,6 @@ from support.own_data import Points
 
 
 class Names(Dataset[Any]):
-    """As torchvision's: names of classes, and a class of each sample."""
-
     def __init__(self, names: str = "abc") -> None:
         self.classes, self.targets = list(names), [number % len(names) for number in range(6 * bool(names))]
 
@@ -45,8 +41,6 @@ class Names(Dataset[Any]):
 
 
 class Words(Points):
-    """All targets are there, as words."""
-
     targets = ("left", "right") * 11 + ("left",)
 
 
@@ -66,7 +60,6 @@ pairs = partial(TensorDataset, torch.zeros(23, 4), torch.arange(23) % 2)
 
 
 def own(train: str, *words: str, test: str | None = None) -> Any:
-    """A config with data sets of this file, which may have arguments."""
     nodes = [f"+dataset.train={{_target_:test_build_data.{train}}}"]
     nodes.append(f"+dataset.test={{_target_:test_build_data.{test or train}}}")
     return composed("dataset=pair", *nodes, "model=mlp", *words)
@@ -111,15 +104,6 @@ def test_data_that_cannot_be_used_is_refused_and_what_is_not_needed_may_be_gone(
     assert len(build_data(own("Names", test="Names,names:ab")).test) == 6
 
 
-def test_digits_are_those_of_sklearn_in_a_fixed_order() -> None:
-    splits, (pixels, labels) = Digits().splits(), load_digits(return_X_y=True)
-    order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
-    images = torch.cat([splits.train.inputs, splits.test.inputs])
-    assert torch.equal(images.flatten(1), torch.from_numpy(pixels * 15).byte()[order])
-    assert torch.equal(torch.cat([splits.train.targets, splits.test.targets]), torch.from_numpy(labels)[order])
-    assert (len(splits.train), len(splits.test), images.dtype) == (1437, 360, torch.uint8)
-
-
 # The hash by which ranks and resumed runs see that their data is other data.
 
 
@@ -147,8 +131,6 @@ def test_one_bit_in_any_row_in_memory_counts_and_of_other_data_the_length_and_al
 
 
 class Patients(Dataset[tuple[torch.Tensor, int]]):
-    """Samples of patients, each of whom has several, and a class for each sample."""
-
     def __init__(self, samples: int = 240, patients: int = 48) -> None:
         draw = np.random.default_rng(0)
         self.groups = [f"patient {number}" for number in draw.integers(0, patients, samples)]

@@ -261,20 +261,6 @@ def test_samples_are_read_by_number_before_and_after_a_fork(keys):
     assert [process.join() or process.exitcode for process in ranks] == [0, 0]
 
 
-def test_images_have_any_case_and_no_dots_in_their_names(keys, tmp_path):
-    pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
-    Image.fromarray(pixels).save(stored := io.BytesIO(), "png")
-    for split in ("a", "b"):
-        with tarfile.open(tmp_path / f"{split}.tar", "w") as file:
-            for name in ("1.{}", "cat v1.0.{}"):
-                add(file, name.format("PNG"), stored.getvalue())
-                add(file, name.format("CLS"), b"1")
-    keys |= dict(urls=f"{tmp_path}/a.tar", test_urls=f"{tmp_path}/b.tar", inputs="jpg;png")
-    TarShards(**keys).prepare()
-    ((image, target),) = TarShards(**keys).splits().test
-    assert (image.permute(1, 2, 0).tolist(), target) == (pixels.tolist(), 1)
-
-
 def test_a_tar_that_is_cut_is_named(keys, tmp_path):
     TarShards(**keys).prepare()
     for cut in (7168, 5000, 512):

@@ -24,7 +24,6 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 
 
 def anchor(heading):
-    """A heading's anchor, by GitHub's rules."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
@@ -105,7 +104,6 @@ def test_the_train_job_fits_its_schema():
 
 
 def test_the_lock_holds_every_requirement_with_its_hash():
-    """.ci/lock makes it again after a change of a requirements*.txt."""
     lines = (ROOT / "requirements-lock.txt").read_text().splitlines()[1:]
     found = [re.fullmatch(r"([\w.-]+)==([\w.+]+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
     assert all(found), lines[found.index(None)] if None in found else ""

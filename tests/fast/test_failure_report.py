@@ -18,13 +18,12 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lockstep.compat import flight_records
 from lockstep.failures import report as reports
 from lockstep.failures import verdict as verdicts
 from lockstep.failures.explain import explain_exception
 from lockstep.failures.record import PHASES, Frame, Heartbeat, exception_record, heartbeat
 from lockstep.failures.report import failures_in, make_report, resume_command, screen, tell
-from lockstep.failures.verdict import Facts, find_verdict, parse_calls, parse_stack, table
+from lockstep.failures.verdict import Facts, find_verdict, parse_calls, table
 from lockstep.failures.watchdog import SILENCE, Watchdog
 from lockstep.files import PROJECT
 from lockstep.training.rng import SampleDraws
@@ -301,22 +300,6 @@ def test_the_table_of_many_ranks_shows_the_one_whose_fault_it_is() -> None:
     lines = table(ranks, find_verdict(ranks, 41))
     assert [line.split()[0] for line in lines[1:-1]] == [*map(str, range(15)), "40"]
     assert lines[-1] == "and 25 other ranks"
-
-
-def test_a_flight_record_of_another_torch_has_no_calls() -> None:
-    for text in ("", "{}", "[]", "3", '{"entries": [{"new": 1}]}', '{"entries": 3}'):
-        assert parse_calls([text]) == []
-    assert len(flight_records()) == 1 + torch.distributed.is_nccl_available()
-
-
-def test_the_main_threads_stack_is_read_whichever_thread_took_the_signal() -> None:
-    text = 'Current thread 0x01 (most recent call first):\n  File "/a.py", line 1 in f\n\n'
-    text += 'Thread 0x02 [python] (most recent call first):\n  File "/b.py", line 2 in g\n  File "/c.py", line 3 in h\n'
-    assert [frame.line for frame in parse_stack(text)] == [2, 3]
-    assert [frame.line for frame in parse_stack(text, of_crash=True)] == [1]
-    # gloo and NCCL end a process in threads that run no Python.
-    text = text[text.index("Thread") :]
-    assert [frame.line for frame in parse_stack(f"Fatal Python error: Aborted\n\n{text}", of_crash=True)] == [2, 3]
 
 
 @pytest.fixture

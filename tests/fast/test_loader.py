@@ -121,7 +121,6 @@ def numbers_for(places: Tensor, pad: int, epoch: int = 0) -> Tensor:
 
 
 def moved(image: Tensor, pad: int, dy: int, dx: int, mirrored: bool) -> Tensor:
-    """One image (C, H, W), as plain torch moves it."""
     _, height, width = image.shape
     window = F.pad(image.float(), [pad] * 4, "reflect").to(image.dtype)[:, dy : dy + height, dx : dx + width]
     return window.flip(2) if mirrored else window

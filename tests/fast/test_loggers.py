@@ -17,14 +17,11 @@ import lockstep
 from lockstep.cli import with_overrides_of_run
 from lockstep.config.record import RECORD
 from lockstep.data.loader import InputConverter
-from lockstep.errors import ConfigError
 from lockstep.loggers.base import CSVLogger, Logger, Loggers
 from lockstep.loggers.console import ConsoleLogger
 from lockstep.loggers.tensorboard import TensorBoardLogger
 from lockstep.models.gpt import gpt
-from lockstep.modes.base import TrainedRun
-from lockstep.modes.evaluate import table
-from lockstep.modes.export import net_as, require_same_outputs
+from lockstep.modes.export import net_as
 from lockstep.modes.trained_net import TrainedNet
 from lockstep.tasks.tasks import MultiLabel, Regression
 from support.commands import ema
@@ -35,8 +32,6 @@ from support.worlds import in_world, train_all
 
 
 class Recorder(Logger):
-    """Notes its calls in a list that several of them share. Raises `error`, if it has one, from these methods."""
-
     def __init__(self, name, calls, error=None, fails=("log", "close")):
         self.name, self.calls, self.error, self.fails = name, calls, error, fails
 
@@ -138,26 +133,6 @@ def test_the_console_shows_one_line_an_epoch_and_what_can_be_typed_as_it_is_at_t
 PLAIN = InputConverter(torch.float32)
 
 
-def test_a_mode_replaces_nothing_that_is_no_file(tmp_path):
-    trained = SimpleNamespace(folder=tmp_path)
-    for place in ("/dev/null", str(tmp_path)):
-        with pytest.raises(ConfigError, match="is no file.*; type mode.file=<a file that you can"):
-            TrainedRun.output(trained, place, "rows.csv")
-    assert TrainedRun.output(trained, str(tmp_path / "new" / "rows.csv"), "") == tmp_path / "new" / "rows.csv"
-    assert (tmp_path / "new").is_dir()
-
-
-def test_names_of_classes_stand_for_predictions_and_targets_only():
-    """A column of the user's, such as the length of a text, holds numbers."""
-    numbers = torch.tensor([1, 0])
-    columns = {"prediction": numbers, "length": numbers, "sure": numbers == 0, "truth": torch.tensor([1, -100])}
-    rows = table(columns, ["cat", "dog"]).to_csv()
-    assert rows == ",prediction,length,sure,truth\n0,dog,1,False,dog\n1,cat,0,True,\n"
-    wide = {"prediction": numbers == 0, "probability": torch.full((2, 2), 0.1, dtype=torch.bfloat16)}
-    rows = table(wide, ["cat", "dog"]).to_csv()
-    assert rows.startswith(",prediction,probability_cat,probability_dog\n0,False,0.100097656,0.100097656\n")
-
-
 def test_a_net_takes_arrays_and_lists_and_predicts_what_its_task_says():
     layers = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     net = TrainedNet(layers, InputConverter(torch.float32, mean=[0.25], std=[0.5]), "bf16", ["a", "b", "c"])
@@ -181,17 +156,6 @@ def test_an_exported_net_takes_any_number_of_tokens_and_one_sample_is_example_en
         program = torch.export.load(io.BytesIO(net_as(trained, samples, "torch_export"))).module()
         for other in others:
             torch.testing.assert_close(program(other), trained(other))
-
-
-def test_outputs_with_nan_are_the_same_as_outputs_with_nan():
-    ours = torch.tensor([1.0, torch.nan, torch.inf])
-    require_same_outputs(ours, ours.clone(), "onnx")
-    heads = {"left": torch.zeros(2), "right": (torch.ones(3), torch.empty(0))}
-    require_same_outputs(heads, [torch.zeros(2), torch.ones(3), torch.empty(0)], "onnx")
-    others = [ours.clone().index_fill_(0, torch.tensor(place), value) for place, value in ((0, 1.1), (0, torch.nan))]
-    for one, other in [(heads, [torch.zeros(2), torch.ones(3)]), *((ours, other) for other in others)]:
-        with pytest.raises(AssertionError, match="other outputs|length of the sequences"):
-            require_same_outputs(one, other, "onnx")
 
 
 def test_the_best_weights_have_a_file_of_their_own_if_they_are_not_the_last(tmp_path):

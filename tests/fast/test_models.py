@@ -1,7 +1,6 @@
 """Nets, what they draw, losses, optimizers and schedules, against formulas and plain torch, and what is refused."""
 
 import inspect
-import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -13,44 +12,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torchvision.models import resnet18
-from torchvision.transforms import v2
 
-from lockstep.config.check import instantiate
 from lockstep.errors import ConfigError
 from lockstep.models.airbench import Airbench, Whitening
 from lockstep.models.gpt import gpt
 from lockstep.models.library import timm_model, torchvision_model
-from lockstep.models.tutorial import convnet, linear, mlp, toy_parallel
-from lockstep.snapshots.initial_weights import load_initial_weights
+from lockstep.models.tutorial import convnet
 from lockstep.tasks.tasks import CrossEntropy, MultiLabel, Regression
 from lockstep.training import schedules
-from lockstep.training.nonfinite import broken_samples
 from lockstep.training.optimizers import Muon, orthogonalised
 from lockstep.training.rng import SampleDraws
-from support.configs import composed
 from support.refusals import accepted
 
 
 def small_gpt(variant: Any) -> nn.Sequential:
-    """Two blocks, two heads, 8 numbers a token, 7 symbols and places for 16."""
     torch.manual_seed(0)
     return gpt([16], 7, layers=2, heads=2, width=8, dropout=0.0, tied=True, variant=variant)
-
-
-def test_models_have_the_layers_that_they_are_asked_for() -> None:
-    for model, shapes in [
-        (mlp([1, 4, 4], 3, width=5, depth=2, dropout=0.5), [(5, 16), (5, 5), (3, 5)]),
-        (linear([20], 1), [(1, 20)]),
-        (linear([1, 8, 8], 10), [(10, 64)]),
-        (toy_parallel([3, 2], 4, width=9), [(9, 6), (4, 9)]),
-        (convnet([3, 12, 8], 10), [(16, 3, 5, 5), (16,), (32, 16, 5, 5), (32,), (10, 192)]),
-    ]:
-        assert [tuple(value.shape) for name, value in model.named_parameters() if name.endswith("weight")] == shapes
-    assert list(dict(linear([20], 1).named_parameters())) == ["weight", "bias"]
 
 
 def test_models_of_torchvision_and_timm_are_built_for_the_channels_and_classes_of_the_data() -> None:
@@ -160,12 +139,6 @@ def test_no_sample_adds_nothing_and_half_precision_is_summed_in_float32() -> Non
         assert (found.loss.dtype, any(value.item() for value in found.values)) == (torch.float32, False)
 
 
-def test_rows_that_are_not_those_of_the_samples_name_no_broken_sample() -> None:
-    broken, packed = torch.full((4, 2), math.nan), torch.full((3, 2), math.nan)
-    assert broken_samples(torch.arange(4), broken, torch.zeros(4)) == [0, 1, 2, 3]
-    assert broken_samples(torch.arange(4), packed, torch.tensor(math.nan)) == []
-
-
 def net(shape: list[int], views: str = "one") -> nn.Module:
     torch.manual_seed(0)
     return Airbench(shape, 10, [8, 12, 16], views).double()
@@ -173,17 +146,6 @@ def net(shape: list[int], views: str = "one") -> nn.Module:
 
 def noise(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def test_the_net_of_airbench_takes_images_of_any_size() -> None:
-    for shape in ([3, 32, 32], [1, 28, 28], [1, 9, 17]):
-        assert net(shape)(noise(5, *shape)).shape == (5, 10)
-    model, second = net(shape), noise(2, 8, 6, 6)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    kinds = ("norm1.bias", "norm2.bias", "conv1.weight", "conv2.weight")
-    inside = {f"blocks.block{block}.{kind}" for block in (1, 2, 3) for kind in kinds}
-    assert trained == inside | {"whiten.bias", "head.weight"}
-    assert torch.equal(model.get_submodule("blocks.block2.conv1")(second)[:, :8], second)  # at first
 
 
 def test_the_whitening_makes_the_covariance_of_patches_the_identity() -> None:
@@ -253,23 +215,6 @@ def test_muon_turns_filters_beside_groups_of_sgd() -> None:
         torch.testing.assert_close(parameter.detach(), first - lr * 1.8 * gradient, rtol=1e-9, atol=1e-12)
 
 
-def test_the_preset_for_image_folders_has_every_part_of_torchvisions_recipe() -> None:
-    cfg = composed("experiment=image_folder_resnet", "dataset.root=pictures", "dataset.classes=2")
-    crop, flip, augment, erasing = instantiate(cfg.loader.transforms)
-    assert (crop(torch.zeros(3, 40, 30)).shape, type(augment)) == ((3, 176, 176), v2.TrivialAugmentWide)
-    resize, middle = instantiate(cfg.loader.test_transforms)
-    assert resize(torch.zeros(3, 464, 928)).shape == (3, 232, 464)
-    assert middle(torch.zeros(3, 232, 464)).shape == (3, 224, 224)
-    (mixing,) = instantiate(cfg.loader.batch_transforms)
-    mixup, cutmix = mixing.transforms
-    assert (erasing.p, flip.p, mixup.alpha, cutmix.alpha, cutmix.num_classes) == (0.1, 0.5, 0.2, 1.0, 2)
-    assert cfg.dataset["size"] is None
-    assert (cfg.task["label_smoothing"], cfg.trainer.ema["decay"], cfg.scheduler["warmup_epochs"]) == (0.1, 0.999, 5)
-    assert cfg.scheduler["shape"] == "cosine"
-    assert (cfg.optimizer["weight_decay"], cfg.parameters.no_decay) == (2e-5, ["bias", "norm"])
-    assert cfg.optimizer["lr"] / cfg.trainer.batch_size == 0.5 / 1024
-
-
 def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0, momentum=0.9)
 
@@ -319,27 +264,6 @@ def test_schedules_are_their_formulas_and_one_cycle_is_torchs() -> None:
             plain.step()
             theirs.step()
         assert rates(partial(schedules.one_cycle, pct_start=pct_start), 16) == pytest.approx(expected, rel=1e-12)
-
-
-def test_torchvisions_weights_come_in_with_a_new_head(tmp_path, monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
-    for kind, save in (("pt", torch.save), ("safetensors", save_file)):
-        pretrained, net = resnet18(num_classes=20), resnet18(num_classes=7)
-        pretrained.bn1.running_mean += 3
-        save(pretrained.state_dict(), path := tmp_path / f"weights.{kind}")
-        expected, head = pretrained.state_dict(), net.fc.weight.clone()
-        said = r"size mismatch for fc.bias: .*\[20\].*\[7\].*type .?parameters.new_layers=\[<the layers"
-        with pytest.raises(ConfigError, match=said):
-            load_initial_weights(net, str(path), [])
-        caplog.clear()
-        load_initial_weights(net, str(path), ["fc"])
-        assert all(torch.equal(v, expected[name]) for name, v in net.state_dict().items() if name[:2] != "fc")
-        assert torch.equal(net.fc.weight, head)
-        assert f"init: {len(expected) - 2} of {len(expected)} tensors" in caplog.text
-        assert "init: keep their first values: fc.bias, fc.weight" in caplog.text
-    monkeypatch.setattr("lockstep.snapshots.files.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^parameters.init=.* needs safetensors; type pip install safetensors$"):
-        load_initial_weights(net, str(path), [])
 
 
 BATCH = 24
@@ -397,7 +321,6 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def passes(function: Callable[[Tensor], Tensor], inputs: Tensor, edges: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The outputs and gradients of the inputs, computed part by part."""
     draws, outputs, gradients = SampleDraws(), [], []
     for begin, end in pairwise(edges):
         torch.manual_seed(7)

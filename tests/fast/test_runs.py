@@ -35,7 +35,7 @@ from lockstep.runs.stats import (
     wilson,
 )
 from lockstep.runs.table import choosing, compare, rho_of, row_of, rows_of, settings, verdict
-from lockstep.sweeps.launch import divide_machine, folder_name, is_at_edge
+from lockstep.sweeps.launch import divide_machine, folder_name
 from lockstep.sweeps.search import distributions, overrides_of
 from support.commands import ROOT
 from support.logged import run_info
@@ -84,8 +84,6 @@ def runs(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def cells(runs):
-    """cells(columns, *words) -> the rows of a table of these columns."""
-
     def made(columns, *words):
         lines, _ = runs("table", ".", "--columns", columns, *words)
         return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[1:]]
@@ -261,7 +259,6 @@ B_MINUS_A = [b - a for a, b in zip(A, B, strict=True)]
 
 
 def make_sweep(folder, rate, values, first_seed=1, **changes):
-    """Runs with the seeds from `first_seed` on. A value of nan: the run has failed."""
     for seed, value in enumerate(values, first_seed):
         state, best = ("failed", None) if value != value else ("finished", value)
         make_run(Path(folder, f"{rate}-{seed}"), best, state, optimizer__lr=rate, seed=seed, **changes)
@@ -326,22 +323,6 @@ def test_equal_sides_are_told_apart_in_at_most_5_of_100():
         chance = np.random.default_rng(0)
         told = ["is better" in verdict(difference(chance), "pairs", "max", 1, "") for _ in range(1000)]
         assert np.mean(told) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 1000), kind
-
-
-UNTOLD, NO_SPREAD = "cannot be told apart: ", "tells no spread; train both with seed=1,2,3,4,5"
-VERDICTS = [
-    ([0.2, 0.4, 0.6, 0.5, 0.4], "B is better by 0.42 (0.24 to 0.60)"),
-    ([-0.2, -0.4, -0.6, -0.5, -0.4], "A is better by 0.42 (0.24 to 0.60)"),
-    ([-0.2, 0.4, 0.6, -0.1, 0.3], f"{UNTOLD}B by 0.20 (-0.22 to 0.62); about 20 more pairs are needed"),
-    ([-0.2, 0.2, 0.2, -0.2, 1e-5], f"{UNTOLD}B by 0.00 (-0.25 to 0.25); more than 10000 pairs would be needed"),
-    ([0.3], f"{UNTOLD}0.3 in 1 pairs {NO_SPREAD}"),
-    ([0.25, 0.25], f"{UNTOLD}0.25 in 2 pairs {NO_SPREAD}"),
-]
-
-
-def test_the_verdict_in_words():
-    found = [verdict(estimate(differences), "pairs", "max", 1, "") for differences, _ in VERDICTS]
-    assert found == [sentence for _, sentence in VERDICTS]
 
 
 # The command.
@@ -481,8 +462,3 @@ def test_what_the_overrides_of_a_search_mean(typed, meant):
     assert [*space.values()] == [meant]
     assert distributions(OverridesParser.create().parse_overrides([typed, typed.partition("=")[0] + "=3"]))[1] == {}
     assert overrides_of({"lr": 1 / 3, "size": 16, "model": "a"}) == ["lr=0.333333", "size=16", "model=a"]
-
-
-def test_the_best_value_of_a_list_may_be_at_its_edge():
-    lists = ([3, 1, 2], [1, 2, 3], [2, 1, 3], [1, 2], [True, False, 1], ["a", "b", "c"], [0.1, "auto", 0.2, 0.3])
-    assert [is_at_edge(values) for values in lists] == [True, True, False, False, False, False, True]

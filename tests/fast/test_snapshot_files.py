@@ -41,7 +41,6 @@ def save(folder: Path, name: str, value: Any, cut: bool = False) -> Path:
 
 
 def loaded(paths: list[Path]) -> tuple[int, Path]:
-    """(value, path) of the first good one, whose matrix is right."""
     saved, path = load_first_good(paths)
     assert torch.equal(as_held(saved, "model", path, ["weight"], {})["weight"], MATRIX + saved["value"])
     return saved["value"], path

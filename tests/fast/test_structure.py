@@ -38,7 +38,6 @@ MODULES = {".".join(path.relative_to(SRC).with_suffix("").parts): path for path 
 
 
 def imports(tree: ast.AST, top_level_only: bool = False) -> set[str]:
-    """The names of all imported modules."""
     names = set()
     for node in getattr(tree, "body", []) if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -43,8 +43,6 @@ kind = ["cuda"]  # or mps
 
 
 class Seen:
-    """What this process has seen."""
-
     def __init__(self) -> None:
         self.waits = Counter[str]()  # {"file.py:line": how often the host would have waited there}, while `counting`
         self.products = Counter[str]()  # {type: matrix products in it}
@@ -109,7 +107,6 @@ def tag(tensor: Any, device: torch.device | None) -> Any:
 
 
 def full_device(device: Any) -> torch.device:
-    """With its number."""
     found = torch.device(kind[0], device) if isinstance(device, int) else torch.device(device)
     if found.type == "mps":
         return torch.device("mps", 0)
@@ -389,7 +386,6 @@ def with_kernels(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gather(tensors: Any, dim: Any, index: Any) -> Any:
-    """Of data_parallel."""
     with torch.autocast("cpu", enabled=False):
         return torch.cat([to(tensor, full_device(index or 0), non_blocking=True) for tensor in tensors], dim or 0)
 

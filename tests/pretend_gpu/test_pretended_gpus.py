@@ -3,9 +3,11 @@ ranks call the same collectives, and the weights are those of the CPU."""
 
 import csv
 import json
+from collections import defaultdict
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,18 +20,37 @@ from lockstep.tasks.tasks import CrossEntropy
 from pretend_gpu import device
 from pretend_gpu.scenarios import GPUS, MPS, SCENARIOS, small_training, trained_on_gpus, worked
 from support.commands import ema
-from support.worlds import distance, in_world, train, weights
+from support.worlds import distance, in_world, train, train_all, weights
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[dict[str, Any]], Path, Path]]:
+    """{scenario: what each rank has seen, and the run folders of the GPUs and the CPU}. A world of each number of ranks
+    trains all of them, but for the one over gloo."""
+    parent, worlds = tmp_path_factory.mktemp("trained"), defaultdict[Any, list[str]](list)
+    for name, (ranks, words, _) in SCENARIOS.items():
+        worlds[ranks, "backend.name=gloo" in words].append(name)
+    found = {}
+    for (ranks, _), names in worlds.items():
+        numbers = [list(SCENARIOS).index(name) for name in names]
+        gpu, cpu = ([parent / f"{number}-{kind}" for number in numbers] for kind in ("gpu", "cpu"))
+        words = [SCENARIOS[name][1] for name in names]
+        on_gpus = [small_training(at, *each) for at, each in zip(gpu, words, strict=True)]
+        seen = zip(*in_world(ranks, trained_on_gpus, on_gpus, limit=1500), strict=True)
+        on_cpu = [small_training(at, *each, backend="gloo") for at, each in zip(cpu, words, strict=True)]
+        in_world(ranks, train_all, on_cpu, limit=1500)
+        found |= {name: each for name, *each in zip(names, map(list, seen), gpu, cpu, strict=True)}
+    return found
+
+
+@pytest.mark.timeout(1800)  # of the first one, which trains them all
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_training_on_gpus_is_that_of_the_cpu_and_the_host_waits_for_nothing(name: str, tmp_path: Path) -> None:
-    ranks, words, waits = SCENARIOS[name]
-    found = in_world(ranks, trained_on_gpus, small_training(tmp_path / "gpu", *words))
+def test_a_training_on_gpus_is_that_of_the_cpu_and_the_host_waits_for_nothing(trained: Any, name: str) -> None:
+    (ranks, _, waits), (found, gpu, cpu) = SCENARIOS[name], trained[name]
     assert [rank["error"] for rank in found] == [""] * ranks
     for rank in found if name != "async_parameter_server" else []:  # each of its ranks copies weights and gradients
         assert {place: times for place, times in rank["waits"].items() if times > waits.get(place, 0) + 0.1} == {}
-    # Ranks of a pipeline send to each other; powersgd goes on in gloo's threads, which may still be busy at the end.
-    if name not in ("pipeline", "gradient_sync=powersgd"):
+    if name not in ("pipeline", "gradient_sync=powersgd"):  # ranks of a pipeline send to each other
         assert all(sorted(rank["collectives"]) == sorted(found[0]["collectives"]) for rank in found)
     for rank in found if "bf16" in name and "gradient_sync" not in name else []:  # on a CPU fp16 comes near bf16
         assert "bfloat16" in rank["products"]
@@ -37,22 +58,19 @@ def test_a_training_on_gpus_is_that_of_the_cpu_and_the_host_waits_for_nothing(na
     if name == "fsdp, bf16":
         calls = [call for rank in found for call in rank["collectives"] if "gather" in call[0]]
         assert {dtype for call in calls for dtype, _ in call[1:]} & {"bfloat16", "float32"} == {"bfloat16"}
-    in_world(ranks, train, small_training(tmp_path / "cpu", *words, backend="gloo"))
     if name == "pipeline":  # no GPU gets the weights of another one
-        moved = sum(rank["weights_moved"] for rank in found)
-        assert 0 < moved <= 4 * len(weights(tmp_path / "cpu"))
+        assert 0 < sum(rank["weights_moved"] for rank in found) <= 4 * len(weights(cpu))
     if name != "async_parameter_server":  # its steps come in any order
         # bf16: the parts of data_parallel are added up in another order, and fused batch norms round elsewhere.
         rounds = name in ("data_parallel, bf16", "sync_bn, bf16, a share without samples")
-        limit = 1e-2 if rounds else 1e-6
-        assert distance(weights(tmp_path / "cpu"), weights(tmp_path / "gpu")) < limit
+        assert distance(weights(cpu), weights(gpu)) < (1e-2 if rounds else 1e-6)
 
 
 def test_what_gpus_have_trained_is_resumed_evaluated_predicted_and_exported(tmp_path: Path) -> None:
     gpu, cpu, words = tmp_path / "gpu", tmp_path / "cpu", ["sync_bn=on", ema(0.9)]
     for pause in ("1", "null"):
-        found = in_world(2, trained_on_gpus, small_training(gpu, *words, f"trainer.pause_after={pause}"))
-        assert [rank["error"] for rank in found] == ["", ""]
+        found = in_world(2, trained_on_gpus, [small_training(gpu, *words, f"trainer.pause_after={pause}")])
+        assert [rank["error"] for (rank,) in found] == ["", ""]
     in_world(2, train, small_training(cpu, *words, backend="gloo"))
     assert distance(weights(cpu), weights(gpu)) < 1e-6
     for mode, (folder, gpus, backend) in product(("evaluate", "predict"), ((gpu, GPUS, "nccl"), (cpu, 0, "gloo"))):
@@ -68,25 +86,24 @@ def test_what_gpus_have_trained_is_resumed_evaluated_predicted_and_exported(tmp_
     assert {tensor.device.type for tensor in [*program.state_dict.values(), *program.constants.values()]} == {"cpu"}
 
 
-@pytest.mark.parametrize("name", MPS)
-def test_a_training_on_apples_gpu_has_the_weights_of_the_cpu(tmp_path: Path, name: str) -> None:
-    words = [*MPS[name], "logger=[tensorboard]", "logging.every=2"]
-    (found,) = in_world(1, trained_on_gpus, small_training(tmp_path / "mps", *words, backend="auto"), 1, "mps")
-    assert (found["error"], found["weights_moved"] > 0) == ("", True)
-    words += ["trainer.channels_last=false"]  # as on that GPU
-    in_world(1, train, small_training(tmp_path / "cpu", *words, backend="gloo"))
-    assert distance(weights(tmp_path / "cpu"), weights(tmp_path / "mps")) < (1e-2 if "bf16" in name else 1e-5)
+def test_trainings_on_apples_gpu_have_the_weights_of_the_cpu_and_go_on_and_are_evaluated_there(tmp_path: Path) -> None:
+    def trainings(place: str, backend: str, *more: str) -> list[Any]:
+        words = ["logger=[tensorboard]", "logging.every=2", *more]
+        return [small_training(tmp_path / place / name, *MPS[name], *words, backend=backend) for name in MPS]
 
-
-def test_a_snapshot_of_apples_gpu_goes_on_and_is_evaluated_on_a_cpu(tmp_path: Path) -> None:
-    mps, cpu = tmp_path / "mps", tmp_path / "cpu"
-    paused, evaluated = ["trainer.pause_after=1"], ["mode=evaluate", f"resume={mps}"]
-    for work, words in ((trained_on_gpus, paused), (worked, evaluated)):
-        (found,) = in_world(1, work, small_training(mps, "model=mlp", *words, backend="auto"), 1, "mps")
-        assert found is None or found["error"] == ""
-    in_world(2, train, small_training(mps, "model=mlp", backend="gloo"))
-    in_world(1, train, small_training(cpu, "model=mlp", backend="gloo"))
-    assert distance(weights(cpu), weights(mps)) < 1e-5
+    in_world(1, train_all, trainings("cpu", "gloo", "trainer.channels_last=false"), limit=600)  # as on that GPU
+    (found,) = in_world(1, trained_on_gpus, trainings("mps", "auto"), 1, "mps", limit=600)
+    for name, run in zip(MPS, found, strict=True):
+        assert (run["error"], run["weights_moved"] > 0) == ("", True), name
+        apart = distance(weights(tmp_path / "cpu" / name), weights(tmp_path / "mps" / name))
+        assert apart < (1e-2 if "bf16" in name else 1e-5), name
+    moved, typed = tmp_path / "moved", [*MPS["mixup"], "trainer.channels_last=false"]
+    paused, evaluated = ["trainer.pause_after=1"], ["mode=evaluate", f"resume={moved}"]
+    (found,) = in_world(1, trained_on_gpus, [small_training(moved, *typed, *paused, backend="auto")], 1, "mps")
+    assert found[0]["error"] == ""
+    in_world(1, worked, small_training(moved, *typed, *evaluated, backend="auto"), 1, "mps")
+    in_world(2, train_all, [small_training(moved, *typed, backend="gloo")])
+    assert distance(weights(tmp_path / "cpu" / "mixup"), weights(moved)) < 1e-5
 
 
 def losses_of_pixels() -> list[float]:
@@ -109,17 +126,18 @@ def test_a_class_for_each_pixel_has_deterministic_kernels() -> None:
     assert in_world(1, losses_of_pixels) == [pytest.approx([0, 0], abs=1e-6)]
 
 
-def place_of_data(free: int) -> str:
-    """Where 1000 bytes of samples, and 8000 of their targets, are on a GPU with so much free memory."""
+def places_of_data() -> list[str]:
+    """Where 1000 bytes of samples, and 8000 of their targets, are on a GPU with just room, and with a byte less."""
     device.pretend(1, "nccl")
-    torch.cuda.mem_get_info = lambda device=None: (free, free)  # type: ignore[assignment]
-    data = Tensors(torch.zeros(1000, 1, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int64))
-    return data.to(torch.device("cuda:0")).inputs.device.type
+    data, found = Tensors(torch.zeros(1000, 1, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int64)), []
+    for free in (36000, 35999):
+        torch.cuda.mem_get_info = lambda device=None, free=free: (free, free)  # type: ignore[assignment,misc]
+        found.append(data.to(torch.device("cuda:0")).inputs.device.type)
+    return found
 
 
-@pytest.mark.parametrize(("free", "place"), [(36000, "cuda"), (35999, "cpu")])
-def test_data_stays_with_the_host_if_a_gpu_has_no_room(free: int, place: str) -> None:
-    assert in_world(1, place_of_data, free) == [place]
+def test_data_stays_with_the_host_if_a_gpu_has_no_room() -> None:
+    assert in_world(1, places_of_data) == [["cuda", "cpu"]]
 
 
 def device_of(backend: str, gpus: int, of: str) -> str:
@@ -130,24 +148,19 @@ def device_of(backend: str, gpus: int, of: str) -> str:
         return str(device.seen.bound if backend == "nccl" else world.device)
 
 
-@pytest.mark.parametrize(
-    ("backend", "gpus", "of", "devices"),
-    [
+def test_each_rank_takes_a_device_of_its_own() -> None:
+    for backend, gpus, of, devices in (
         ("auto", 2, "cuda", ["cuda:0", "cuda:1"]),
         ("auto", 1, "cuda", ["cuda:0", "cuda:0"]),  # where a starter may show each rank one alone, it is that one
         ("nccl", 2, "cuda", ["None"]),  # a rank that is alone may never need it
         ("nccl", 2, "cuda", ["cuda:0", "cuda:1"]),
         ("auto", 1, "mps", ["mps:0"]),
         ("auto", 1, "mps", ["cpu", "cpu"]),  # it is for one process
-    ],
-)
-def test_each_rank_takes_a_device_of_its_own(backend: str, gpus: int, of: str, devices: list[str]) -> None:
-    assert in_world(len(devices), device_of, backend, gpus, of) == devices
+    ):
+        assert in_world(len(devices), device_of, backend, gpus, of) == devices
 
 
 class TakesDict(torch.nn.Module):
-    """Adds up two layers, each of one input."""
-
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = torch.nn.Linear(3, 2), torch.nn.Linear(4, 2)

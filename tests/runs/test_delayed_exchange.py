@@ -2,7 +2,6 @@
 
 import os
 import signal
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -39,36 +38,14 @@ def stop_in_step_30(cfg):
     return str(stopped.value)
 
 
-def exchanges_read(cfg):
-    """(the step of an exchange, the step after which its result is read) of each one that is read in an epoch."""
-    from lockstep.training import exchange
-
-    found, read = [], exchange.Exchange.drain
-
-    def noted(self):
-        if self.pending is not None:
-            found.append((self.pending[2], self.run.progress.step))
-        read(self)
-
-    delay_exchanges()
-    exchange.Exchange.drain = noted
-    train(cfg)
-    return found
-
-
-def test_what_ranks_tell_each_other_is_read_at_the_next_exchange_and_a_stop_heard_at_one_step(tmp_path):
+def test_what_ranks_tell_each_other_may_come_later_and_a_stop_is_heard_at_one_step(tmp_path):
     at_once, later, stopped = (composed(*SMALL, f"run_dir={tmp_path / name}") for name in ("whole", "later", "stopped"))
     in_world(2, train_all, [at_once])
-    for found in in_world(2, exchanges_read, later):
-        assert len(found) >= 69 // 5
-        for (step, read_at), (following, _) in pairwise(found):
-            end = -(-step // 23) * 23  # of the epoch
-            assert read_at == (step if step % 10 == 0 else min(following, end))  # a save reads at once
     first, second = in_world(2, stop_in_step_30, stopped)
     assert first == second
     assert "stopped early at step" in first
     timed = composed(*SMALL, "trainer.epochs=100000", "trainer.max_time=2s", f"run_dir={tmp_path / 'timed'}")
-    in_world(2, train_delayed, [stopped, timed])
+    in_world(2, train_delayed, [stopped, later, timed])
     for other in ("later", "stopped"):
         assert same_bits(tmp_path / "whole", tmp_path / other)
     rows = [[row for row in read_rows(tmp_path / run) if "speed/" not in row[1]] for run in ("whole", "later")]

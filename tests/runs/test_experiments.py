@@ -26,6 +26,8 @@ from support.digits import FEW, digits
 from support.event_files import read, scalars
 from support.pages import copy_examples, example_files
 from support.reference import parameter_vector, saved_parameters
+from support.refusals import accepted
+from support.worlds import in_world, train_all
 
 PAGE = (ROOT / "docs" / "experiments.md").read_text()
 EXAMPLES = ROOT / "docs" / "examples"
@@ -246,17 +248,26 @@ def home(tmp_path_factory):
     del sys.path[:2]
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_an_experiment_is_that_of_plain_torch_on_one_rank_and_after_a_stop_on_two(start, home, name):
-    reference, words = EXPERIMENTS[name]
-    model, loss = reference(home)
-    command = [*PYTHON_TRAIN, "--config-dir=conf", *JOB, *words, f"optimizer.lr={LR}", "launch=fork"]
+@pytest.fixture(scope="module")
+def runs(home):
+    """The first steps of each of EXPERIMENTS on one rank, and the others on two."""
+    mywork = home / "mywork"
     for ranks, steps in ((1, 3), (2, "null")):
-        typed = [*command, f"launch.nproc_per_node={ranks}", f"hydra.run.dir={name}", f"trainer.max_steps={steps}"]
-        start(*typed, cwd=home / "mywork", PYTHONPATH=EXAMPLES).finish()
-    folder = home / "mywork" / name
-    assert (saved_parameters(folder, model) - parameter_vector(model)).abs().max() < 1e-9
-    found = json.loads((folder / "run.json").read_text())["test"]["metrics"]["loss"]
+        last, configs = ["launch=env", f"optimizer.lr={LR}", f"trainer.max_steps={steps}"], []
+        for name, (_, words) in EXPERIMENTS.items():
+            own = [word.replace("teacher.pt", f"{mywork}/teacher.pt") for word in words]
+            searched = f"hydra.searchpath=[file://{mywork}/conf]"
+            configs.append(accepted(searched, *JOB, *own, *last, f"run_dir={mywork / name}"))
+        in_world(ranks, train_all, configs, limit=600)
+    return mywork
+
+
+@pytest.mark.timeout(900)  # of the first one, which trains them all
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_is_that_of_plain_torch_on_one_rank_and_after_a_stop_on_two(home, runs, name):
+    model, loss = EXPERIMENTS[name][0](home)
+    assert (saved_parameters(runs / name, model) - parameter_vector(model)).abs().max() < 1e-9
+    found = json.loads((runs / name / "run.json").read_text())["test"]["metrics"]["loss"]
     assert found == pytest.approx(loss, rel=1e-9)
 
 

@@ -98,11 +98,6 @@ def test_where_it_failed_is_told_and_who_is_not_to_blame_is_not_named(train, tmp
     assert "own.py" in run.output
 
 
-def test_a_launcher_of_hydra_that_is_not_installed_is_refused(train):
-    run = train("-m", "hydra/launcher=joblib", "optimizer.lr=0.1,0.01", code=2)
-    assert "hydra/launcher=joblib is no option" in run.sentence
-
-
 @pytest.mark.parametrize(
     ("words", "reader", "code"),
     [

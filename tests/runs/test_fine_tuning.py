@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lockstep.models.base import matching_parameters
 from lockstep.snapshots.files import list_snapshots
@@ -35,7 +36,6 @@ BASE = ["model=mlp", "~model.width", "~model.depth", "~model.dropout", "model._t
 BASE += ["optimizer=adamw", "optimizer.weight_decay=0.5", "optimizer.lr=0.01", "optimizer.fused=false"]
 BASE += ["trainer.precision=fp64", "trainer.epochs=2", "scheduler=constant", "logger=[]", "snapshot.every=1epochs"]
 RULES = ["parameters.no_decay=[bias,norm]", "parameters.groups=[{match:4,lr:0.03}]"]
-PLACES = {"one": (1, []), "ddp": (2, []), "fsdp": (2, ["strategy=fsdp"]), "pipeline": (2, ["strategy=pipeline"])}
 
 
 @pytest.fixture(autouse=True)
@@ -49,39 +49,43 @@ def config(*words):
     return accepted(*WHOLE, *BASE, *words)
 
 
-def train(folder, place, *words, **values):
-    """The weights of a run in a world of this kind."""
-    size, strategy = PLACES[place]
-    changes = [f"{key.replace('__', '.')}={value}" for key, value in values.items()]
-    in_world(size, train_all, [with_values(config(*words, *strategy), f"run_dir={folder}", *changes)])
-    return weights(folder)
+def train(size, *runs):
+    """The weights of runs in one world. Each is (folder, the words that are checked, other values)."""
+    in_world(size, train_all, [with_values(config(*words), f"run_dir={at}", *values) for at, words, *values in runs])
+    return [weights(at) for at, *_ in runs]
 
 
 def test_groups_by_rule_are_the_groups_written_by_hand_under_every_strategy(tmp_path):
-    by_hand = train(tmp_path / "by_hand", "one", "optimizer._target_=own_groups.by_hand")
-    assert distance(by_hand, train(tmp_path / "plain", "one")) > 1e-2
-    for place in PLACES:
-        assert distance(by_hand, train(tmp_path / place, place, *RULES)) < 1e-12, place
-    groups = [newest_snapshot(tmp_path / place)["groups"] for place in PLACES]
+    by_hand, plain = ["optimizer._target_=own_groups.by_hand"], []
+    places = {"one": [], "ddp": [], "fsdp": ["strategy=fsdp"], "pipeline": ["strategy=pipeline"]}
+    rows = {name: (tmp_path / name, [*RULES, *strategy]) for name, strategy in places.items()}
+    hand, plain, one = train(1, (tmp_path / "hand", by_hand), (tmp_path / "plain", plain), rows.pop("one"))
+    assert distance(hand, plain) > 1e-2
+    for place, found in zip(places, [one, *train(2, *rows.values())], strict=True):
+        assert distance(hand, found) < 1e-12, place
+    groups = [newest_snapshot(tmp_path / place)["groups"] for place in places]
     found = [[(g["lr"], g["weight_decay"]) for g in of_place] for of_place in groups]
-    assert found == [[(0.01, 0.5), (0.01, 0.0), (0.03, 0.5), (0.03, 0.0)]] * len(PLACES)  # in the same order
+    assert found == [[(0.01, 0.5), (0.01, 0.0), (0.03, 0.5), (0.03, 0.0)]] * len(places)  # in the same order
 
 
 def test_a_run_begins_with_the_weights_of_another_and_a_new_head(tmp_path):
-    first = tmp_path / "first"
-    train(first, "one", trainer__max_steps=5)
+    first, wide, freeze = tmp_path / "first", tmp_path / "wider", "parameters.freeze=[1,2]"
+    train(1, (first, [], "trainer.max_steps=5"))
     trained = torch.load(first / "model.pt", weights_only=True)
-    for where in (first, first / "model.pt", list_snapshots(first / "snapshots")[0]):
-        train(tmp_path / where.name, "ddp", f"parameters.init={where}", "parameters.freeze=[1,2]", trainer__max_steps=1)
-        found = torch.load(tmp_path / where.name / "model.pt", weights_only=True)
+    save_file(trained, first / "model.safetensors")
+    files = [first / "model.pt", first / "model.safetensors", list_snapshots(first / "snapshots")[0]]
+    begun = {tmp_path / f"of_{where.name}": [f"parameters.init={where}", freeze] for where in (first, *files)}
+    train(2, *((at, words, "trainer.max_steps=1") for at, words in begun.items()))
+    for folder in begun:
+        found = torch.load(folder / "model.pt", weights_only=True)
         assert torch.equal(found["1.weight"], trained["1.weight"])
         assert distance(found["4.weight"], trained["4.weight"]) < 0.2  # after one step
-    wider = ["model.classes=12", f"parameters.init={first}", "parameters.new_layers=[4]", "parameters.freeze=[1,2]"]
-    train(tmp_path / "wider", "one", *wider, trainer__max_steps=1)
-    found = torch.load(tmp_path / "wider" / "model.pt", weights_only=True)
+    wider = ["model.classes=12", f"parameters.init={first}", "parameters.new_layers=[4]", freeze]
+    train(1, (wide, wider, "trainer.max_steps=1"))
+    found = torch.load(wide / "model.pt", weights_only=True)
     assert torch.equal(found["1.weight"], trained["1.weight"])
     assert found["4.weight"].shape == (12, 16)
-    log = (tmp_path / "wider" / "train.log").read_text()
+    log = (wide / "train.log").read_text()
     assert f"init: 4 of 6 tensors (1072 numbers) are those of {first / 'model.pt'}" in log
     assert "init: keep their first values: 4.bias, 4.weight" in log
     assert "init: not used: 4.bias, 4.weight" in log

@@ -1,4 +1,4 @@
-"""Ways of averaging gradients: their sums, the bytes they send, and trainings with them."""
+"""Ways of averaging gradients: shared memory whose other rank is gone, and what approximations round off."""
 
 import time
 
@@ -10,15 +10,6 @@ from support.configs import composed
 from support.worlds import distance, in_world, train_all, weights
 
 SMALL = ["model=mlp", "model.width=32", "trainer.max_steps=6", "strategy.bucket_cap_mb=0.001", "logger=[]"]
-
-
-def sum_by(name, world):
-    from lockstep.distributed.shared_memory import SharedMemorySum
-    from lockstep.strategies import gradient_sync
-
-    if name == "shared_memory":
-        return SharedMemorySum(world, 1500, torch.double)  # the longest vector is summed in three pieces
-    return lambda vector: getattr(gradient_sync, name)().add_up(world.rank, world.size, vector)
 
 
 def error_of_the_slow_rank():
@@ -40,8 +31,10 @@ def error_of_the_slow_rank():
 
 def rank_zero_exits():
     """Rank 0 takes part in one sum and exits; rank 1 tries a second sum."""
+    from lockstep.distributed.shared_memory import SharedMemorySum
+
     with join_world("gloo", 60) as world:
-        add_up, vector = sum_by("shared_memory", world), torch.ones(4, dtype=torch.double)
+        add_up, vector = SharedMemorySum(world, 1500, torch.double), torch.ones(4, dtype=torch.double)
         add_up(vector)
         if world.is_rank_zero:
             return "left"
@@ -56,30 +49,6 @@ def test_ranks_that_share_memory_notice_at_once_that_one_is_gone():
     fails, slow = in_world(2, error_of_the_slow_rank)
     assert fails == "RuntimeError: rank 0 fails"
     assert slow.startswith("ConnectionError: rank 0 is gone")
-
-
-def bytes_handed_over(name, length):
-    """Bytes that this rank hands to its sends in one sum."""
-    from lockstep.strategies import gradient_sync
-
-    handed = []
-
-    def counted(operation, tensor, peer):
-        handed.append(tensor.nbytes if operation is torch.distributed.isend else 0)
-        return torch.distributed.P2POp(operation, tensor, peer)
-
-    gradient_sync.P2POp = counted
-    with join_world("gloo", 60) as world:
-        sum_by(name, world)(torch.ones(length))
-        world.barrier()
-    return sum(handed)
-
-
-def test_the_bytes_sent_are_the_formulas():
-    size, length, whole = 4, 10_000, 40_000
-    assert in_world(size, bytes_handed_over, "Ring", length) == [2 * (size - 1) * whole // size] * size
-    server = [(size - 1) * whole] + [whole] * (size - 1)
-    assert in_world(size, bytes_handed_over, "ParameterServer", length) == server
 
 
 def test_approximations_differ_by_what_they_round_off(tmp_path):

@@ -5,9 +5,8 @@ import signal
 
 import pytest
 
-from support.commands import PYTHON_TRAIN, STARTERS, ranks_of_torchrun, ranks_under, wait_for
-from support.ports import free_port
-from support.run_folders import SLOW, has_logged, position, read_log
+from support.commands import PYTHON_TRAIN, ranks_under, wait_for
+from support.run_folders import SLOW, position, read_log
 
 LONG = [*PYTHON_TRAIN, *SLOW, "trainer.epochs=200", "hydra.run.dir=run"]
 
@@ -62,23 +61,6 @@ def test_a_killed_launcher_leaves_no_orphan_and_no_temporary_file(start, tmp_pat
     run.finish(-signal.SIGKILL)  # its output ends when the last process that holds it has ended
     assert "stopped early at step" in read_log(tmp_path / "run")
     assert [path.name for path in short_folder.iterdir() if not path.name.startswith("torchinductor_")] == []  # a cache
-
-
-def test_ranks_that_still_import_end_with_a_killed_torchrun(start, tmp_path):
-    (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(300)\n")
-    run = start(*STARTERS["torchrun"], "model._target_=slow.Net", PYTHONPATH=tmp_path)
-    wait_for(lambda: (tmp_path / "importing").exists(), "import of the model")
-    ranks = ranks_of_torchrun(run.process.pid)
-    assert len(ranks) == 2
-    run.process.kill()
-    wait_for(lambda: not alive(ranks), "end of the ranks")
-
-
-def test_a_rank_started_by_hand_goes_on_after_its_shell(start, tmp_path):
-    words = " ".join([*PYTHON_TRAIN, "model=mlp", "trainer.epochs=20", "hydra.run.dir=run"])
-    shell = f"RANK=0 WORLD_SIZE=1 MASTER_PORT={free_port()} {words} & until [ -s run/train.log ]; do sleep 0.1; done"
-    start("bash", "-c", shell).finish()  # its output ends with the rank
-    assert has_logged(tmp_path / "run", "finished: val loss")
 
 
 def test_two_runs_begun_in_the_same_second_have_two_folders(start, tmp_path):

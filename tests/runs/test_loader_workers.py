@@ -9,14 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from lockstep.data.reader import SampleReader, batches, request_of
 from lockstep.failures.explain import explain_exception
 from support.commands import ROOT, children, wait_for
-from support.loaders import loader
 
 HANGS = 77
 
@@ -114,29 +112,6 @@ def test_shared_memory_that_is_full_is_not_taken_for_a_full_disk():
     meaning, advice = meaning_of(python(FULL, "unshare", "--mount").stderr.strip().splitlines()[-1])
     assert "/dev/shm, is full" in meaning
     assert advice.endswith("or type loader.num_workers=0")
-
-
-class Records(torch.utils.data.Dataset[Any]):
-    """Record n of a file that was opened before the workers holds the number n, 1000 times."""
-
-    def __init__(self, path):
-        np.arange(600).repeat(1000).tofile(path)
-        self.file = path.open("rb")
-
-    def __len__(self):
-        return 600
-
-    def __getitem__(self, number):
-        self.file.seek(number * 8000)
-        return torch.frombuffer(bytearray(self.file.read(8000)), dtype=torch.int64), number
-
-
-def test_workers_do_not_share_the_position_in_a_file_that_was_opened_before_them(tmp_path):
-    data = Records(tmp_path / "records")
-    data[0]
-    for part in loader(data, workers=2, mean=None).evaluation(8):
-        assert part.inputs.equal(part.targets[:, None].expand(-1, 1000))
-    assert data[7][0].tolist() == [7] * 1000  # and this process reads on
 
 
 def _hang_in_a_worker(answer):

@@ -4,10 +4,8 @@ import json
 import sys
 
 import pytest
-import torch
 from PIL import Image
 
-from lockstep.tasks.reports import class_figures
 from support.commands import ROOT, TRAIN
 from support.configs import composed, with_values
 from support.event_files import images, scalars
@@ -42,24 +40,6 @@ def test_a_progress_bar_is_shown_where_a_terminal_watches(tmp_path):
     assert "epoch 1/2:  12%|" in shown  # after 10 steps of 16 samples
     assert "/1293 [" in shown
     assert "epoch 2/2   step 162" in shown
-
-
-def test_the_speed_of_the_first_epoch_leaves_out_the_first_step(tmp_path):
-    words = ["dataset=random", "dataset.samples=64", "trainer.batch_size=16", "trainer.epochs=2", "logger=[csv]"]
-    words += ["model=mlp", "model._target_=support.slow.SlowAtFirst", f"run_dir={tmp_path}"]
-    in_world(1, train_all, [composed(*words)])
-    speeds = [value for _, tag, value in read_rows(tmp_path) if tag == "speed/samples_per_s"]
-    assert len(speeds) == 2
-    assert min(speeds) > 64 / 3
-
-
-def test_mistakes_come_first_and_those_of_the_largest_loss_before_others():
-    columns = {"loss": [0.1, 0.5, 2.0, 0.9, 3.0, 1.0], "target": [0, 1, 1, 2, 0, float("nan")]}
-    columns |= {"number": [2, 3, 5, 7, 8, 9], "prediction": [0, 1, 0, 2, 1, 1]}
-    samples, read = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}, []
-    figures = class_figures(samples, lambda number: read.append(number) or torch.zeros(1, 8, 8), ["a"], 4)
-    assert figures.keys() == {"worst_first", "confusion_matrix"}
-    assert read == [8, 5, 7, 3]
 
 
 def test_a_run_draws_its_last_evaluation_and_the_option_says_how_much(tmp_path):

@@ -7,9 +7,7 @@ import time
 
 import pytest
 
-from lockstep.errors import EXIT_RESUMABLE, ConfigError
-from lockstep.snapshots.files import STATE, finish_snapshot, of_files, verify, write_tensors
-from lockstep.snapshots.mirror import Mirror
+from lockstep.errors import EXIT_RESUMABLE
 from support.commands import TRAIN, wait_for
 from support.object_store import MIRROR, URL, ObjectStore, listed
 from support.worlds import same_bits
@@ -43,31 +41,6 @@ def test_a_lost_machine_costs_nothing_that_was_mirrored_and_a_damaged_copy_is_pa
     assert store.files.glob("bucket/run/step_00000018-*/manifest.json")
     refused = train(*SMALL, MIRROR, "hydra.run.dir=third", code=2, **store.variables).output
     assert "has the snapshots of another run" in refused
-
-
-def test_a_snapshot_stays_there_until_a_newer_one_of_its_kind_is_whole(tmp_path):
-    here, there = tmp_path / "snapshots", tmp_path / "there"
-    left = set()
-    for name in ("best_1", "step_1", "best_2", "step_2", "step_2"):
-        mirror = Mirror(there.as_uri())
-        mirror.require_free(there.as_uri(), tmp_path / "another")
-        if not any(kept.startswith("step") for kept in left):
-            mirror.require_free(None, tmp_path / "another")  # what has the best one alone counts as empty
-        else:
-            with pytest.raises(ConfigError, match="has the snapshots of another run"):
-                mirror.require_free(None, tmp_path / "another")
-        write_tensors(here / f"{name}.tmp" / STATE, {"number": len(left)})
-        path = finish_snapshot(here, name, of_files(here / f"{name}.tmp", [STATE]))
-        mirror.put(path)
-        mirror.close()
-        shutil.rmtree(path)  # as one that a newer one has replaced here
-        left = {kept for kept in left if kept[:4] != name[:4]} | {name}
-        assert {path.name.partition("-")[0] for path in there.iterdir()} == left
-        assert len(list(there.iterdir())) == len(left)
-    Mirror(there.as_uri(), "resume").fetch(tmp_path / "fetched")
-    assert {path.name for path in (tmp_path / "fetched").iterdir()} == {"best_2", "step_2"}
-    for path in (tmp_path / "fetched").iterdir():
-        verify(path)
 
 
 @pytest.mark.drill

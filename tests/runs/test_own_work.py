@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.runs.record import read_run
 from support.commands import PYTHON_TRAIN, STARTERS
 from support.configs import composed
 from support.digits import digits
@@ -125,24 +124,13 @@ class Net(nn.Sequential):
         with torch.no_grad():
             self[1].bias.mul_(np.random.rand() + random.random())
 """
-COUNTED = """
-import os
-from torch import nn
-
-def net(shape, classes):
-    open("builds", "a").write(f"{os.getpid()}\\n")
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
-"""
 PAIR = "_target_: lockstep.data.Pair\n"
 AVERAGED = "{precision: fp64, ema: {_target_: lockstep.training.ema.Average, decay: 0.9}}"
 SCHEDULER = "defaults: [cosine]\n_target_: lockstep.training.schedules.step\nstep_epochs: 2\ngamma: 0.1\n"
 FILES = {
     "own_nets.py": NETS,
     "seeds.py": SEEDS_AT_IMPORT,
-    "counted.py": COUNTED,
-    "conf/model/own_net.yaml": "_target_: own_nets.Net\n",
     "conf/model/heads.yaml": "_target_: own_nets.Heads\n",
-    "conf/model/counted.yaml": "_target_: counted.net\nshape: ${dataset.shape}\nclasses: ${dataset.classes}\n",
     "conf/model/net.yaml": "defaults: [mlp]\nwidth: 12\n",
     "conf/task/both.yaml": "_target_: own_nets.Both\n",
     "conf/task/weighted.yaml": "defaults: [classification]\n_target_: own_nets.Weighted\nclasses: ${dataset.classes}\n",
@@ -208,17 +196,6 @@ def test_what_a_module_draws_or_seeds_before_the_net_is_built_changes_no_weight(
     assert torch.equal(weights(tmp_path / "run"), expected.double())
 
 
-def test_a_model_is_built_in_ranks_alone_and_the_folder_of_the_command_may_hold_anything(typed, tmp_path):
-    """It is beside the folder of configs, holds another run, and a file that nobody could read to its end."""
-    files = {".hydra/config.yaml": "seed: 9\n", ".hydra/overrides.yaml": "[]", "snapshots/step_1/manifest.json": ""}
-    write(tmp_path, files)
-    os.mkfifo(tmp_path / "conf" / "endless.yaml")
-    run = typed("model=counted", "trainer.max_steps=1", "launch=fork", "launch.nproc_per_node=2")
-    built = (tmp_path / "builds").read_text().split()
-    assert len(built) == len(set(built)) == 2
-    assert str(run.process.pid) not in built
-
-
 def test_what_the_constructor_of_a_task_needs_is_told_without_a_traceback(typed):
     for words, code, said in (
         (["task._target_=own_nets.Weighted"], 2, "needs classes and limit; type +task.classes=<value> +task.limit="),
@@ -235,13 +212,7 @@ def test_a_config_folder_alone_makes_what_is_beside_it_importable(start, typed, 
     """In ranks, in the other processes that read data, and again where the run is used."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    words = [
-        "dataset=own",
-        "loader.num_workers=1",
-        "model=mlp",
-        "model._target_=own_nets.anything",
-        "hydra.run.dir=run",
-    ]
+    words = ["dataset=own", "loader.num_workers=1", "model=mlp", "model._target_=own_nets.anything"]
     words += ["+model.in_features=5", "+model.out_features=2", "trainer.max_steps=2", "hydra.run.dir=run"]
     typed(*words, starter=STARTERS[starter], cwd=elsewhere)
     if starter == "python":
@@ -325,15 +296,6 @@ def test_arguments_do_not_outlive_their_class_and_a_key_that_nothing_takes_is_re
         "model: own_nets.Net has its own depth, dropout, width, not those of the option",
         "optimizer: torch.optim.RAdam has its own fused, lr, momentum, nesterov, weight_decay, not those of the option",
     ]
-
-
-def test_lines_to_type_of_a_run_and_a_sweep_work_as_they_are(start, typed):
-    swept = typed("-m", "model=own_net", "seed=1,2", "trainer.max_steps=2", "logger=console")
-    (folder,) = re.findall(r"^sweep: 2 jobs, 1 at once; 0 have finished before; in (.*)$", swept.output, re.MULTILINE)
-    again = shlex.split(read_run(swept.cwd / folder / "seed=2")["command"])[1:]
-    output = start(PYTHON_TRAIN[0], *again).finish().output
-    _, again = next(line for line in output.splitlines() if line.startswith("evaluate:")).split(maxsplit=1)
-    assert "evaluated: test loss" in start(PYTHON_TRAIN[0], *shlex.split(again)[1:]).finish().output
 
 
 def test_metrics_and_predictions_of_two_heads_are_over_the_samples(typed, tmp_path):

@@ -1,17 +1,20 @@
-"""How ranks find each other: nonces, repeated meetings over one store, the run's start time, and what listens where."""
+"""How ranks find each other, and what listens where; and what launchers leave behind."""
 
+import multiprocessing.util
 import os
+import signal
 import threading
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.distributed import rendezvous
-from lockstep.distributed.environment import RankInfo, read_rank_info
-from lockstep.distributed.rendezvous import agree_on_nonce, form_group, run_started_at, shared_store
+from lockstep.distributed.environment import read_rank_info
+from lockstep.distributed.rendezvous import agree_on_nonce, form_group, run_started_at
 from lockstep.distributed.world import join_world
+from lockstep.launchers.local import LocalLauncher
+from support.commands import wait_for
 from support.sockets import is_loopback, listening_addresses
 from support.worlds import in_world
 
@@ -55,54 +58,31 @@ def test_ranks_meet_three_times_over_one_store_share_the_start_time_and_listen_a
     assert others == [(totals, at_loopback, moment)] * 2
 
 
-def asked(name):
-    """The method `name` of a store, which counts what gloo asks, and not what the ranks ask while they meet."""
-
-    def ask(self, *args):
-        self.requests += (args[0] if isinstance(args[0], str) else args[0][0]).startswith("rendezvous/")
-        return getattr(self.inner, name)(*args)
-
-    return ask
+def _sum_of_ranks():
+    with join_world("gloo", 30) as world:
+        total = world.all_reduce_sum(torch.tensor(float(world.rank))).item()
+        return total, os.environ["LOCKSTEP_STARTED_BY"], world.local_size, "x" * 2**20  # more than a pipe holds
 
 
-class AskedStore(dist.Store):
-    set, get, wait, multi_get = map(asked, ("set", "get", "wait", "multi_get"))
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.requests = inner, 0
-
-    def check(self, keys):
-        return self.inner.check(keys)
-
-    def has_extended_api(self):
-        return True
-
-
-def requests_to_meet():
-    info = read_rank_info()
-    store = rendezvous._stores[info] = AskedStore(shared_store(info))
-    with join_world("gloo", 60) as world:
-        assert world.all_reduce_sum(torch.ones(1)).item() == world.size
+def _killed():
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    with join_world("gloo", 30) as world:
         world.barrier()
-    return store.requests
+        if attempt < 10 and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        world.barrier()
+    return attempt
 
 
-def test_a_rank_asks_the_store_twice_however_large_the_world_is():
-    assert in_world(5, requests_to_meet) == [2] * 5
+def _left_behind():
+    of_python = threading.active_count()
+    for start_method in ("spawn", "fork"):
+        assert LocalLauncher(start_method, 2).launch(_sum_of_ranks) == (1.0, start_method, 2, "x" * 2**20)
+    assert LocalLauncher("fork", 2, max_restarts=10).launch(_killed) == 10
+    left = [name for name in os.listdir(multiprocessing.util.get_temp_dir()) if name.startswith("ranks-")]
+    wait_for(lambda: threading.active_count() == of_python, "end of the threads")
+    return listening_addresses([os.getpid()]), left
 
 
-def test_a_requeued_slurm_step_keeps_its_start_time(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def started(**env):
-        monkeypatch.setattr("os.environ", {f"SLURM_{name}": value for name, value in env.items()})
-        return run_started_at.__wrapped__(RankInfo(started_by="srun"))
-
-    began = started(JOB_ID="8", STEP_ID="0")
-    assert started(JOB_ID="8", STEP_ID="0", RESTART_COUNT="1") == began
-    assert started(JOB_ID="8", STEP_ID="1", RESTART_COUNT="1") > began
-    assert started(JOB_ID="8", STEP_ID="0") > began  # another job of the same number, years later
-    assert datetime.now() - started() < timedelta(seconds=1)
-    (tmp_path / "outputs/.started/slurm-8.0").write_text("")  # left by a machine that failed
-    assert started(JOB_ID="8", STEP_ID="0", RESTART_COUNT="1") > began
+def test_launches_and_restarts_leave_no_port_and_no_thread_behind():
+    assert in_world(1, _left_behind) == [(set(), [])]

@@ -25,36 +25,28 @@ def steps_of_snapshots(folder):
     return [step_of(path) for path in reversed(list_snapshots(folder / "snapshots"))]
 
 
-def test_the_same_folder_goes_on_by_itself(train, tmp_path):
-    constant = [*WHOLE, "scheduler=constant", "model=mlp"]
+def test_the_same_folder_goes_on_by_itself_with_the_same_split_and_one_curve(train, tmp_path):
+    constant, same, whole = ["scheduler=constant", "model=mlp"], tmp_path / "same", tmp_path / "whole"
     train(*constant, "trainer.epochs=3", "hydra.run.dir=whole")
     train(*constant, "trainer.max_steps=30", "hydra.run.dir=same")  # in the middle of the second epoch
+    for word in ("loader.split_seed=1", "loader.validation=null"):  # another split
+        refused = train(*constant, "hydra.run.dir=same", word, code=2).sentence
+        assert f"holds a run with {word.split('=')[0]}=" in refused
+    refused = train(*constant, "hydra.run.dir=other", "resume=same", "loader.validation=null", code=2).sentence
+    assert "does not fit this run: " in refused
+    assert "validation data (" in refused
     run = train(*constant, "trainer.epochs=3", "hydra.run.dir=same")
-    same, whole = tmp_path / "same", tmp_path / "whole"
     assert "resumed from" in run.output
     assert len(run.epochs) == 2
     assert same_bits(whole, same)
+    one, other = read_run(whole), read_run(same)
+    assert [one[key] for key in ("data", "test", "objective")] == [other[key] for key in ("data", "test", "objective")]
     curves, expected = scalars(same), scalars(whole)
     assert [step for step, _ in curves["train/lr"]] == [10, 20, 30, 40, 50, 60]
     # The second epoch's training loss counts the steps before the stop, too.
-    assert dict(curves["train/loss"])[46] == dict(expected["train/loss"])[46]
+    assert dict(curves["train/loss"])[42] == dict(expected["train/loss"])[42]
     assert sorted(path.name for path in (same / ".hydra").iterdir()) == ["config.yaml", "overrides.yaml"]
     assert "max_steps: null" in (same / ".hydra" / "config.yaml").read_text()
-
-
-def test_average_best_and_patience_survive_a_restart(train, tmp_path):
-    judged = [*WHOLE[1:], "model=mlp", "scheduler=constant", ema(0.9), "trainer.epochs=40", "evaluation.patience=2"]
-    judged += ["snapshot.keep_last=1", "optimizer.lr=0.5", ON_TEST]
-    whole = train(*judged, "hydra.run.dir=whole")
-    train(*judged, "hydra.run.dir=parts", "trainer.max_steps=30")
-    parts = train(*judged, "hydra.run.dir=parts")
-    assert parts.epochs[-1].split("step")[1] == whole.epochs[-1].split("step")[1]
-    assert len(whole.epochs) < 40
-    assert same_bits(tmp_path / "whole", tmp_path / "parts")
-    curve, best = scalars(tmp_path / "whole")["val/accuracy"], best_snapshot(tmp_path / "parts")["progress"]
-    assert best["best"] == pytest.approx(max(value for _, value in curve), abs=1e-6)
-    assert best["step"] == curve[-3][0]
-    assert len(steps_of_snapshots(tmp_path / "parts")) == 1
 
 
 def test_how_often_a_run_saves_and_how_much_it_keeps_beside_damaged_ones(train, tmp_path):

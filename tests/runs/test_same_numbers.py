@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from timm.layers import BatchNormAct2d
 from torch import nn
 
 from lockstep.data.source import Splits, Tensors
@@ -57,11 +56,10 @@ ONE = "ScheduleGPipe 1"  # for the rest of the last batch, of 13 samples
 
 @dataclass
 class Case:
-    """words: of the training on `alone` ranks. ways: (ranks, more words) and, where it matters, what is seen there."""
+    """words: of the training in one process. ways: (ranks, more words) and, where it matters, what is seen there."""
 
     words: list[str] | Callable[[Path], list[str]]
     ways: list[tuple[int, str] | tuple[int, str, set[str]]]
-    alone: int = 1
     limit: float = 1e-9
 
 
@@ -162,6 +160,8 @@ class Norms(nn.Module):
     that are concatenated."""
 
     def __init__(self, shape, classes):
+        from timm.layers import BatchNormAct2d  # seconds: only where it is used
+
         super().__init__()
         self.images = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, momentum=0.3), BatchNormAct2d(4))
         self.volumes, self.plain = nn.BatchNorm3d(2, affine=False), nn.BatchNorm1d(4, track_running_stats=False)
@@ -234,27 +234,35 @@ def logged(folder):
     return {(step, tag): value for step, tag, value in rows if not tag.startswith("speed/")}
 
 
-@pytest.mark.timeout(600)  # to compile takes minutes on a busy machine without a cache
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """{name: (folder, objective, what was seen) of one process and of each way}. A world of each size trains all."""
+    parent, jobs, found = tmp_path_factory.mktemp("trained"), [], {name: [] for name in CASES}
+    for name, case in CASES.items():
+        words = case.words if isinstance(case.words, list) else case.words(parent)
+        for ranks, more, *_ in [(1, ""), *case.ways]:
+            jobs.append((ranks, name, composed(*words, *more.split(), f"run_dir={parent / str(len(jobs))}")))
+    for job in jobs:
+        found[job[1]].append(job)
+    for size in sorted({ranks for ranks, *_ in jobs}):
+        chosen = [job for job in jobs if job[0] == size]
+        of_ranks = in_world(size, observed, [cfg for *_, cfg in chosen], limit=1500)
+        for job, (first, *others) in zip(chosen, zip(*of_ranks, strict=True), strict=True):
+            assert all(objective in (None, first[0]) for objective, _ in others), job
+            assert all(seen == first[1] for _, seen in others), job
+            found[job[1]][found[job[1]].index(job)] = Path(job[2].run_dir), *first
+    return found
+
+
+@pytest.mark.timeout(1800)  # of the first one, which trains them all; to compile takes minutes without a cache
 @pytest.mark.parametrize("name", CASES)
-def test_trainings_have_the_numbers_of_one_process(tmp_path, name):
-    case = CASES[name]
-    words = case.words if isinstance(case.words, list) else case.words(tmp_path)
-    folders = [tmp_path / str(number) for number in range(len(case.ways))]
-    made = [composed(*words, *way[1].split(), f"run_dir={at}") for way, at in zip(case.ways, folders, strict=True)]
-    ((alone, _),) = in_world(case.alone, observed, [composed(*words, f"run_dir={tmp_path / 'alone'}")])[0]
-    found = [None] * len(made)
-    for ranks in {way[0] for way in case.ways}:
-        places = [place for place, way in enumerate(case.ways) if way[0] == ranks]
-        of_ranks = in_world(ranks, observed, [made[place] for place in places], limit=500)
-        for place, *answers in zip(places, *of_ranks, strict=True):
-            found[place] = answers[0]
-            assert all(objective in (None, answers[0][0]) for objective, _ in answers)
-            assert all(seen == answers[0][1] for _, seen in answers)
-    for way, folder, (objective, seen) in zip(case.ways, folders, found, strict=True):
-        assert distance(weights(tmp_path / "alone"), weights(folder)) < case.limit, way
+def test_trainings_have_the_numbers_of_one_process(trained, name):
+    case, (alone, expected, _), *found = CASES[name], *trained[name]
+    for way, (folder, objective, seen) in zip(case.ways, found, strict=True):
+        assert distance(weights(alone), weights(folder)) < case.limit, way
         if case.limit < 1e-6:
-            assert objective == pytest.approx(alone, rel=1e-9), way
-        assert logged(folder) == pytest.approx(logged(tmp_path / "alone"), rel=1e-9), way
+            assert objective == pytest.approx(expected, rel=1e-9), way
+        assert logged(folder) == pytest.approx(logged(alone), rel=1e-9), way
         assert len(way) < 3 or seen.keys() - {""} == way[2], way
         assert "gradient_sync" not in way[1] or not seen or seen.total() > 2 * 24, way  # several buckets in each step
 

@@ -62,27 +62,6 @@ def set_up(strategy, model):
         world.barrier()  # who leaves while the other still connects ends it
 
 
-def shares_of_one_step(replicas):
-    """How many values of the weights, the gradients and the moments this rank holds after one step."""
-    model = nn.Sequential(nn.Linear(100, 50), nn.Linear(50, 7))
-    with set_up(Sharded(replicas, True, [], 1000), model) as strategy:
-        optimizer = torch.optim.AdamW(strategy.module.parameters())
-        strategy.module(torch.ones(4, 100)).sum().backward()
-        optimizer.step()
-        held = list(strategy.module.parameters())
-        lists = [held, [one.grad for one in held], [state["exp_avg"] for state in optimizer.state.values()]]
-        return [sum(tensor.to_local().numel() for tensor in tensors) for tensors in lists]
-
-
-@pytest.mark.parametrize(("ranks", "replicas"), [(3, 1), (4, 2)])
-def test_ranks_share_out_weights_gradients_and_moments(ranks, replicas):
-    for of_ranks in zip(*in_world(ranks, shares_of_one_step, replicas), strict=True):
-        one_model = of_ranks[: ranks // replicas]
-        assert of_ranks == one_model * replicas
-        assert sum(one_model) == 101 * 50 + 51 * 7
-        assert max(one_model) < 1.2 * sum(one_model) / len(one_model)
-
-
 def bytes_after_setup(cfg):
     """(bytes of all tensors that this rank still holds, bytes of the whole model) once train.py has set it up."""
     from lockstep import build

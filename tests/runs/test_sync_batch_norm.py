@@ -7,8 +7,7 @@ from torch import nn
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm, convert_sync_batch_norm
 from lockstep.distributed.world import join_world
 from lockstep.errors import ConfigError
-from support.configs import composed
-from support.worlds import distance, in_world, train_all, weights
+from support.worlds import distance, in_world
 
 
 class WithActivation(nn.BatchNorm2d):
@@ -43,25 +42,3 @@ def of_one_layer():
 def test_a_layer_is_taken_over_with_all_that_it_has_or_refused():
     for said in in_world(2, of_one_layer):
         assert "in place of 0, and WithActivation has a forward pass of its own, which would be lost; type sync" in said
-
-
-def normed(kind):
-    """kind: of torch's batch norms for images."""
-    return nn.Sequential(nn.Conv2d(1, 4, 3), getattr(nn, kind)(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
-
-
-def test_trainings_with_sync_bn_have_one_ranks_numbers_and_off_has_not(tmp_path):
-    """But for torch's own layer over all ranks, which works on CPUs whatever sync_bn says."""
-    words = ["model=linear", f"model._target_={__name__}.normed", "~model.shape", "~model.classes", "logger=[]"]
-    words += ["trainer.precision=fp64", "trainer.max_steps=3", "trainer.batch_size=61"]
-    rows = [("off", "BatchNorm2d"), ("on", "BatchNorm2d"), ("auto", "BatchNorm2d"), ("off", "SyncBatchNorm")]
-
-    def train(size, number):
-        jobs = [("-".join((str(size), *row)), [f"sync_bn={row[0]}", f"+model.kind={row[1]}"]) for row in rows[:number]]
-        in_world(size, train_all, [composed(f"run_dir={tmp_path / name}", *words, *more) for name, more in jobs])
-        return [weights(tmp_path / name) for name, _ in jobs]
-
-    (alone,) = train(1, 1)
-    off, *synced = (distance(alone, found) for found in train(2, 4))
-    assert max(synced) < 1e-10
-    assert off > 1e-6

@@ -1,8 +1,5 @@
 """Parameters and buffers of every type and layout, and tensors with several names, in everything that holds them."""
 
-from collections import deque
-
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,14 +8,12 @@ import lockstep
 from lockstep.errors import ConfigError
 from lockstep.models.base import matching_parameters
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
-from lockstep.snapshots.state import require_loadable, trained_weights
 from lockstep.strategies.base import to_bytes
 from support.commands import ema
 from support.configs import composed, with_values
 from support.models import MadeInForward, OddTensors
 from support.run_folders import newest_snapshot
-from support.small_text import small_gpt
-from support.worlds import distance, in_world, train_all, weights
+from support.worlds import in_world, train_all
 
 MODEL = ("model=linear", "model._target_=support.models.OddTensors", "optimizer.fused=false", "logger=[]")
 
@@ -87,18 +82,6 @@ def test_any_name_of_a_shared_weight_freezes_groups_and_initialises_it(tmp_path)
     assert torch.equal(model.second.bias, values["second.bias"])
 
 
-def test_the_average_of_a_shared_weight_is_under_all_its_names(tmp_path):
-    """In model.pt, and in what init= reads of a snapshot."""
-    words = small_gpt(tmp_path, ema(0.5), "strategy=fsdp", f"run_dir={tmp_path / 'run'}")
-    in_world(2, train_all, [composed(*words)])
-    saved = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
-    newest = newest_snapshot(tmp_path / "run")  # whole
-    shared = ["embedding.tokens.weight", "head.linear.weight"]
-    for held in (saved, trained_weights(newest, tmp_path)):
-        assert torch.equal(held[shared[0]], held[shared[1]])
-    assert not torch.equal(newest["model"][shared[0]], saved[shared[0]])
-
-
 @pytest.mark.parametrize(("strategy", "extra"), [("ddp", "set"), ("fsdp", "bytes")])
 def test_buffers_that_a_forward_pass_makes_and_extra_state_are_resumed(tmp_path, strategy, extra):
     words = ["model=linear", "model._target_=support.models.MadeInForward", f"+model.extra={extra}", "logger=[]"]
@@ -112,33 +95,3 @@ def test_buffers_that_a_forward_pass_makes_and_extra_state_are_resumed(tmp_path,
     loaded = lockstep.load(tmp_path / "whole", model=MadeInForward([1, 8, 8], 10, extra)).net.state_dict()
     loaded.pop("_extra_state")
     assert_same(loaded, one)
-
-
-def test_what_no_snapshot_holds_is_refused():
-    for value in (MadeInForward([4], 2, "array").state_dict(), {"a": [deque()]}, [np.float32(1)], {"a": lambda: 0}):
-        with pytest.raises(ConfigError, match=r"^the state of the model.* has .*; keep tensors, numbers"):
-            require_loadable(value)
-
-
-def train_with_another_default(configs):
-    torch.set_default_dtype(torch.float64)
-    train_all(configs)
-
-
-def test_sparse_gradients_give_the_numbers_of_dense_ones_and_the_default_type_changes_nothing(tmp_path):
-    words = ["model=linear", "model._target_=support.models.Words", "~model.shape", "~model.classes", "logger=[]"]
-    words += ["trainer.epochs=1"]
-    configs = [
-        composed(
-            *words, "trainer.epochs=1", f"+model.sparse={sparse}", f"trainer.precision={kind}", f"run_dir={folder}"
-        )
-        for sparse, kind, folder in (
-            ("false", "fp64", tmp_path / "dense"),
-            ("true", "fp64", tmp_path / "sparse"),
-            ("true", "fp32", tmp_path / "single"),
-        )
-    ]
-    in_world(1, train_with_another_default, configs)
-    assert distance(weights(tmp_path / "dense"), weights(tmp_path / "sparse")) < 1e-12
-    saved = torch.load(tmp_path / "single" / "model.pt", weights_only=True)
-    assert {value.dtype for value in saved.values()} == {torch.float32}

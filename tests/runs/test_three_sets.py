@@ -111,22 +111,6 @@ def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(numb
     assert {*kept[1:]} == {*folder.glob("snapshots/*/*")}
 
 
-def test_a_run_that_is_cut_in_mid_epoch_goes_on_with_the_same_split_and_ends_with_the_same_bits(train, tmp_path):
-    words = ["model=mlp", "trainer.epochs=2", "scheduler=constant", "logger=[csv,console]"]
-    train(*words, "hydra.run.dir=whole")
-    train(*words, "hydra.run.dir=parts", "trainer.max_steps=30")
-    for word in ("loader.split_seed=1", "loader.validation=null"):  # another split
-        assert f"holds a run with {word.split('=')[0]}=" in train(*words, "hydra.run.dir=parts", word, code=2).sentence
-    said = train(*words, "hydra.run.dir=other", "resume=parts", "loader.validation=null", code=2).sentence
-    assert "does not fit this run: " in said
-    assert "validation data (" in said
-    train(*words, "hydra.run.dir=parts")
-    assert same_bits(tmp_path / "whole", tmp_path / "parts")
-    whole, parts = read_run(tmp_path / "whole"), read_run(tmp_path / "parts")
-    for key in ("data", "test", "objective"):
-        assert whole[key] == parts[key], key
-
-
 def test_the_jobs_of_a_sweep_share_the_split_and_folds_validate_each_sample_once(start, tmp_path):
     sweep = [sys.executable, TRAIN, "-m", *SMALL, "logger=[]"]
     assert "val/loss" in start(*sweep, "seed=0,1", "hydra.sweep.dir=seeds", *FIRST_IS_BEST).finish().output
@@ -149,23 +133,28 @@ STRATEGIES = {
 }
 
 
-def trained_and_evaluated(cfg, evaluation):
-    """The test metrics of a training's best weights, by mode=evaluate."""
-    train_all([cfg])
-    parts = parts_of(evaluation)
-    return parts.mode.work(evaluation, record_of(evaluation), parts)
+def trained_and_evaluated(pairs):
+    """The test metrics of each training's best weights, by mode=evaluate."""
+    found = []
+    for cfg, evaluation in pairs:
+        train_all([cfg])
+        parts = parts_of(evaluation)
+        found.append(parts.mode.work(evaluation, record_of(evaluation), parts))
+    return found
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_each_strategy_tests_the_weights_that_were_chosen(name, tmp_path):
-    folder, words = tmp_path / "run", [*SMALL, "trainer.precision=fp64", *STRATEGIES[name]]
-    cfg = composed(*words, *FIRST_IS_BEST, "logger=[csv]", f"run_dir={folder}", whole=False)
-    words += ["mode=evaluate", f"resume={folder}", "mode.snapshot=best", f"mode.file={tmp_path}/best.json", "logger=[]"]
-    evaluation = composed(*words, f"run_dir={tmp_path}/evaluation", whole=False)
-    best = in_world(2, trained_and_evaluated, cfg, evaluation)[0]
-    run, rows = read_run(folder), {(tag, step): value for step, tag, value in read_rows(folder)}
-    first = run["objective"]["step"]
-    assert run["test"]["step"] == first < run["steps"]
-    assert run["objective"]["best"] == rows["val/loss", first] != rows["val/loss", run["steps"]]
-    assert run["test"]["metrics"] == pytest.approx(best, rel=1e-9)
-    assert run["test"]["metrics"]["loss"] == rows["test/loss", first]
+def test_each_strategy_tests_the_weights_that_were_chosen(tmp_path):
+    pairs = []
+    for name, strategy in STRATEGIES.items():
+        words, folder = [*SMALL, "trainer.precision=fp64", *strategy], tmp_path / name
+        use = ["mode=evaluate", f"resume={folder}", "mode.snapshot=best", f"mode.file={folder}.json", "logger=[]"]
+        evaluation = composed(*words, *use, f"run_dir={folder}-evaluation", whole=False)
+        pairs.append((composed(*words, *FIRST_IS_BEST, "logger=[csv]", f"run_dir={folder}", whole=False), evaluation))
+    for name, best in zip(STRATEGIES, in_world(2, trained_and_evaluated, pairs)[0], strict=True):
+        folder = tmp_path / name
+        run, rows = read_run(folder), {(tag, step): value for step, tag, value in read_rows(folder)}
+        first = run["objective"]["step"]
+        assert run["test"]["step"] == first < run["steps"], name
+        assert run["objective"]["best"] == rows["val/loss", first] != rows["val/loss", run["steps"]]
+        assert run["test"]["metrics"] == pytest.approx(best, rel=1e-9), name
+        assert run["test"]["metrics"]["loss"] == rows["test/loss", first]

@@ -1,10 +1,8 @@
 """Weights that differ between ranks are found, named, and kept out of snapshots."""
 
 import pytest
-import torch
 
 from lockstep.errors import RanksDiffer
-from lockstep.training.exchange import hash_of
 from support.commands import STARTERS, ema
 from support.configs import composed
 from support.digits import FEW
@@ -31,22 +29,6 @@ def train_all(configs):
         except RanksDiffer as error:
             sentences.append(str(error))
     return sentences
-
-
-def test_a_hash_changes_with_every_bit():
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
-        tensor = torch.randn(3, 5, 7, 11).mul(100).to(dtype)
-        before = hash_of(tensor).item()
-        values = tensor.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
-        for bit in range(8 * dtype.itemsize):
-            flipped, index = torch.tensor(1, dtype=values.dtype) << bit, 17 * bit % len(values)
-            values[index] ^= flipped
-            assert hash_of(tensor).item() != before, (dtype, bit)
-            values[index] ^= flipped
-        assert hash_of(tensor).item() == before
-    image = torch.randn(2, 3, 4, 4)
-    assert hash_of(image).item() == hash_of(image.to(memory_format=torch.channels_last)).item()
-    assert hash_of(torch.ones(3, dtype=torch.complex64) * 1j).item() != 0
 
 
 def test_a_damaged_weight_of_one_rank_is_named_and_kept_out_of_snapshots(tmp_path):

@@ -1,5 +1,7 @@
 """The digits of scikit-learn, as two data sets and as data sources with other splits."""
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -21,8 +23,6 @@ def digits(train: bool = True) -> Tensors:
 
 # Not dataclasses: a class with the constructor of one of the project keeps the values of its option.
 class Few(Digits):
-    """Trains on the 360 test digits."""
-
     def splits(self) -> Splits:
         return Splits(digits(False), digits(False))
 
@@ -64,3 +64,10 @@ class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
     def before(self, index: int) -> None:
         """Called before each access."""
+
+
+class SlowDigits(Samples):
+    first = 64
+
+    def before(self, index):
+        time.sleep(0.001)

@@ -155,8 +155,6 @@ def break_at(place, step):
 
 
 class FaultyBackward(torch.autograd.Function):
-    """The identity, whose backward pass breaks."""
-
     @staticmethod
     def forward(ctx, outputs, step):
         ctx.step = step
@@ -222,8 +220,6 @@ class FewDigits(FaultyDigits):
 
 
 class FaultyPair(Pair):
-    """Two data sets that break when they are prepared ("prepare")."""
-
     def prepare(self):
         break_at("prepare", 1)
 

@@ -60,7 +60,6 @@ def accepts(kind, value):
 
 
 def words_of(kind):
-    """The words that a type names."""
     named = [word for member in get_args(kind) for word in words_of(member)]
     return list(get_args(kind)) if get_origin(kind) is Literal else named
 
@@ -128,7 +127,6 @@ def any_words(draw):
 
 @st.composite
 def commands(draw):
-    """A whole command: options of groups, and one to three changes of any kind."""
     words = draw(st.lists(option_words, max_size=3))
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
         words += draw(typed_words() | any_words())

@@ -3,7 +3,6 @@
 import math
 from itertools import pairwise
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,8 +20,6 @@ def attach(module, parts):
 
 
 class ByLoss(CrossEntropy):
-    """Its loss is what a run is judged by."""
-
     monitor = "loss"
 
 
@@ -35,8 +32,6 @@ class LargestLoss(ByLoss):
 
 
 class Block(nn.Module):
-    """A transformer block: causal attention of one head, and two linear layers."""
-
     def __init__(self, width):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -100,8 +95,6 @@ class WithConstants(nn.Module):
 
 
 class OddParameters(nn.Module):
-    """A list of parameters, one of which is transposed in memory."""
-
     def __init__(self, shape, classes):
         super().__init__()
         self.lists = nn.ModuleList([nn.ParameterList([torch.eye(shape[0]) + 0.1, torch.ones(6, shape[0]).t() / 9])])
@@ -128,8 +121,6 @@ class Viewing(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Calls its layers with None, with a tuple and by keyword."""
-
     def __init__(self, shape, classes):
         super().__init__()
         self.first, self.second = (nn.LSTM(shape[0] // 4, shape[0] // 4, batch_first=True) for _ in range(2))
@@ -142,8 +133,6 @@ class Recurrent(nn.Module):
 
 
 class Scale(nn.Module):
-    """Its factors (1,) are a buffer that no state dict has."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("factors", torch.full((1,), 2.0), persistent=False)
@@ -153,12 +142,10 @@ class Scale(nn.Module):
 
 
 def scaled_layers(shape, classes):
-    """Two linear layers with a `Scale` behind the first."""
     return nn.Sequential(nn.Linear(shape[0], 16), Scale(), nn.Linear(16, classes))
 
 
 def lazy_layers(shape, classes):
-    """Layers that get their shapes from the first samples."""
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(classes))
 
 
@@ -209,15 +196,12 @@ class CountingSGD(torch.optim.SGD):
 
 
 def of_any_size(shape, classes):
-    """A small net for images of any height and width."""
     channels = [shape[0], 8, 8, 8]
     blocks = [nn.Sequential(nn.Conv2d(*ends, 3, padding=1), nn.GELU()) for ends in pairwise(channels)]
     return nn.Sequential(*blocks, nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(8, classes))
 
 
 class Versioned(nn.Linear):
-    """A linear layer whose state dict also holds plain values."""
-
     def get_extra_state(self):
         return {"version": [1, 2]}
 
@@ -291,16 +275,13 @@ class MadeInForward(nn.Module):
         return outputs
 
     def get_extra_state(self):
-        forms = {"set": {self.seen, -1}, "bytes": str(self.seen).encode(), "array": np.full(3, self.seen)}
-        return {"seen": forms[self.extra]}
+        return {"seen": {self.seen, -1} if self.extra == "set" else str(self.seen).encode()}
 
     def set_extra_state(self, state):
         self.seen = max(state["seen"]) if self.extra == "set" else int(state["seen"])
 
 
 class Words(nn.Module):
-    """A bag of token numbers, whose gradient is sparse."""
-
     def __init__(self, sparse):
         super().__init__()
         self.embedding, self.head = nn.Embedding(17, 8, sparse=sparse), nn.Linear(8, 10)

@@ -28,7 +28,6 @@ class ObjectStore:
         self.files.mkdir("bucket")
 
     def start(self):
-        """Empty, as moto keeps nothing."""
         words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
         self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for _ in range(600):

@@ -80,7 +80,6 @@ class Uneven(Points):
 
 
 def first_two(samples: list[Any]) -> tuple[Tensor, Tensor]:
-    """A collate function for triples."""
     return torch.stack([sample[0] for sample in samples]), torch.tensor([sample[1] for sample in samples])
 
 
@@ -97,7 +96,6 @@ def mixed(samples: list[Any]) -> tuple[Tensor, Tensor]:
 
 
 def twice(samples: list[Any]) -> tuple[Tensor, Tensor]:
-    """A collate function that makes two rows of a sample."""
     return first_two([*samples, *samples])
 
 
@@ -107,7 +105,6 @@ def without_the_first(samples: list[Any]) -> tuple[Tensor, Tensor]:
 
 
 def random_labels(train: bool) -> Tensors:
-    """The digits, of which nothing can be learned: their labels are drawn."""
     data, generator = digits(train), torch.Generator().manual_seed(int(train))
     return Tensors(data.inputs, torch.randint(10, (len(data),), generator=generator))
 

@@ -18,22 +18,18 @@ _FILE = re.compile(r"^(# @package _global_\n)?# ((?:my_work|conf)/\S+)\n", re.MU
 
 
 def prose(page: Path) -> str:
-    """The page without its code blocks."""
     return _CODE_BLOCK.sub("", page.read_text())
 
 
 def code_spans(page: Path) -> list[str]:
-    """What stands between single backticks."""
     return [" ".join(span.split()) for span in _CODE_SPAN.findall(prose(page))]
 
 
 def command_lines(page: Path) -> list[str]:
-    """The lines of the page's bash blocks, continued lines as one."""
     return "\n".join(COMMANDS.findall(page.read_text())).replace("\\\n", " ").splitlines()
 
 
 def section(page: str, heading: str) -> str:
-    """The text of a page between this heading and the next."""
     return page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
@@ -69,5 +65,4 @@ def environment(home: Path) -> dict[str, object]:
 
 
 def python_blocks(page: Path) -> list[str]:
-    """The page's blocks of Python, in their order."""
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)

@@ -60,13 +60,11 @@ NODES = {  # of two machines with a rank each
 
 
 def in_ranks(size: int, folder: Path, *overrides: str) -> Path:
-    """The training in a world of `size` forked ranks. Returns its run folder."""
     in_world(size, train, composed(f"run_dir={folder}", *TRAINING, *overrides))
     return folder
 
 
 def by_command(command: list[str], folder: Path, *overrides: str) -> Path:
-    """The training as a user starts it. Returns its run folder."""
     folder.mkdir()
     Command([*command, *TRAINING, f"hydra.run.dir={folder}", *overrides], folder, new_process=True).finish()
     return folder

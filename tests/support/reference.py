@@ -60,7 +60,6 @@ def train_reference(
 
 
 def parameter_vector(model: nn.Module) -> Tensor:
-    """All parameters of a model in one vector."""
     return torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
 
 

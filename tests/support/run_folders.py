@@ -28,7 +28,6 @@ def has_logged(folder: Path, words: str) -> bool:
 
 
 def newest_snapshot(folder: Path) -> dict[str, Any]:
-    """What the newest snapshot holds."""
     return contents(list_snapshots(folder / "snapshots")[0])
 
 
@@ -59,7 +58,6 @@ def count_resumptions(folder: Path) -> int:
 
 
 def stopped_at(folder: Path, log: str = "train.log") -> int:
-    """The step at which the run says that it stopped early."""
     match = re.search(r"stopped early at step (\d+)", (folder / log).read_text())
     assert match, f"{folder}/{log} does not say where the run stopped"
     return int(match[1])

@@ -6,7 +6,6 @@ WORDS = "the quick brown fox jumps over the lazy dog, and the dog does not mind.
 
 
 def small_gpt(folder: Path, *more: str) -> list[str]:
-    """A text of 288 characters, 28 symbols, in blocks of 8, and a GPT with two blocks."""
     (folder / "text.txt").write_text(WORDS)
     data = ["dataset=text", f"dataset.path={folder / 'text.txt'}", f"dataset.classes={len(set(WORDS))}"]
     data += [f"dataset.tokens_dir={folder / 'tokens'}", "dataset.samples=26", "dataset.block=8"]

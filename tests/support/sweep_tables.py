@@ -6,7 +6,6 @@ from lockstep.runs.record import Run, best_of, find_runs, read_run, state_of
 
 
 def runs_of(folder: Path) -> dict[str, Run]:
-    """{name of the job's folder: its run.json} in a sweep's folder."""
     return {path.name: read_run(path) for path in find_runs([str(folder)])}
 
 

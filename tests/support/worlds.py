@@ -5,15 +5,19 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from support.commands import TIMEOUT
 from support.ports import free_port
 
 PRELOAD = """torch torch.distributed torch.nn.parallel torch.distributed.fsdp torch.distributed.pipelining hydra train
 lockstep.build lockstep.training.loop lockstep.training.metrics lockstep.data.vision lockstep.loggers.tensorboard tqdm
-lockstep.loggers.console lockstep.modes.base torch.utils.tensorboard"""
+lockstep.loggers.console lockstep.modes.train torch.utils.tensorboard pydantic safetensors.torch support.models
+support.own_data support.reference support.configs support.worlds pytest zoneinfo PIL.Image"""
 
 
 def in_world(size: int, function: Callable[..., Any], *args: Any, limit: float = TIMEOUT) -> list[Any]:
@@ -23,6 +27,9 @@ def in_world(size: int, function: Callable[..., Any], *args: Any, limit: float =
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD.split())
+    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 gives the server no sys.path
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        ensure_running()
     port, results = free_port(), context.SimpleQueue()
     shared = (size, port, results, function, args)
     processes = [context.Process(target=_rank, args=(rank, *shared)) for rank in range(size)]
@@ -75,7 +82,6 @@ def train(config: Any) -> float | None:
 
 
 def train_all(configs: list[Any]) -> list[float | None]:
-    """Several trainings, one after the other, in one world."""
     return [train(config) for config in configs]
 
 
@@ -104,7 +110,6 @@ def refusal(config: Any) -> str:
 
 
 def refusals(configs: Sequence[Any]) -> list[str]:
-    """Of several trainings, one after the other."""
     return [refusal(config) for config in configs]
 
 
@@ -117,12 +122,10 @@ def weights(folder: Path) -> Any:
 
 
 def distance(one: Any, other: Any) -> float:
-    """The relative distance of two vectors."""
     return float((one - other).norm() / one.norm())
 
 
 def same_bits(one: Path, other: Path) -> bool:
-    """Whether two runs ended with the same bits in model.pt."""
     import torch
 
     first, second = (torch.load(folder / "model.pt", weights_only=True) for folder in (one, other))
