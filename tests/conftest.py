@@ -22,10 +22,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The longest files, those of drills and those of `make test`, by their seconds. They run first, so that no core is
 # idle while another one runs the last of them.
-LONG = (
-    "test_same_numbers test_zoo test_slurm_jobs test_hangs test_faults test_kills test_bench test_promise test_hosts "
-)
-LONG += "test_own_work test_starters test_pages test_python_api test_sweeps test_strategies test_every_data_set"
+LONG = "test_same_numbers test_zoo test_slurm_jobs test_hangs test_faults test_kills test_bench test_promise "
+LONG += "test_pretended_gpus test_pages test_own_work test_sweeps test_modes test_every_data_set"
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

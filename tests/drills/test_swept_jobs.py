@@ -1,5 +1,5 @@
 """Sweeps and searches that are killed, stopped or run several jobs at once end with the objectives of undisturbed ones;
-pruning; what choosing costs; and another sweeper of Hydra's."""
+pruning; and what choosing costs."""
 
 import json
 import os
@@ -11,7 +11,6 @@ import time
 
 import optuna
 import pytest
-import yaml
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
@@ -179,26 +178,3 @@ def test_the_test_number_of_the_best_of_16_configurations_covers_chance_where_la
     assert low <= 1 / 10 < chosen
     assert max(1 / 10, test) <= high
     assert low <= test
-
-
-# Another sweeper: hydra-optuna-sweeper, with jobs, table and end as with ours.
-
-SWEEPER = os.environ.get("LOCKSTEP_OPTUNA_SWEEPER")  # its folder: it wants an Optuna before 3, which the others do not
-PLUGIN = {"_target_": "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper", "direction": "maximize"}
-PLUGIN |= {"sampler": {"_target_": "optuna.samplers.TPESampler", "seed": 1}, "n_trials": 3, "n_jobs": 1}
-PLUGIN |= {"max_failure_rate": 0.0} | dict.fromkeys(("storage", "study_name", "params"))
-PLUGIN |= dict.fromkeys(("search_space", "custom_search_space"))
-
-
-@pytest.mark.skipif(SWEEPER is None, reason="LOCKSTEP_OPTUNA_SWEEPER names no folder with hydra-optuna-sweeper")
-def test_it_looks_for_the_best_accuracy(sweep, tmp_path):
-    """Ours has the name optuna, so the plugin gets another one."""
-    (tmp_path / "conf" / "hydra" / "sweeper").mkdir(parents=True)
-    (tmp_path / "conf" / "hydra" / "sweeper" / "plugin.yaml").write_text(yaml.safe_dump(PLUGIN))
-    words = ["--config-dir=conf", "hydra/sweeper=plugin", "hydra.sweep.dir=s", "optimizer.lr=interval(0.0001,0.1)"]
-    run = sweep("-m", *words, "model=linear", "trainer.max_steps=20", PYTHONPATH=SWEEPER).finish()
-    accuracies = list(objectives(tmp_path / "s").values())
-    assert len(set(accuracies)) > 1
-    best = yaml.safe_load((tmp_path / "s" / "optimization_results.yaml").read_text())["best_value"]
-    assert best == pytest.approx(max(accuracies), abs=1e-4)
-    assert "sweep: 3 finished" in run.output

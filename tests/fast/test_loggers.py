@@ -26,7 +26,7 @@ from lockstep.modes.trained_net import TrainedNet
 from lockstep.tasks.tasks import MultiLabel, Regression
 from support.commands import ema
 from support.configs import composed, with_values
-from support.event_files import images, scalars
+from support.event_files import scalars
 from support.logged import epoch, read_rows, run_info
 from support.worlds import in_world, train_all
 
@@ -42,7 +42,6 @@ class Recorder(Logger):
 
     start = lambda self, info: self.note("start")  # noqa: E731
     log = lambda self, metrics, step: self.note(f"log {step}")  # noqa: E731
-    image = lambda self, tag, image, step: self.note(f"image {tag} {step}")  # noqa: E731
     close = lambda self: self.note("close")  # noqa: E731
 
 
@@ -62,27 +61,6 @@ def test_a_logger_that_fails_costs_one_warning_and_one_that_cannot_start_is_left
     loggers.start(run_info(tmp_path))
     loggers.log({"train/lr": 0.1}, 1)
     assert calls == ["gone start", "there start", "there log 1"]
-
-
-def test_images_are_drawn_once_for_all_loggers_at_the_step_of_their_weights(tmp_path):
-    def draw(loggers, step):
-        loggers.draw("test", lambda: drawn.append(step) or {"test/worst": torch.ones(3, 5, 7)}, step)
-
-    calls, drawn = [], []
-    for sweep in (None, "s"):  # a job of a sweep that lasts less than ten seconds draws none
-        with Loggers([Recorder("a", calls), TensorBoardLogger(f"{tmp_path}/{sweep}", 1), ConsoleLogger()]) as loggers:
-            loggers.start(run_info(tmp_path, sweep=sweep))
-            draw(loggers, 10)
-            draw(loggers, 20)
-            assert drawn == [20] * bool(sweep)  # the epochs are short
-            loggers.end(run_info(tmp_path, sweep=sweep), "finished")
-    assert (drawn, calls) == ([20], ["a start", "a image test/worst 20", "a close", "a start", "a close"])
-    step, picture = images(tmp_path / "None")["test/worst"]
-    assert (step, picture.size, picture.getpixel((0, 0))) == (20, (7, 5), (255, 255, 255))
-    loggers.draw_at = 0.0
-    draw(loggers, 30)
-    draw(loggers, 40)  # so soon that it would take more than 1 % of the time
-    assert drawn == [20, 30]
 
 
 def test_a_resumed_run_drops_the_points_after_its_snapshot_and_a_fresh_run_in_an_old_folder_all(tmp_path):

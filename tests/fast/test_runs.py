@@ -23,7 +23,7 @@ import lockstep
 import runs as runs_py
 from lockstep.errors import ConfigError
 from lockstep.loggers.base import EpochSummary
-from lockstep.runs.record import RunRecord, read_run, seconds_of, settle, state_of
+from lockstep.runs.record import RunRecord, read_run, settle
 from lockstep.runs.stats import (
     estimate,
     is_share,
@@ -92,18 +92,6 @@ def cells(runs):
 
 
 # The record.
-
-
-def test_a_run_of_a_process_that_is_gone_was_killed_and_one_elsewhere_is_unknown_after_an_hour(tmp_path):
-    folder, here, child = make_run(tmp_path / "a", state="running"), socket.gethostname(), subprocess.Popen(["true"])
-    child.wait()
-    rows = [(here, os.getpid(), 0, "running"), (here, child.pid, 0, "killed")]
-    for host, pid, seconds, state in [*rows, ("x", 1, 9, "running"), ("x", 1, 4e3, "unknown")]:
-        run, now = read_run(folder), time.time() - seconds
-        run["starts"][-1] |= {"hosts": [host], "pid": pid, "ended": now, "started": now - 5}
-        (folder / "run.json").write_text(json.dumps(run))
-        assert state_of(read_run(folder)) == state
-        assert seconds_of(read_run(folder)) == pytest.approx(5, abs=1)
 
 
 def test_a_run_that_is_killed_before_its_first_snapshot_keeps_its_start_and_a_long_history_stays_short(tmp_path):

@@ -51,6 +51,30 @@ def test_ranks_that_share_memory_notice_at_once_that_one_is_gone():
     assert slow.startswith("ConnectionError: rank 0 is gone")
 
 
+def bytes_handed_over(name, length):
+    """Bytes that this rank hands to its sends in one sum."""
+    from lockstep.strategies import gradient_sync
+
+    handed = []
+
+    def counted(operation, tensor, peer):
+        handed.append(tensor.nbytes if operation is torch.distributed.isend else 0)
+        return torch.distributed.P2POp(operation, tensor, peer)
+
+    gradient_sync.P2POp = counted
+    with join_world("gloo", 60) as world:
+        getattr(gradient_sync, name)().add_up(world.rank, world.size, torch.ones(length))
+        world.barrier()
+    return sum(handed)
+
+
+def test_the_bytes_sent_are_the_formulas():
+    size, length, whole = 4, 10_000, 40_000
+    assert in_world(size, bytes_handed_over, "Ring", length) == [2 * (size - 1) * whole // size] * size
+    server = [(size - 1) * whole] + [whole] * (size - 1)
+    assert in_world(size, bytes_handed_over, "ParameterServer", length) == server
+
+
 def test_approximations_differ_by_what_they_round_off(tmp_path):
     runs = {name: [f"gradient_sync={name}"] for name in ("all_reduce", "fp16", "bf16")}
     runs |= {

@@ -75,25 +75,6 @@ def test_evaluation_gives_the_numbers_of_the_training_and_changes_no_file(run, t
     assert not list(tmp_path.glob("outputs"))
 
 
-def test_mode_and_resume_may_stand_in_a_preset_or_in_conf_local(typed, tmp_path):
-    """The run was trained on other data, with another model, than the defaults. What is typed is the last word."""
-    own = ["dataset=random", "dataset.samples=40", "seed=3", "model=mlp", "model.width=8", "trainer.epochs=1"]
-    typed(*own, "logger=[]", "hydra.run.dir=run")
-    trained, head = json_of(tmp_path / "run" / "run.json"), "# @package _global_\n"
-    mode = "defaults:\n  - override /mode: evaluate\n"
-    rows = [(mode, "resume: run\n", ["experiment=judge"]), ("resume: other\n", "", ["mode=evaluate", "resume=run"])]
-    for number, (local, preset, words) in enumerate([(f"{mode}resume: run\n", "", []), *rows]):
-        write(tmp_path / f"{number}" / "local" / "default.yaml", head + local)
-        write(tmp_path / f"{number}" / "experiment" / "judge.yaml", head + preset)
-        typed(f"--config-dir={number}", *words, "mode.file=found.json")
-        found = json_of(tmp_path / "found.json")
-        assert found["metrics"] == pytest.approx(trained["test"]["metrics"], rel=1e-6)
-        assert found["samples"] == trained["data"]["test_samples"]
-        for key in ("dataset.samples", "dataset._target_", "model._target_", "model.width", "trainer.epochs"):
-            assert found["config"][key] == trained["config"][key], key
-    assert not (tmp_path / "outputs").exists()
-
-
 def test_a_mode_of_the_users_own(run, typed):
     words = ["mode._target_=my_mode.Confused", "+mode.snapshot=last", f'resume="{run}"', "launch=fork"]
     output = typed(*words, PYTHONPATH=ROOT / "docs" / "examples").output

@@ -1,7 +1,6 @@
 """Resuming: what the snapshot decides, what the typed config decides, and what is refused."""
 
 import os
-import time
 
 import pytest
 
@@ -85,32 +84,6 @@ def test_only_rank_zeros_clock_says_when_minutes_are_over(tmp_path, rank, saved)
     minutes = ["snapshot.every=10min", "snapshot.keep_last=99", "logging.every=1", "trainer.epochs=1"]
     in_world(2, train_with_a_fast_clock, runs(tmp_path, *minutes), rank)
     assert steps(tmp_path) == saved
-
-
-def train_on_a_slow_disk(cfg):
-    """The most snapshots that were in memory at once."""
-    from lockstep.snapshots import checkpointer, files
-
-    collect, write, held = checkpointer.collect, files.finish_snapshot, [0]
-
-    def counted(*given):
-        held.append(held[-1] + 1)
-        return collect(*given)
-
-    def slow(*given):
-        time.sleep(0.5)
-        held.append(held[-1] - 1)
-        return write(*given)
-
-    checkpointer.collect, files.finish_snapshot = counted, slow
-    train(cfg)
-    return max(held)
-
-
-def test_training_goes_on_while_one_snapshot_waits_for_the_disk(tmp_path):
-    slow = runs(tmp_path, "snapshot.every=1steps", "snapshot.keep_last=9", "trainer.epochs=1")
-    assert in_world(1, train_on_a_slow_disk, slow) == [1]
-    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 
 def test_typed_settings_of_an_optimizer_win_and_what_it_counts_goes_on(tmp_path):

@@ -171,17 +171,6 @@ def test_a_killed_run_is_told_and_another_default_does_not_replace_what_was_type
     assert told in start(*words, ema(0.5)).finish(2).sentence
 
 
-def test_a_resumed_run_keeps_how_its_first_start_ended(start, tmp_path):
-    """Another rank was killed: rank 0 saw an error of gloo, and the report knows better."""
-    words = [*RUN, "model._target_=support.faults.FaultyModel", "launch=fork", "snapshot.every=5steps"]
-    start(*words, "trainer.max_steps=30", FAULT="forward/kill:1:14").finish(1)
-    assert state_of(read_run(tmp_path / "run")) == "killed"
-    start(*words, "trainer.max_steps=40", FAULT="none/none:0:0").finish()
-    first, second = read_run(tmp_path / "run")["starts"]
-    assert (first["state"], first["exit_code"], first["config"]) == ("killed", 1, {"trainer.max_steps": 30})
-    assert (second["state"], second["exit_code"]) == ("finished", 0)
-
-
 def test_max_time_ends_a_run_by_the_clock_and_a_resumed_run_has_the_time_that_is_left(train, tmp_path):
     words = [*WHOLE, "model=mlp", "model.width=16", "trainer.epochs=100000", "snapshot.every=1000epochs"]
     words += ["optimizer.lr=0.1", "launch=fork", "logger=[tensorboard]", "hydra.run.dir=run"]

@@ -30,8 +30,9 @@ SOURCE = Path(__file__).parents[2] / "src"
 TRAIN = str(SOURCE / "train.py")
 # Read by the interpreter or by a library while it is loaded: a copy would not see them.
 READ_AT_THE_START = ("OMP_", "MKL_", "KMP_", "GOMP_", "ATEN_", "DNNL_", "TORCH", "GLOO_", "PYTHON", "LD_", "MALLOC_")
-MODULES = ("lockstep.launchers.rank_imports", "lockstep.modes.train", "lockstep.cli", "lockstep.build", "pydantic")
+MODULES = ("lockstep.launchers.rank_imports", "lockstep.modes.train", "lockstep.cli", "lockstep.build")
 MODULES += ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.launcher.api")
+MODULES += ("pydantic.type_adapter",)
 OF_TORCHRUN = ["-m", "torch.distributed.run"]
 ROOM = 16384  # bytes for the command line of a copy, in that of the server
 

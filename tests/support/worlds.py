@@ -16,8 +16,8 @@ from support.ports import free_port
 
 PRELOAD = """torch torch.distributed torch.nn.parallel torch.distributed.fsdp torch.distributed.pipelining hydra train
 lockstep.build lockstep.training.loop lockstep.training.metrics lockstep.data.vision lockstep.loggers.tensorboard tqdm
-lockstep.loggers.console lockstep.modes.train torch.utils.tensorboard pydantic safetensors.torch support.models
-support.own_data support.reference support.configs support.worlds pytest zoneinfo PIL.Image"""
+lockstep.loggers.console lockstep.modes.train torch.utils.tensorboard pydantic.type_adapter safetensors.torch
+support.models support.own_data support.reference support.configs support.worlds pytest zoneinfo PIL.Image"""
 
 
 def in_world(size: int, function: Callable[..., Any], *args: Any, limit: float = TIMEOUT) -> list[Any]:
