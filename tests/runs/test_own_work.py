@@ -74,12 +74,6 @@ class TwoTargets(Points):
 class Inherits(CrossEntropy):
     pass
 
-class Weighted(CrossEntropy):
-    def __init__(self, classes, limit, **options):
-        super().__init__(**options)
-        if classes > limit:
-            raise ValueError(f"no weights for {classes} classes")
-
 class Means(CrossEntropy):
     def __call__(self, outputs, targets):
         return {"loss": F.cross_entropy(outputs, targets), "accuracy": outputs.argmax(1) == targets}
@@ -133,7 +127,6 @@ FILES = {
     "conf/model/heads.yaml": "_target_: own_nets.Heads\n",
     "conf/model/net.yaml": "defaults: [mlp]\nwidth: 12\n",
     "conf/task/both.yaml": "_target_: own_nets.Both\n",
-    "conf/task/weighted.yaml": "defaults: [classification]\n_target_: own_nets.Weighted\nclasses: ${dataset.classes}\n",
     "conf/dataset/two.yaml": "defaults: [pair]\n"
     + "".join(f"{half}: {{_target_: own_nets.TwoTargets}}\n" for half in ("train", "test")),
     "conf/dataset/own.yaml": PAIR
@@ -194,17 +187,6 @@ def test_what_a_module_draws_or_seeds_before_the_net_is_built_changes_no_weight(
     random.seed(7)
     expected = torch.cat([parameter.detach().flatten() for parameter in net().parameters()])
     assert torch.equal(weights(tmp_path / "run"), expected.double())
-
-
-def test_what_the_constructor_of_a_task_needs_is_told_without_a_traceback(typed):
-    for words, code, said in (
-        (["task._target_=own_nets.Weighted"], 2, "needs classes and limit; type +task.classes=<value> +task.limit="),
-        (["task=weighted", "+task.limit=1"], 1, "ValueError: no weights for 2 classes"),
-        (["task=weighted", "+task.limit=2"], 0, "rank 0 of 1"),
-    ):
-        output = typed("dataset=own", "model=mlp", "trainer.max_steps=1", *words, code=code).output
-        assert said in output
-        assert "Traceback" not in output
 
 
 @pytest.mark.parametrize("starter", ["python", "launch=spawn", "torchrun"])

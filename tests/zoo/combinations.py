@@ -13,7 +13,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -275,9 +275,6 @@ class Outcome(NamedTuple):
 
 class Refused(Exception):
     """A command ended with a sentence that it must end with."""
-
-
-Result = tuple[dict[str, Any], float]  # what is in model.pt, and the test loss
 
 
 class Zoo:

@@ -61,7 +61,7 @@ def cast(module: nn.Module, precision: str) -> None:
 def model_memory_format(model: nn.Module, channels_last: bool | str, device: torch.device) -> torch.memory_format:
     """The layout of images and convolution weights; "auto" is channels_last for models with convolutions. Not with a
     1x1 convolution of few channels with a stride: channels_last, its backward pass damages memory on CPUs without
-    AVX-512 (torch 2.14.1's oneDNN; `tests/drills/test_cpu_kernels.py` compares all others)."""
+    AVX-512 (torch 2.14.1's oneDNN)."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d)]
     damaging = [
         name
