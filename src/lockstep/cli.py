@@ -42,6 +42,8 @@ def run(main: Callable[[], Any]) -> NoReturn:
     try:
         with exit_codes():
             info = environment.read_rank_info()
+            if info.world_size > 1:
+                environment.export_rank_info(info)
             # Programs that live as long as their ranks; a shell may end under nohup.
             if info.started_by in ("torchrun", "srun", "mpirun") or os.environ.pop(host.ENDS_WITH_PARENT, ""):
                 host.end_with_parent()  # imports and the config take seconds, in which it may be killed

@@ -127,7 +127,7 @@ def test_slow_runs_are_no_hangs(start, tmp_path):
 
 def test_a_hang_that_comes_again_after_a_restart_is_found_and_ends_the_restarts(start_faulty):
     run = start_faulty(
-        *LAUNCHERS["launch=torchrun"], *SMALL, "launch.max_restarts=3", FAULT=fault_of("hang", "train")
+        *LAUNCHERS["launch=torchrun"], *SMALL, "launch.max_restarts=3", FAULT=fault_of("gil", "train")
     ).finish(4)
     assert re.findall(r"restart (\d) of 3", run.output) == ["1"]
     assert run.output.count("lockstep: rank 1 of 2 hangs") == 2

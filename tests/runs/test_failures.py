@@ -1,5 +1,6 @@
 """Commands that fail: one sentence, the right exit code, and nothing half-written. And outputs that nobody reads."""
 
+import json
 import re
 
 import pytest
@@ -30,9 +31,12 @@ def test_a_learning_rate_that_is_too_large_ends_with_the_step_of_the_first_bad_l
 OWN = """
 import os
 import sys
+from dataclasses import dataclass
 
+import torch
 from torch import nn
 
+from lockstep.data.source import DataSource, Splits, Tensors
 from lockstep.data.vision import Digits
 from lockstep.models.tutorial import mlp
 
@@ -46,6 +50,26 @@ class FailsInTests(nn.Linear):
 
     def forward(self, images):
         return super().forward(images.flatten(1)[:, : 64 if self.training else 63])
+
+
+@dataclass
+class Same(DataSource):  # for training and tests; a sample is its number
+    def splits(self):
+        numbers = torch.arange(64.0)
+        both = Tensors(numbers[:, None], (numbers % 2).long())
+        return Splits(both, both)
+
+
+class SaysSamples(nn.Linear):
+    def __init__(self):
+        super().__init__(1, 2)
+        self.passes = 0
+
+    def forward(self, numbers):
+        self.passes += self.training
+        if self.passes == 10:  # in the second epoch
+            raise ValueError(numbers.flatten().long().tolist())
+        return super().forward(numbers / 64)
 
 
 class ExitNet(nn.Module):
@@ -73,6 +97,14 @@ def fails_once(shape, classes):
 @pytest.fixture(autouse=True)
 def own(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
+
+
+def test_the_samples_of_a_step_that_fails_are_named_by_their_numbers_in_the_data_set(train, tmp_path):
+    words = ["dataset._target_=own.Same", "model._target_=own.SaysSamples", "trainer.batch_size=8"]
+    run = train(*words, "hydra.run.dir=run", code=1, PYTHONPATH=tmp_path)
+    first = json.loads((tmp_path / "run/failure.json").read_text())["first"]
+    assert (first["epoch"], first["message"]) == (2, str(first["samples"]))
+    assert len(re.findall("^dataset: ", run.output, re.M)) == 1  # its own arguments are named once
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_skip_leaves_out_the_update_and_nothing_else(tmp_path, ranks):
     step, skip = step_of_sample(BROKEN), "watch.nan=skip"
     every = [ema(0.9), "logging.every=1", "snapshot.every=1steps", "snapshot.keep_last=100"]
     many = [*DATA, "+dataset.test.broken=[]"]
-    none = ["trainer.batch_size=300", "trainer.epochs=1", "logging.every=5"]
+    none = ["trainer.batch_size=300", "trainer.epochs=1", "logging.every=5", "trainer.gradient_accumulation_steps=70"]
     configs = [
         composed(f"run_dir={tmp_path / name}", skip, *words)
         for name, words in (

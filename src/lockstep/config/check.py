@@ -231,7 +231,7 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if not override.is_delete():
             typed += [override.key_or_group, *flatten(override.value(), override.key_or_group)]
-    for key in [one.removesuffix("._target_") for one in typed if one.endswith("._target_")]:
+    for key in dict.fromkeys(one.removesuffix("._target_") for one in typed if one.endswith("._target_")):
         node: Any = OmegaConf.select(cfg, key)
         written: Any = OmegaConf.to_container(node, resolve=False)
         target, found = node["_target_"], locate(key, node["_target_"])

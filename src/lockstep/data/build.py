@@ -69,7 +69,8 @@ def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
     loader = config.loader
     with source_of(config) as source:
         train, test, val = source.splits()
-    if not needs_training_data and not train:
+    is_stand_in = not needs_training_data and not train
+    if is_stand_in:
         train = test
     if not config.holds_out and config.trainer.final is None:
         val = None
@@ -85,7 +86,7 @@ def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
         advice = "give both the same attribute `classes`, or type dataset=image_folder, which compares names"
         names = sources.class_names(train), sources.class_names(data)
         sources.require_same_classes(*names, "the training data", f"the {NAMES[split]}", advice)
-    if val is not None or not config.holds_out or train is test:
+    if val is not None or not config.holds_out or is_stand_in:
         return Data(train, val, test)
     fold = None if loader.folds is None or loader.fold is None else (loader.fold, loader.folds)
     try:

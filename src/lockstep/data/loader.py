@@ -49,7 +49,7 @@ class Progress:
     epoch: int = 0  # whole epochs done
     samples: int = 0  # of all ranks, of the current epoch
     step: int = 0  # optimizer steps done
-    ahead: int = 0  # steps by which the schedule is before `step`, after a resume with another batch size
+    ahead: int = 0  # steps by which the schedule is ahead of `step`, after a resume with another batch size
     best: float | None = None  # evaluation so far
     best_step: int | None = None
     evals_since_best: int = 0

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lockstep.compat import hidden_from_profiler
 from lockstep.distributed import signals
-from lockstep.distributed.environment import RankInfo, export_rank_info, read_rank_info
+from lockstep.distributed.environment import RankInfo, read_rank_info
 from lockstep.distributed.host import cpu_count, keep_freed_memory, usable_cores
 from lockstep.distributed.rendezvous import client_of_store, form_group
 from lockstep.errors import ConfigError, differing, print_line
@@ -256,8 +256,6 @@ def join_world(
         heartbeat.begin(info.rank, info.world_size)
     heartbeat.enter("meeting")
     backend = choose_backend(name, info)
-    if info.world_size > 1:
-        export_rank_info(info)
     keep_freed_memory()
     set_variables(info.on_one_machine, socket_ifname, **nccl)
     try:
@@ -285,7 +283,7 @@ def join_world(
 
 def watch(world: World, run_dir: str | Path, timeout: float | None, on_hang: str) -> None:
     """Begin to look after the ranks, see `Watchdog`. A collective, before the first step. Ranks of one machine that
-    have no folder in common get one. The report of an earlier start goes."""
+    have no folder in common get one. The report of an earlier start is deleted."""
     info, before, run_dir = read_rank_info(), read_report(Path(run_dir)), os.path.abspath(run_dir)
     is_launched = heartbeat.folder is not None
     makes = not is_launched and world.local_rank == 0 and world.local_size > 1

@@ -71,7 +71,7 @@ LOST_RANK = (
     "look at the other ranks' logs, then at this line; type backend.timeout=<more seconds> if a rank was only slow",
 )
 OF_PROJECT = "the code of Lockstep raised this exception", "see whether the values at this line are yours, and right"
-OF_USER = "the code at this line raised this exception", "correct its cause, then type the command that resumes"
+OF_USER = "the code at this line raised this exception", "correct its cause, then type the command again"
 NO_MEMORY = (
     "the system killed it: the machine, container or job has no memory left",
     "type trainer.batch_size=<half>, or give the job more memory (for Slurm: --mem)",

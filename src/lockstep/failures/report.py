@@ -94,7 +94,7 @@ def make_report(failures: Sequence[Record], command: list[str]) -> Report:
 
 def identity(first: Record) -> Record | None:
     """What is alike in a failure that a restart cannot pass; None if a restart may."""
-    keys = ("kind", "type", "file", "line", "step", "meaning")
+    keys = ("kind", "type", "file", "line", "step", "verdict", "ranks")
     return {key: first.get(key) for key in keys} if first["kind"] not in ("killed", "left", "config") else None
 
 

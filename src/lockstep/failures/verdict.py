@@ -105,21 +105,21 @@ def find_verdict(facts: Sequence[Facts], world_size: int) -> Verdict:
         if rank.mute == NO_ANSWER and not rank.busy:
             meaning = f"{who} holds Python's lock or waits in the kernel, {rank.line}"
             return Verdict(USER_CODE if rank.users else "a rank does not answer", one, meaning, YOUR_CODE)
-    # 4, before what it would be taken for. A rank that does not wait computes, or another process does for it.
+    # 2. A rank that does not wait computes, or another process does for it.
     for rank in free:
         if rank.busy or rank.compiles:
             what = "compiles or is in a debugger" if rank.compiles else f"computes in the phase {rank.phase}"
             return Verdict(SLOW, (rank.rank,), f"rank {rank.rank} {what}, {rank.line}", "wait", ends=False)
-    # 3 and 5. A rank is in user code.
+    # 3. A rank is in user code.
     for rank in free:
         if rank.users is not None:
             who = f"loader worker {rank.worker} of rank {rank.rank}" if rank.worker else f"rank {rank.rank}"
             meaning = f"{who} is in user code, {rank.line}"
             return Verdict(USER_CODE, (rank.rank,), meaning, YOUR_CODE, ends=not may_take_hours)
-    # 2. The ranks' n-th collectives are not alike.
+    # 4. The ranks' n-th collectives are not alike.
     if (verdict := different_calls(facts, all_begun=bool(free))) is not None:
         return verdict
-    # 3. A rank has not come to where others wait.
+    # 5. A rank has not come to where others wait.
     ranks, waiting = tuple(rank.rank for rank in free), [rank for rank in facts if rank.waits]
     if free:
         where = f"in the phase {free[0].phase}, {free[0].line}"

@@ -98,7 +98,7 @@ class Watchdog:
         if not any(one.step for one in self.places.values()):
             patience = max(patience, first_step)
         seconds = patience * (self.timeout or SILENCE)
-        if patience > OTHER_PATIENCE or not waits:  # in these phases no rank waits in a collective
+        if patience > OTHER_PATIENCE or not waits:  # in these phases ranks may wait longer than backend.timeout
             return seconds
         return min(seconds, max(BACKEND_SHARE * float(self.world.timeout), self.timeout or 0.0))
 
@@ -207,7 +207,7 @@ class Watchdog:
         failure = record | {"rank": cause.rank, "host": cause.host, "pid": cause.pid, "phase": cause.phase} | seen
         failure |= {"kind": "hang", "time": time.time(), "is_echo": False, "log": run_log, "verdict": verdict.kind}
         failure |= {"step": cause.place.step, "epoch": cause.place.epoch, "log_lines": last_lines(run_log)}
-        failure |= {"ranks": verdict.ranks, "meaning": verdict.meaning, "advice": verdict.advice}
+        failure |= {"ranks": [*verdict.ranks], "meaning": verdict.meaning, "advice": verdict.advice}
         failure["stacks"] = {rank.rank: [*map(str, rank.stack)] for rank in facts}
         if heartbeat.folder is not None:
             write_whole(heartbeat.folder / f"rank{cause.rank}.hang.json", json.dumps(failure), sync=False)

@@ -37,7 +37,7 @@ from lockstep.launchers.base import Launcher, Worker, flush_output, refuse_nesti
 
 POLL_SECONDS = 0.2  # where a process that a rank has forked hides the rank's end
 AFTER_SECOND_SIGNAL = 1.5  # seconds until ranks that have not ended are killed
-# The same after the end of a rank, by its exit code; and longer while a rank saves.
+# The same after the end of a rank, by its exit code; and longer after a failure while a rank saves.
 GRACE, LONGER_WHILE_SAVING = 5.0, 25.0
 GRACES = {errors.EXIT_FINISHED: math.inf, errors.EXIT_RESUMABLE: 30.0}  # rank 0 closes its loggers
 STOP_EXITS = (errors.EXIT_RESUMABLE, errors.EXIT_STOPPED_WITHOUT_SNAPSHOT)
@@ -163,10 +163,12 @@ def wait(processes: dict[int, Any], results: Any, folder: Path, relay: signals.R
             deadline = min(deadline, now + grace)
         if relay.second is not None:
             deadline = min(deadline, now + AFTER_SECOND_SIGNAL)
+        have_stopped = all(end["exit_code"] in STOP_EXITS for end in ends.values())
+        longer = math.inf if have_stopped else LONGER_WHILE_SAVING  # a mirror may be slow
         may_save = relay.second is None and errors.EXIT_HANG not in [end["exit_code"] for end in ends.values()]
         for rank, process in waiting.items():
             saves = may_save and read_place(folder, rank).name in ("snapshot", "disk")
-            if now > deadline + LONGER_WHILE_SAVING * saves:
+            if now > deadline + (longer if saves else 0):
                 killed.add(rank)
                 process.kill()
     return value, ends

@@ -77,7 +77,8 @@ def evaluate(run: Run, loader: Loader, on_stop: Callable[[], NoReturn] = stop, l
 
 @contextmanager
 def evaluating(run: Run, loader: Loader) -> Iterator[None]:
-    """The model evaluates with the averaged weights. Afterwards its buffers and all random states are as before."""
+    """The model evaluates with the averaged weights. Afterwards its buffers, on all ranks those of rank 0, and
+    all random states are as before."""
     heartbeat.enter("evaluation")
     strategy, modules = run.strategy, [*run.model.modules()]
     # Not inference_mode: buffers that FSDP creates inside it could not be used for training afterwards.

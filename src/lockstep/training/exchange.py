@@ -27,8 +27,8 @@ LONG = 2.0  # seconds of a stride from which on a result is read at once
 @dataclass(eq=False)
 class Exchange:
     """Sums of the losses, a wish to stop, rank 0's clock, and whether a weight was frozen or unfrozen. delayed: whether
-    a result is read at the next exchange, so that the host never waits for a GPU. due: the step after which that is,
-    the same on all ranks."""
+    a result is read at the next exchange, so that the host never waits for a GPU. due: the step after which the
+    next one is, the same on all ranks."""
 
     run: Run
     loggers: Loggers

@@ -36,9 +36,9 @@ class Meter:
 
     def add(self, step: int, values: Sequence[Tensor], counts: Sequence[int | Tensor]) -> None:
         """What `Task.sums` gave for some samples of this rank in `step`. Never waits for the device."""
-        self.waiting.append((step, values, counts))
-        if len(self.waiting) >= AT_ONCE:
+        if len(self.waiting) >= AT_ONCE and self.waiting[-1][0] != step:  # `discard` may take out a whole step
             self.flush()
+        self.waiting.append((step, values, counts))
 
     def discard(self, step: int) -> None:
         """Take out what was added for `step`, the last one, whose update is left out."""

@@ -110,7 +110,8 @@ class Run:
         """The numbers in the data set of the samples that this rank computes in this step."""
         loader, progress = self.loaders.train, self.progress
         requests = loader.requests_at(progress.epoch, progress.samples)
-        return [number for request in requests for number in request.numbers[loader.before :].tolist()]
+        numbers = (loader.reader.whole(request.numbers[loader.before :]) for request in requests)
+        return [number for of_request in numbers for number in of_request.tolist()]
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Inside the block the model has its averaged weights, if the run keeps any. Begin it in training mode."""

@@ -1,4 +1,5 @@
-"""Learning rates as functions of the step: nothing of them is in a snapshot, and a resumed run computes them again.
+"""Learning rates as functions of the step: a resumed run computes them again. A snapshot has what evaluations made of a
+Plateau, and no more.
 
 A schedule of the user's is a function of the optimizer and, by name, of what it needs of steps_per_epoch, total_steps,
 and direction ("min" or "max": which values of the monitor are better). It returns a scheduler of torch, which is

@@ -1,4 +1,4 @@
-"""One optimizer step. All is chosen in constructors; in a step nothing is looked up, checked or decided.
+"""One optimizer step.
 
 To write a step of your own: a class derived from `Step` with `__call__`, and `conf/step/<name>.yaml` with its
 `_target_` and its keys, see docs/experiments.md.
