@@ -36,6 +36,7 @@ COMMANDS = [
     (["seed=1,2"], 2, "seed=1,2 cannot be composed; type the command without seed=1,2"),
     (["optimizer.lrr=1"], 2, "optimizer.lrr is no key of this config; type optimizer.lr=1"),
     (["dataset=pair", "dataset.train={_target_: a.B, n: 1}"], 2, "type '+dataset.train={_target_: a.B, n: 1}'"),
+    (["task.loss._target_=a.B"], 2, "task.loss._target_ is a new key; type +task.loss._target_=a.B"),
     (["+optimizer.lr=1"], 2, "type the command without +optimizer.lr=1"),
     (["~optimizer.lrr"], 2, "lockstep: ~optimizer.lrr cannot be composed"),
     (["model=mlpp"], 2, "type model=mlp,"),

@@ -308,7 +308,8 @@ def unknown_key(key: str, value: str, known: Mapping[str, Any]) -> str:
     if section in ("experiment", "local"):
         return f"a file below conf/{section} is not for the whole config; type # @package _global_ in its first line"
     target = known.get(f"{parent}._target_")
-    if parent in ("vars", "evaluation.metrics") or (target and takes(locate(parent, target), name)):
+    is_of_class = (name == "_target_" and "." in parent) or (target and takes(locate(parent, target), name))
+    if parent in ("vars", "evaluation.metrics") or is_of_class:
         return f"{key} is a new key; type {word(f'+{key}', value)}"
     keys = [one for one in [*OPTIONS, *known] if not re.search(r"\._|^(hydra|experiment)", one) and one != key]
     ends = {one.rpartition(".")[2]: one for one in reversed(keys)}
