@@ -144,6 +144,7 @@ def test_an_error_is_explained(fail: Fail, monkeypatch: pytest.MonkeyPatch) -> N
         (RuntimeError("Expected to mark a variable ready only once"), "use_reentrant=False"),
         (RuntimeError("Expected to have finished reduction"), "find_unused_parameters=true"),
         (RuntimeError("Expected more than 1 value per channel when training"), "leaves no single sample over"),
+        (TypeError("LBFGS.step() missing 1 required positional argument: 'closure'"), "type optimizer=adamw or"),
     ]
     for error, said in rows:
         assert said in "; ".join(explain_exception(exception_record(error)))

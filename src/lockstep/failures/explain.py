@@ -42,6 +42,10 @@ MEANINGS: dict[str, tuple[str, str]] = {
         "give the model dataset.classes outputs; if it has them, check the targets of the samples above",
     ),
     SHARDS: ("this strategy cannot cut the model, or the optimizer cannot step on parts", "type strategy=ddp"),
+    "argument: 'closure'|SparseAdam does not|Muon only supports": (
+        "this optimizer computes the loss by itself, or takes other weights or gradients than these",
+        "type optimizer=adamw or optimizer=muon, or write a step of your own, see docs/experiments.md",
+    ),
     "on meta tensors": (
         "strategy=pipeline finds shapes without values, and the model decides by a value",
         "type strategy=fsdp, or write the decision by torch.where",
