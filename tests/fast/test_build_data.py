@@ -140,6 +140,7 @@ class Patients(Dataset[tuple[torch.Tensor, int]]):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        assert type(index) is int  # numpy's overflow where a data set multiplies them
         return torch.tensor([float(index)]), index % 2
 
 

@@ -1,5 +1,6 @@
 """What is held out of the training data for validation. It depends on the data and on `loader.split_seed` alone."""
 
+from array import array
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,9 @@ def hold_out(
     parts = [numbers[~is_held_out], numbers[is_held_out]]
     if hasattr(dataset, "fit"):  # a table is scaled by the rows that are trained on
         dataset.fit(parts[0])
-    return Subset(dataset, parts[0]), Subset(dataset, parts[1])  # type: ignore[arg-type]  # an array is enough
+    # As small as numpy's, but it gives ints: those of numpy overflow where a data set multiplies them.
+    train, validation = (Subset(dataset, array("i", part.tobytes())) for part in parts)
+    return train, validation
 
 
 def _of_groups(groups: Any, classes: Any, count: int, fold: tuple[int, int] | None, seed: int, typed: str) -> Tensor:

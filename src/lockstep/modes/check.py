@@ -253,7 +253,7 @@ def few(data: Any, count: int) -> Any:
     numbers, classes = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int), class_numbers(data)
     if classes is not None:
         numbers[-1] = int(classes.argmax())
-    return Subset(data, np.unique(numbers))  # type: ignore[arg-type]  # an array is enough
+    return Subset(data, np.unique(numbers).tolist())
 
 
 def run(config: RunConfig, record: ConfigRecord, parts: Parts) -> None:
