@@ -120,13 +120,6 @@ def test_the_first_rank_and_the_sentence_are_right(launcher, tmp_path):
     assert not [job.result() for job in jobs if job.result()]
 
 
-def test_the_end_of_a_process_that_a_rank_forks_is_none_of_the_rank(start):
-    run = start(*LAUNCHERS["launch=fork"], *OWN, FAULT="forward/children:all:4").finish()
-    assert "finished: " in run.output
-    assert run.output.count("RuntimeError: a mistake in the child") >= 2
-    assert run.output.count("the child has ended with 7") == 2
-
-
 @pytest.mark.parametrize(("snapshots", "restarts"), [("1epochs", 1), ("3steps", 2)])
 def test_restarts_end_early_only_if_the_same_failure_comes_at_the_same_step(start, tmp_path, snapshots, restarts):
     """And a run that has finished keeps no report of an earlier failure."""

@@ -430,23 +430,24 @@ def test_jobs_at_once_share_no_core_and_no_gpu(monkeypatch):
     assert [gpus for _, gpus in divide_machine(5)] == [["4"], ["5"], ["6"], ["7"], ["4"]]
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("lr=tag(log,interval(0.001,1))", FloatDistribution(0.001, 1.0, log=True)),
-        ("lr=interval(0,1)", FloatDistribution(0, 1)),
-        ("lr=int(interval(16,64))", IntDistribution(16, 64)),
-        ("lr=tag(log,int(interval(16,64)))", IntDistribution(16, 64, log=True)),
-        ("lr=range(1,8,3)", CategoricalDistribution(["1", "4", "7"])),
-        ("lr=0.1,0.2", CategoricalDistribution(["0.1", "0.2"])),
-        ("lr=choice(a,b,a)", CategoricalDistribution(["a", "b"])),
-        ("+lr=range(0.5,2,0.5)", CategoricalDistribution(["0.5", "1.0", "1.5"])),
-    ],
-)
-def test_what_the_overrides_of_a_search_mean(typed, meant):
+MEANT = [
+    ("lr=tag(log,interval(0.001,1))", FloatDistribution(0.001, 1.0, log=True)),
+    ("lr=interval(0,1)", FloatDistribution(0, 1)),
+    ("lr=int(interval(16,64))", IntDistribution(16, 64)),
+    ("lr=tag(log,int(interval(16,64)))", IntDistribution(16, 64, log=True)),
+    ("lr=range(1,8,3)", CategoricalDistribution(["1", "4", "7"])),
+    ("lr=0.1,0.2", CategoricalDistribution(["0.1", "0.2"])),
+    ("lr=choice(a,b,a)", CategoricalDistribution(["a", "b"])),
+    ("+lr=range(0.5,2,0.5)", CategoricalDistribution(["0.5", "1.0", "1.5"])),
+]
+
+
+def test_what_the_overrides_of_a_search_mean():
     """Of a key typed twice the last value counts, and numbers have six digits."""
-    fixed, space = distributions(OverridesParser.create().parse_overrides(["model=mlp", "lr=3", typed]))
-    assert fixed == (["model=mlp", "lr=3"] if typed.startswith("+") else ["model=mlp"])
-    assert [*space.values()] == [meant]
-    assert distributions(OverridesParser.create().parse_overrides([typed, typed.partition("=")[0] + "=3"]))[1] == {}
+    parse = OverridesParser.create().parse_overrides
+    for typed, meant in MEANT:
+        fixed, space = distributions(parse(["model=mlp", "lr=3", typed]))
+        assert fixed == (["model=mlp", "lr=3"] if typed.startswith("+") else ["model=mlp"])
+        assert [*space.values()] == [meant]
+        assert distributions(parse([typed, typed.partition("=")[0] + "=3"]))[1] == {}
     assert overrides_of({"lr": 1 / 3, "size": 16, "model": "a"}) == ["lr=0.333333", "size=16", "model=a"]

@@ -73,7 +73,7 @@ def test_a_worker_that_dies_is_an_error_that_is_explained():
     assert meaning_of(str(caught.value))[0] == "a process that loads data has ended"
 
 
-BEGIN = """
+FULL = """
 import subprocess, torch
 from lockstep.data.reader import SampleReader, batches, request_of
 class Data(torch.utils.data.Dataset):
@@ -81,35 +81,16 @@ class Data(torch.utils.data.Dataset):
         return 9
     def __getitem__(self, index):
         return torch.zeros(2**20), index
-requests = [request_of([number], 0) for number in range(9)]
-"""
-LEFT_OPEN = """
-closed, left = (batches(SampleReader(Data(), "data", 0), requests, workers, False) for workers in (2, 1))
-next(closed), next(left)  # their tensors arrive through shared memory
-closed.close()
-"""
-FULL = """
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm"], check=True)
-list(batches(SampleReader(Data(), "data", 0), requests, 1, False))
+list(batches(SampleReader(Data(), "data", 0), [request_of([number], 0) for number in range(9)], 1, False))
 """
-
-
-def python(code, *before, **env):
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")} | {key: str(value) for key, value in env.items()}
-    command = [*before, sys.executable, "-c", BEGIN + code]
-    return subprocess.run(command, env=environment, timeout=60, capture_output=True, text=True, check=False)
-
-
-def test_python_ends_at_once_with_a_loader_that_was_not_closed_and_leaves_no_file(tmp_path):
-    """As in a notebook: the workers ignore the SIGTERM that multiprocessing sends them before it waits for them."""
-    run = python(LEFT_OPEN, TMPDIR=tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert not [path for path in tmp_path.rglob("*") if not path.name.startswith("pymp-")]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small /dev/shm")
 def test_shared_memory_that_is_full_is_not_taken_for_a_full_disk():
-    meaning, advice = meaning_of(python(FULL, "unshare", "--mount").stderr.strip().splitlines()[-1])
+    command, env = ["unshare", "--mount", sys.executable, "-c", FULL], os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    ended = subprocess.run(command, env=env, timeout=60, capture_output=True, text=True)
+    meaning, advice = meaning_of(ended.stderr.strip().splitlines()[-1])
     assert "/dev/shm, is full" in meaning
     assert advice.endswith("or type loader.num_workers=0")
 

@@ -22,7 +22,7 @@ MODELS = {
 def test_any_number_of_ranks_and_stops_end_in_identical_bits(tmp_path, train):
     bases = {name: composed(*SHORT, *model) for name, model in MODELS.items()}
     stopped, spawn = tmp_path / "stopped", ["launch=spawn", "launch.nproc_per_node=2", "trainer.max_steps=2"]
-    for size, last in ((1, 1), (2, 2), (4, 4), (8, 5)):
+    for size, last in ((1, 1), (2, 2), (8, 5)):
         runs = [with_values(cfg, f"run_dir={tmp_path / name / str(size)}") for name, cfg in bases.items()]
         goes_on = with_values(bases["batch norm"], f"run_dir={stopped}", f"trainer.max_steps={last}")
         in_world(size, train_all, [*runs, *([goes_on] if size != 2 else [])])

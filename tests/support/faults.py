@@ -78,16 +78,6 @@ def _damage_heap():
     ctypes.CDLL(None).free(ctypes.c_void_p(ctypes.addressof(buffer) + 8))
 
 
-def _end_in_children():
-    """Two children whose ends go through the functions of the rank that they are copies of, and which would wait for
-    threads that a fork does not have."""
-    for leave in (lambda: _raise("a mistake in the child"), lambda: sys.exit(7)):
-        if os.fork() == 0:
-            leave()
-        _, status = os.wait()
-        print(f"the child has ended with {os.waitstatus_to_exitcode(status)}", flush=True)
-
-
 def _hold_gil():
     library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     library.pthread_mutex_lock(mutex)
@@ -108,7 +98,6 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "no_text": lambda: _raise(WithoutText()),
     "escapes": lambda: _raise("red \x1b[31m, half a character \ud800"),
     "own_connection": lambda: _raise(ConnectionError("Connection closed by peer: a server of the user's")),
-    "children": _end_in_children,
     "gpu": lambda: torch.ones(1).cuda(),
     "shape": _wrong_shape,
     "memory_limit": _memory_limit,
