@@ -41,6 +41,7 @@ FAULTS: list[tuple[str, int, str, str, tuple[str, ...]]] = [
     ("forward/memory_limit", 5, "exception", "this rank has no memory left", ()),
     ("forward/target", 5, "exception", "an index is larger than the table", ()),
     ("forward/disk", 5, "exception", "the disk is full", ()),
+    ("forward/files", 5, "exception", "may open no more files", ()),
     ("forward/recursion", 1, "exception", "maximum recursion depth", ()),
     ("forward/kill", 5, "killed", KILLED, ()),
     ("forward/kill", 1, "killed", KILLED, ()),

@@ -105,6 +105,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "memory": lambda: torch.empty(2**50),
     "target": lambda: torch.nn.functional.cross_entropy(torch.ones(2, 3), torch.tensor([0, 7])),
     "disk": lambda: _raise(OSError(28, "No space left on device")),
+    "files": lambda: _raise(OSError(24, "Too many open files")),
     "recursion": _recursion,
     "kill": _signal(signal.SIGKILL),
     "kill_beside_child": _kill_beside_child,

@@ -27,6 +27,10 @@ MEANINGS: dict[str, tuple[str, str]] = {
         "give it more, as docker run --shm-size=8g does, or type loader.num_workers=0",
     ),
     "No space left on device": ("the disk is full", "free some space, or type hydra.run.dir=<another disk>"),
+    "Too many open files": (
+        "this process may open no more files and connections",
+        "type ulimit -n 65536 before the command; if that is refused, fewer loader.num_workers",
+    ),
     SHAPES: ("the shapes of the data and of the model do not fit together", "change either at the line above"),
     NUMBERS: (
         "the model got whole numbers or truth values, and computes with fractions; only samples of uint8 are scaled",
