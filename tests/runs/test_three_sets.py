@@ -111,6 +111,14 @@ def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(numb
     assert {*kept[1:]} == {*folder.glob("snapshots/*/*")}
 
 
+def test_a_run_that_is_killed_after_its_test_does_not_read_it_again(start, tmp_path):
+    typed = [*LOGGED, *FIRST_IS_BEST, "callbacks=[{_target_:support.faults.FaultyCallback}]", "hydra.run.dir=run"]
+    for code, fault in ((-signal.SIGKILL, "after_test/kill:0:1"), (0, "")):
+        start(sys.executable, TRAIN, *typed, FAULT=fault).finish(code)
+        assert read_run(tmp_path / "run")["test"]["step"] == 6
+    assert steps_of(tmp_path / "run", "test/loss") == [6]
+
+
 def test_the_jobs_of_a_sweep_share_the_split_and_folds_validate_each_sample_once(start, tmp_path):
     sweep = [sys.executable, TRAIN, "-m", *SMALL, "logger=[]"]
     assert "val/loss" in start(*sweep, "seed=0,1", "hydra.sweep.dir=seeds", *FIRST_IS_BEST).finish().output

@@ -26,6 +26,7 @@ from lockstep.distributed.environment import read_rank_info
 from lockstep.loggers.base import Logger
 from lockstep.models.tutorial import mlp
 from lockstep.strategies.ddp import DDP
+from lockstep.training.callbacks import Callback
 from support.commands import own_data
 from support.digits import Samples
 
@@ -251,6 +252,13 @@ class FaultyLogger(Logger):
 
     def end(self, run, state):
         break_at("end", 1)
+
+
+class FaultyCallback(Callback):
+    """Breaks after the test ("after_test")."""
+
+    def on_fit_end(self, run):
+        break_at("after_test", 1)
 
 
 MODEL = ["model=mlp", "model._target_=support.faults.FaultyModel"]

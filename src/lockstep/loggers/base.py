@@ -75,6 +75,11 @@ class Logger:
         """An epoch has ended, and its evaluation if there was one."""
         self.log(summary.flat(), summary.step)
 
+    def test(self, test: Mapping[str, Any], is_logged: bool) -> None:
+        """The number of the run. test: as in RunInfo. is_logged: whether its numbers have been logged before."""
+        if not is_logged:
+            self.log({f"test/{name}": value for name, value in test["metrics"].items()}, test["step"])
+
     def image(self, tag: str, image: Tensor, step: int) -> None:
         """image: (3, height, width), from 0 to 1. step: of the weights that it shows."""
 
@@ -141,11 +146,9 @@ class Loggers(Logger, AbstractContextManager["Loggers"]):
         self._draw()
 
     def test(self, test: Mapping[str, Any], is_logged: bool) -> None:
-        """The number of the run. test: as in RunInfo. is_logged: whether its numbers have been logged before."""
         if self.info is not None:
             self.info = replace(self.info, test=test)
-        if not is_logged:
-            self._each("log", {f"test/{name}": value for name, value in test["metrics"].items()}, test["step"])
+        self._each("test", test, is_logged)
 
     def end(self, info: RunInfo, state: str) -> None:
         if info.facts["sweep"] is None:

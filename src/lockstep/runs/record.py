@@ -160,11 +160,14 @@ class RunRecord:
         self.run["objective"] |= {"best": self.progress.best, "step": self.progress.best_step}
         self._write(now=len(history) <= FIRST_EPOCHS)
 
+    def test(self, test: Any, is_logged: bool) -> None:
+        self.run["test"] = test  # at once: a kill before the end must not read the test set twice
+        self._write()
+
     def end(self, info: Any, state: str) -> None:
         """`info.last`, or the test where nothing is chosen, has the last value of the objective."""
         numbers = info.last or (info.test or {}).get("metrics", {})
         self.run["objective"]["last"] = numbers.get(self.objective[0].partition("/")[2])
-        self.run["test"] = info.test
         self.begun |= {"state": state, "exit_code": info.exit_code}
         self._write(sync=True)
 
