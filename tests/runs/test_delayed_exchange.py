@@ -48,8 +48,10 @@ def test_what_ranks_tell_each_other_may_come_later_and_a_stop_is_heard_at_one_st
     in_world(2, train_delayed, [stopped, later, timed])
     for other in ("later", "stopped"):
         assert same_bits(tmp_path / "whole", tmp_path / other)
-    rows = [[row for row in read_rows(tmp_path / run) if "speed/" not in row[1]] for run in ("whole", "later")]
-    assert rows[0] == rows[1]
+    rows = [
+        [row for row in read_rows(tmp_path / run) if "speed/" not in row[1]] for run in ("whole", "later", "stopped")
+    ]
+    assert rows[0] == rows[1] == rows[2]
     names = [sorted(path.name for path in (tmp_path / run / "snapshots").iterdir()) for run in ("whole", "later")]
     assert names[0] == names[1]
     run = read_run(tmp_path / "timed")

@@ -28,7 +28,7 @@ def steps_of_snapshots(folder):
 def test_the_same_folder_goes_on_by_itself_with_the_same_split_and_one_curve(train, tmp_path):
     constant, same, whole = ["scheduler=constant", "model=mlp"], tmp_path / "same", tmp_path / "whole"
     train(*constant, "trainer.epochs=3", "hydra.run.dir=whole")
-    train(*constant, "trainer.max_steps=30", "hydra.run.dir=same")  # in the middle of the second epoch
+    train(*constant, "trainer.max_steps=33", "hydra.run.dir=same")  # in the middle of the second epoch
     for word in ("loader.split_seed=1", "loader.validation=null"):  # another split
         refused = train(*constant, "hydra.run.dir=same", word, code=2).sentence
         assert f"holds a run with {word.split('=')[0]}=" in refused
@@ -43,8 +43,9 @@ def test_the_same_folder_goes_on_by_itself_with_the_same_split_and_one_curve(tra
     assert [one[key] for key in ("data", "test", "objective")] == [other[key] for key in ("data", "test", "objective")]
     curves, expected = scalars(same), scalars(whole)
     assert [step for step, _ in curves["train/lr"]] == [10, 20, 30, 40, 50, 60]
-    # The second epoch's training loss counts the steps before the stop, too.
+    # The losses of the second epoch, and of these ten steps, count the steps before the stop, too.
     assert dict(curves["train/loss"])[42] == dict(expected["train/loss"])[42]
+    assert dict(curves["train/running_loss"])[40] == dict(expected["train/running_loss"])[40]
     assert sorted(path.name for path in (same / ".hydra").iterdir()) == ["config.yaml", "overrides.yaml"]
     assert "max_steps: null" in (same / ".hydra" / "config.yaml").read_text()
 

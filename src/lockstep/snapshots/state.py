@@ -59,7 +59,7 @@ def collect(run: Run, totals: Tensor) -> tuple[dict[str, Any] | None, Shards]:
         "step": run.step.state_dict(),
         "has_drawn": run.step.draws.has_drawn,
         "scaler": run.scaler.state_dict(),
-        "meter": {"names": run.meter.names, "totals": totals},
+        "meter": {"names": run.meter.names, "totals": totals, "logged": run.meter.logged},
         "measured": [run.objective, run.direction, run.average is not None],
         "skipped": [0, 0] if run.step.skip is None else [run.step.skip.skipped, run.step.skip.in_a_row],
         "progress": asdict(run.progress),
@@ -156,7 +156,7 @@ def restore(run: Run, saved: dict[str, Any], path: Path) -> None:
     run.step.load_state_dict(own["step"])
     run.step.draws.restore(own["has_drawn"])
     if own["meter"]["names"] == run.meter.names:  # else the epoch's training metrics begin here
-        run.meter.restore(own["meter"]["totals"])
+        run.meter.restore(own["meter"]["totals"], own["meter"]["logged"])
 
 
 def restore_weights(run: Run, saved: dict[str, Any], path: Path) -> None:

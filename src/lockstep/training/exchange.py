@@ -42,7 +42,6 @@ class Exchange:
         self.flags = [parameter.requires_grad for parameter in self.parameters]
         self.pending: tuple[Any, Tensor, int, dict[str, Any]] | None = None  # (what waits, the vector, step, its log)
         self.stride, self.last_seconds, self.is_first = 1, 0.0, True
-        self.reported = [0.0] * 2 * len(self.run.meter.names)  # the sums at the last log of this epoch
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
@@ -50,8 +49,6 @@ class Exchange:
         progress = self.run.progress
         self.speed_from = progress.samples, time.perf_counter()
         self.interval = self.last = progress.step, time.perf_counter()
-        if progress.samples == 0:
-            self.reported = [0.0] * len(self.reported)
         self._set_due()
 
     def _set_due(self) -> None:
@@ -65,9 +62,9 @@ class Exchange:
         run, step = self.run, self.run.progress.step
         if type(run.step).__call__ is Step.__call__:  # another one may have cleared some
             run.strategy.require_gradients()
-        self.drain()
+        is_asked = self.drain(stops=False)  # nothing of this step is logged yet, and what starts here asks again
         self._start()
-        if not self.delayed or self.last_seconds > LONG:
+        if is_asked or not self.delayed or self.last_seconds > LONG:
             self.drain()
         if self.is_first:  # the first step of a process fills caches
             self.is_first, self.speed_from = False, (run.progress.samples, time.perf_counter())
@@ -113,15 +110,15 @@ class Exchange:
             wait = event.synchronize
         self.pending = wait, vector, step, logged
 
-    def drain(self) -> None:
-        """Read what is under way, if there is anything: also before a save and at an epoch's end."""
+    def drain(self, stops: bool = True) -> bool:
+        """Read what is under way, if there is anything: also before a save and at an epoch's end. Returns whether a
+        rank is asked to stop. stops: stop then."""
         if self.pending is None:
-            return
+            return False
         (wait, vector, step, logged), self.pending = self.pending, None
         wait()
-        run, width, told = self.run, len(self.reported), vector.tolist()
-        recent = [now - before for now, before in zip(told[:width], self.reported, strict=True)]
-        stop, has_changed, is_over, is_due, stride, self.last_seconds = told[width:]
+        run, (*totals, stop, has_changed, is_over, is_due, stride, self.last_seconds) = self.run, vector.tolist()
+        recent = run.meter.recent(totals, is_logged=bool(logged))
         if not math.isfinite(recent[0]):
             raise diverged(run, f"the loss is {recent[0]}", run.meter.first_non_finite())
         if has_changed:
@@ -129,7 +126,7 @@ class Exchange:
             raise ConfigError(f"{what}; type parameters.freeze=[<it>], or leave it trained with an lr of its own")
         self.stride = int(stride)
         if logged:
-            norm, means, self.reported = logged.pop("train/grad_norm"), run.meter.means(recent), told[:width]
+            norm, means = logged.pop("train/grad_norm"), run.meter.means(recent)
             if norm is not None and bool(norm.isfinite()):
                 logged["train/grad_norm"] = float(norm)
             if means:  # where all updates were left out, nothing is counted
@@ -141,8 +138,9 @@ class Exchange:
             run.clock.end_at(run.progress.step)
         if is_due:
             self.snapshots.ask()
-        if stop:
+        if stop and stops:
             self.snapshots.stop_before_evaluation()
+        return bool(stop)
 
 
 def require_same_weights(run: Run) -> None:

@@ -33,6 +33,7 @@ class Meter:
         self.waiting: list[tuple[int, Sequence[Tensor], Sequence[int | Tensor]]] = []  # (step, values, counts)
         self.losses = deque[tuple[list[int], Tensor]](maxlen=LOSSES_KEPT)  # (steps, their losses (n,))
         self.totals = torch.zeros(2 * len(self.names), dtype=torch.float64, device=self.device)
+        self.logged = [0.0] * len(self.totals)  # those over all ranks at the last log of this epoch
 
     def add(self, step: int, values: Sequence[Tensor], counts: Sequence[int | Tensor]) -> None:
         """What `Task.sums` gave for some samples of this rank in `step`. Never waits for the device."""
@@ -61,6 +62,11 @@ class Meter:
                     self.totals[place] += torch.stack(column).to(self.device).sum(dtype=torch.float64)
         return self.totals
 
+    def recent(self, totals: Sequence[float], is_logged: bool) -> list[float]:
+        """What has come to totals over all ranks since the last log. is_logged: whether this is the next one."""
+        before, self.logged = self.logged, list(totals) if is_logged else self.logged
+        return [now - then for now, then in zip(totals, before, strict=True)]
+
     def means(self, totals: Sequence[float]) -> dict[str, float]:
         """{name: mean} of totals over all ranks; empty if nothing was counted."""
         counts = totals[len(self.names) :]
@@ -76,8 +82,9 @@ class Meter:
         bad = min((step for step, loss in pairs if not math.isfinite(loss)), default=None)
         return min(filter(None, self.world.all_gather_json(bad)), default=None)
 
-    def restore(self, totals: Tensor) -> None:
+    def restore(self, totals: Tensor, logged: list[float]) -> None:
         """Go on from totals over all ranks, perhaps of another world size: rank 0 holds them all."""
         self.clear()
+        self.logged = logged
         if self.world.is_rank_zero:
             self.totals = totals.to(self.device)
