@@ -27,7 +27,7 @@ from lockstep.data.reader import SampleReader, request_of
 from lockstep.data.source import Tensors, class_names, map_tensors, of_each_sample, unwrapped
 from lockstep.distributed import environment, signals
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
-from lockstep.distributed.world import World, choose_backend, require_same_data, uses_mps
+from lockstep.distributed.world import World, choose_backend, require_same_data
 from lockstep.errors import ConfigError, first_line
 from lockstep.failures.record import heartbeat
 from lockstep.files import short_hash
@@ -126,10 +126,9 @@ def job_spec(config: RunConfig, launcher: Launcher) -> JobSpec:
     info = environment.RankInfo(0, world_size, 0, ranks_here, started_by)
     # Another machine may have the GPUs that this one lacks.
     chosen = name if launcher.runs_elsewhere else choose_backend(name, info)
-    device_type = "cuda" if chosen == "nccl" else "mps" if uses_mps(name, world_size) else "cpu"
     has_own_step = locate("step", config.step["_target_"]) is not Step
     gradient_sync = locate("gradient_sync", config.gradient_sync["_target_"])
-    return JobSpec(config, world_size, device_type, has_own_step, gradient_sync)
+    return JobSpec(config, world_size, chosen == "nccl", has_own_step, gradient_sync)
 
 
 def check_batch_size(config: RunConfig, shares: int) -> int:

@@ -110,12 +110,6 @@ def with_values(composed: "DictConfig", values: Sequence[Any], overrides: Sequen
     return cfg
 
 
-def key_of(node: Any) -> str:
-    """The full key of a node in its config, such as model: no public name tells it. Missing: "node"."""
-    key: str = getattr(node, "_get_full_key", lambda name: "node")("")
-    return key
-
-
 def register_resolver(name: str, function: Callable[..., object]) -> None:
     """`${name:...}` in a config calls `function`. 2.4 has another name for the function, and warns."""
     import omegaconf
@@ -186,11 +180,6 @@ def flight_records() -> list[bytes]:
         except (AttributeError, RuntimeError, TypeError):
             continue
     return records
-
-
-def versions(tensors: "Sequence[Tensor]") -> list[int]:
-    """How often each tensor has been changed in place. Missing: an AttributeError."""
-    return [tensor._version for tensor in tensors]
 
 
 def has_gradient_hooks(tensor: Any) -> bool:

@@ -205,7 +205,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     plain, deterministic = (
         job_spec(composed(f"trainer.deterministic={value}"), EnvLauncher()) for value in ("false", "true")
     )
-    for job in (plain, deterministic, replace(deterministic, device_type="cuda")):
+    for job in (plain, deterministic, replace(deterministic, on_gpus=True)):
         strategy.validate(job)
     with pytest.raises(ConfigError, match="type trainer.deterministic=true"):
-        strategy.validate(replace(plain, device_type="cuda"))
+        strategy.validate(replace(plain, on_gpus=True))

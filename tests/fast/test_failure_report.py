@@ -26,7 +26,7 @@ from lockstep.failures.report import failures_in, make_report, resume_command, s
 from lockstep.failures.verdict import Facts, find_verdict, parse_calls, table
 from lockstep.failures.watchdog import SILENCE, Watchdog
 from lockstep.files import PROJECT
-from lockstep.training.rng import SampleDraws
+from lockstep.training.rng import Draws
 from support.commands import ROOT
 
 TORCH = Path(torch.__file__).parent
@@ -122,9 +122,9 @@ def test_an_echo_is_known_by_its_type_and_place() -> None:
 
 
 def test_the_operation_and_its_operands_are_found() -> None:
-    """`SampleDraws` sees each operation of torch, and is no communication."""
+    """`Draws` sees each operation of torch, and is no communication."""
     features, head = torch.ones(3, 4), torch.nn.Linear(5, 2)
-    with pytest.raises(RuntimeError) as caught, SampleDraws().of(0, 4, 8):
+    with pytest.raises(RuntimeError) as caught, Draws(0, torch.device("cpu"), True).of(0, 4, 8):
         head(features) + 1
     record = exception_record(caught.value)
     assert (record["is_echo"], record["file"], record["code"]) == (False, __file__, "head(features) + 1")

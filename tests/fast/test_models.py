@@ -23,7 +23,7 @@ from lockstep.models.tutorial import convnet
 from lockstep.tasks.tasks import CrossEntropy, MultiLabel, Regression
 from lockstep.training import schedules
 from lockstep.training.optimizers import Muon, orthogonalised
-from lockstep.training.rng import SampleDraws
+from lockstep.training.rng import Draws
 from support.refusals import accepted
 
 
@@ -321,7 +321,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def passes(function: Callable[[Tensor], Tensor], inputs: Tensor, edges: Sequence[int]) -> tuple[Tensor, Tensor]:
-    draws, outputs, gradients = SampleDraws(), [], []
+    draws, outputs, gradients = Draws(0, torch.device("cpu"), True), [], []
     for begin, end in pairwise(edges):
         torch.manual_seed(7)
         part = inputs[begin:end].clone().requires_grad_()
@@ -348,7 +348,7 @@ def test_masks_of_samples_layers_and_steps_are_independent() -> None:
     masks = []
     for step in range(3):
         torch.manual_seed(step)
-        with SampleDraws().of(0, 100, 100):
+        with Draws(0, torch.device("cpu"), True).of(0, 100, 100):
             masks += [F.dropout(torch.ones(100, 2000)).sign() for _ in range(3)]
     drawn = torch.cat(masks) * 2 - 1  # (900, 2000)
     together = drawn @ drawn.T / 2000
@@ -359,7 +359,7 @@ def test_what_decides_about_a_layer_or_a_parameter_is_the_same_on_all_ranks_and_
     coins, masks, orders, weights, weight = set(), [], [], [], nn.Parameter(torch.ones(6, 4))
     for start, rows in ((0, 7), (7, 9)):
         torch.manual_seed(7)
-        with SampleDraws().of(start, rows, 16):
+        with Draws(0, torch.device("cpu"), True).of(start, rows, 16):
             weights.append(torch.cat([torch.randn_like(weight), F.dropout(weight)]).detach())
             whole = torchvision.ops.stochastic_depth(torch.ones(rows, 5, 6), 0.5, "batch")
             coins.add((float(torch.rand(())), float(torch.rand(1)), float(whole.sum()) > 0))

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from lockstep.distributed.environment import RankInfo, read_rank_info
 from lockstep.distributed.host import cpu_count
-from lockstep.distributed.run_folder import HeldFolder
+from lockstep.distributed.run_folder import lock
 from lockstep.distributed.world import choose_backend, join_world, number_of_threads, watch
 from lockstep.errors import ConfigError
 from lockstep.failures.record import heartbeat
@@ -213,8 +213,8 @@ def test_jobs_meet_at_ports_of_their_own_and_an_environment_that_cannot_be_used_
 
 
 def _hold_and_fork(folder: str) -> None:
-    held = HeldFolder(Path(folder))
-    assert held.lock() is None
+    held, problem = lock(Path(folder))
+    assert held is not None, problem
     if (child := os.fork()) != 0:
         Path(folder, "worker").write_text(str(child))
         Path(folder, "worker").rename(Path(folder, "worker.pid"))
@@ -228,11 +228,11 @@ def test_a_forked_worker_does_not_keep_the_lock_of_a_killed_rank(tmp_path):
     wait_for(lambda: (tmp_path / "worker.pid").exists(), "forked worker")
     worker = int((tmp_path / "worker.pid").read_text())
     try:
-        assert str(HeldFolder(tmp_path).lock()).startswith(f"another run holds {tmp_path} (pid {rank.pid} on ")
+        assert lock(tmp_path)[1].startswith(f"another run holds {tmp_path} (pid {rank.pid} on ")
         rank.kill()
         rank.join()
         assert Path(f"/proc/{worker}").exists()
-        assert HeldFolder(tmp_path).lock() is None
+        assert lock(tmp_path)[1] == ""
     finally:
         os.kill(worker, signal.SIGKILL)
 
@@ -242,7 +242,7 @@ def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch, caplog
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    assert HeldFolder(tmp_path).lock() is None
+    assert lock(tmp_path)[1] == ""
     assert "cannot be locked (Function not implemented)" in caplog.text
 
 

@@ -58,55 +58,42 @@ def unwritable(folder: str | Path, error: OSError, key: str = "hydra.run.dir") -
     return f"the run folder {folder} cannot be written ({reason}); type {key}=<a folder you can write to, with room>"
 
 
-class HeldFolder:
-    """The folder of a run, or of a sweep (`what`), while this process holds it: a file lock that the kernel releases.
-    It is a POSIX record lock: a forked DataLoader worker does not inherit it, so it cannot outlive the rank. Closing
-    any file object of `.lock` in this process releases it."""
-
-    def __init__(self, folder: Path, what: str = "run") -> None:
-        self.folder, self.what = folder, what
-        self.file: IO[str] | None = None
-
-    def lock(self) -> str | None:
-        """Lock the folder, which is created if it is missing. Returns what is wrong, None if nothing is."""
-        key = f"hydra.{self.what}.dir"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.folder / ".lock", "a+")  # noqa: SIM115  (it stays open as long as the lock is held)
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.file.write(" " * LEAST_BYTES)  # a full disk refuses them
-            self.file.flush()
-            self.file.truncate(0)
-            self.file.write(f"pid {os.getpid()} on {socket.gethostname()}")  # for people who look
-            self.file.flush()
-            return None
-        except OSError as error:
-            if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # Lustre without flock, some NFS
-                log.warning("%s cannot be locked (%s): other runs are not kept out", self.folder, error.strerror)
-                return None
-            problem = unwritable(self.folder, error, key)
-            if self.file is not None and error.errno in (errno.EAGAIN, errno.EACCES):  # as POSIX allows for a held lock
-                self.file.seek(0)
-                held = f"another {self.what} holds {self.folder} ({self.file.read()})"
-                problem = f"{held}; wait for its end, or type {key}=<another folder>"
-        self.release()
-        return problem
-
-    def release(self) -> None:
-        if self.file is not None:
-            with suppress(OSError):  # its text could perhaps not be written
-                self.file.close()
-            self.file = None
+def lock(folder: Path, what: str = "run") -> tuple[IO[str] | None, str]:
+    """(the file that holds the folder of a run, or of a sweep (`what`), while it is open; what is wrong). The folder is
+    created if it is missing. It is a POSIX record lock: a forked DataLoader worker does not inherit it, so it cannot
+    outlive the rank. Closing any file object of `.lock` in this process releases it."""
+    key, file = f"hydra.{what}.dir", None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "a+")  # noqa: SIM115  (it stays open as long as the lock is held)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.write(" " * LEAST_BYTES)  # a full disk refuses them
+        file.flush()
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {socket.gethostname()}")  # for people who look
+        file.flush()
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # Lustre without flock, some NFS
+            log.warning("%s cannot be locked (%s): other runs are not kept out", folder, error.strerror)
+        elif file is not None and error.errno in (errno.EAGAIN, errno.EACCES):  # as POSIX allows for a held lock
+            file.seek(0)
+            held = f"another {what} holds {folder} ({file.read()})"
+            return None, f"{held}; wait for its end, or type {key}=<another folder>"
+        else:
+            with suppress(OSError, AttributeError):  # its text could perhaps not be written
+                file.close()  # type: ignore[union-attr]
+            return None, unwritable(folder, error, key)
+    return file, ""
 
 
 @contextmanager
 def hold_run_folder(folder: str | Path, world: "World") -> Iterator[None]:
     """Rank 0 holds a lock on `folder` while the block runs. Every rank calls this. Raises ConfigError on all."""
-    held = HeldFolder(Path(folder))
+    file, problem = lock(Path(folder)) if world.is_rank_zero else (None, "")
     try:
-        problem = world.broadcast_json(held.lock() if world.is_rank_zero else None)
-        if problem is not None:
+        if problem := world.broadcast_json(problem):
             raise ConfigError(problem)
         yield
     finally:
-        held.release()
+        if file is not None:
+            file.close()

@@ -110,7 +110,7 @@ class CSVLogger(Logger):
 
 class Loggers(Logger, AbstractContextManager["Loggers"]):
     """Hands every call to each logger. The first exception of one is a warning; one that cannot start is left out.
-    members: loggers, and the RunRecord, which has their methods."""
+    members: loggers, and the RunRecord, which has some of their methods."""
 
     def __init__(self, members: Sequence[Any]) -> None:
         self.members = list(members)
@@ -178,7 +178,7 @@ class Loggers(Logger, AbstractContextManager["Loggers"]):
     def _call(self, receiver: object, method: str, *arguments: Any) -> bool:
         """Returns whether it went well."""
         try:
-            getattr(receiver, method)(*arguments)
+            getattr(receiver, method, lambda *_: None)(*arguments)
             return True
         except Exception as error:
             if id(receiver) not in self.warned:

@@ -107,7 +107,7 @@ def seconds_of(run: Run) -> float:
 
 class RunRecord:
     """Rank 0 writes run.json with it: at the start, at most once a second while steps and epochs end, and at the end.
-    It has the methods of a Logger, for `Loggers` to call. folder: of this run. objective: its name, such as val/loss,
+    It has methods of a Logger, for `Loggers` to call. folder: of this run. objective: its name, such as val/loss,
     and whether "min" or "max" of it is better; where nothing is chosen, test/loss of the last weights."""
 
     def __init__(self, folder: Path, objective: tuple[str, str]) -> None:
@@ -170,12 +170,6 @@ class RunRecord:
         self.run["objective"]["last"] = numbers.get(self.objective[0].partition("/")[2])
         self.begun |= {"state": state, "exit_code": info.exit_code}
         self._write(sync=True)
-
-    def image(self, *shown: Any) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def _write(self, now: bool = True, sync: bool = False) -> None:
         """now: else only if the last time is a second ago."""

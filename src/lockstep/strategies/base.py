@@ -36,7 +36,7 @@ class JobSpec:
 
     config: RunConfig
     world_size: int
-    device_type: str  # "cpu", "cuda" or "mps"
+    on_gpus: bool
     has_own_step: bool
     gradient_sync: Any  # the class
 

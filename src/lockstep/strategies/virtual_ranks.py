@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from lockstep.compat import versions
 from lockstep.config.schema import Count
 from lockstep.data.loader import LoadedPart
 from lockstep.data.partition import Part, cut
@@ -44,7 +43,7 @@ class VirtualRanks(Strategy):
             fitting = job.world_size * -(-self.count // job.world_size)
             what = f"strategy.count={self.count} virtual ranks cannot be divided among {job.world_size} ranks"
             raise ConfigError(f"{what}; type strategy.count={fitting}")
-        if job.device_type == "cuda" and not job.config.trainer.deterministic:
+        if job.on_gpus and not job.config.trainer.deterministic:
             what = "strategy=virtual_ranks on GPUs needs deterministic kernels"
             raise ConfigError(f"{what}; type trainer.deterministic=true")
 
@@ -53,13 +52,9 @@ class VirtualRanks(Strategy):
         torch.set_num_threads(1)  # with more, the sums in a convolution depend on how many there are
         per_rank = self.count // world.size
         self.share = range(world.rank * per_rank, (world.rank + 1) * per_rank)  # of the virtual ranks
-        self.weights = list(model.parameters())  # frozen ones among them
-        self.parameters = [parameter for parameter in self.weights if parameter.requires_grad]
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if len({one.dtype for one in self.parameters}) > 1 or any(one.is_complex() for one in self.parameters):
             raise ConfigError("strategy=virtual_ranks adds up gradients of one real type; type strategy=ddp")
-        if any(type(module).get_extra_state is not nn.Module.get_extra_state for module in model.modules()):
-            what = "strategy=virtual_ranks cannot give each virtual rank what a module keeps beside its tensors"
-            raise ConfigError(f"{what} (get_extra_state); type strategy=ddp")
         # Buffers by their owners: a forward pass may put another tensor into the place of one.
         places = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
         floats = [place for place in places if getattr(*place).is_floating_point()]
@@ -96,11 +91,7 @@ class VirtualRanks(Strategy):
             self.gradients_before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        before = versions(self.weights)
         super().forward_backward(part, loss, weight, last, outputs)
-        if versions(self.weights) != before:
-            what = "the forward pass changes the weights, and strategy=virtual_ranks makes several in a step"
-            raise ConfigError(f"{what}; type strategy=ddp, or keep them in a buffer (register_buffer)")
         self.require_gradients()
         *views, counted = self.views[self.computed]
         self.computed += 1

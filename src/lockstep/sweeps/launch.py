@@ -39,7 +39,7 @@ from lockstep.config.record import ConfigRecord, config_flags, record_config, ty
 from lockstep.config.schema import RunConfig
 from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent, usable_cores
-from lockstep.distributed.run_folder import HeldFolder, require_same_run
+from lockstep.distributed.run_folder import lock, require_same_run
 from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, ConfigError, path_value, print_line
 from lockstep.failures.report import in_one_line, read_report
 from lockstep.files import short_hash
@@ -192,8 +192,8 @@ class Sweep:
             if times[one.key_or_group] > 1 and "{" in str(one.input_line):
                 what = f"{one.key_or_group} has lists of several keys twice, of which a sweep would drop one"
                 raise ConfigError(f"{what}; type a list for each key, such as {one.key_or_group}.<key>=1,2")
-        self.held = HeldFolder(self.folder, "sweep")
-        if (problem := self.held.lock()) is not None:
+        self.held, problem = lock(self.folder, "sweep")
+        if problem:
             raise ConfigError(problem)
         self.known = [read_run(folder) for folder in find_runs([self.folder])]
         self.results = dict[Path, Outcome]()  # of jobs that have ended, by their folders

@@ -1,7 +1,7 @@
 """What a step draws: seeds that depend on the place in the run alone, and draws that belong to samples.
 
 A rank that computes some rows of a global batch draws what one process would have drawn for these rows, so dropout is
-the same on any number of ranks. To that end `SampleDraws` looks at torch's functions that draw, and fills tensors whose
+the same on any number of ranks. To that end `Draws` looks at torch's functions that draw, and fills tensors whose
 first dimension, or second one, is the batch. A model needs no change.
 """
 
@@ -41,18 +41,48 @@ BATCH_DIMENSIONS = {  # those of what they draw inside, if not the first or the 
 UNWATCHED = nullcontext()
 
 
-class SampleDraws(TorchFunctionMode):
-    """Inside the block, draws belong to the samples from `start` to `start + rows` of a global batch of `count`. A
-    single number, which may decide about a layer, and noise of a weight are the same on all ranks, as in one process.
-    What else has no dimension of the batch is drawn by each rank for itself: mode=check names what depends on it. Each
-    draw takes a seed from torch's generator, which is seeded alike on all ranks: checkpointed blocks draw the same."""
+class Draws(TorchFunctionMode):
+    """Seeds torch, numpy and random in each step, the same on all ranks. In the block of a part, draws belong to the
+    samples from `start` to `start + rows` of a global batch of `count`. A single number, which may decide about a
+    layer, and noise of a weight are the same on all ranks, as in one process. What else has no dimension of the batch
+    is drawn by each rank for itself: mode=check names what depends on it. Each draw takes a seed from torch's
+    generator, which is seeded alike on all ranks: checkpointed blocks draw the same. by_sample: False: torch's draws
+    are those of a part: of a compiled model, and where several ranks compute the same samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int, device: torch.device, by_sample: bool) -> None:
         super().__init__()
+        self.seed, self.by_sample, self.is_mps = seed, by_sample, device.type == "mps"
         self.has_drawn, self.operators = False, _Operators(self)  # yet
         self.generators: dict[torch.device, torch.Generator] = {}
+        self.seeded_each_step = [torch.default_generator]
+        if device.type == "cuda":
+            self.seeded_each_step.append(torch.cuda.default_generators[device.index or 0])
+        self.first: int | None = None  # the step of this epoch in which a model is looked at that has drawn nothing
 
-    def of(self, start: int, rows: int, count: int) -> "SampleDraws":
+    def restore(self, has_drawn: bool) -> None:
+        """Go on from a snapshot in the middle of an epoch: the same draws belong to samples as without the stop."""
+        self.has_drawn = has_drawn
+
+    def begin_epoch(self, step: int) -> None:
+        """step: the first one of the epoch, counted from 0."""
+        self.first = step
+
+    def of_part(self, step: int, part: LoadedPart, count: int) -> AbstractContextManager[Any]:
+        """The block in which `part` of a batch of `count` samples is passed forward and backward. numpy and random give
+        all parts the numbers of one process, which may decide about a layer, or mix a batch."""
+        seed = fold_in(self.seed, step)
+        seed_numpy_and_random(seed)
+        if not self.by_sample:
+            seed = fold_in(self.seed, step, part.number)
+        for generator in self.seeded_each_step:  # torch.manual_seed takes 0.5 ms where torch could use a GPU
+            generator.manual_seed(seed)
+        if self.is_mps:
+            torch.mps.manual_seed(seed)
+        if self.by_sample and (step == self.first or self.has_drawn):
+            return self.of(part.start, len(part.numbers), count)
+        return UNWATCHED
+
+    def of(self, start: int, rows: int, count: int) -> "Draws":
         self.start, self.rows, self.count = start, rows, count
         return self
 
@@ -115,46 +145,10 @@ class SampleDraws(TorchFunctionMode):
         return int(torch.randint(2**62, (), device="cpu"))
 
 
-class Draws(SampleDraws):
-    """Seeds torch, numpy and random in each step, the same on all ranks. by_sample: False: torch's draws are those of a
-    part: of a compiled model, and where several ranks compute the same samples."""
-
-    def __init__(self, seed: int, device: torch.device, by_sample: bool) -> None:
-        super().__init__()
-        self.seed, self.by_sample, self.is_mps = seed, by_sample, device.type == "mps"
-        self.seeded_each_step = [torch.default_generator]
-        if device.type == "cuda":
-            self.seeded_each_step.append(torch.cuda.default_generators[device.index or 0])
-        self.first: int | None = None  # the step of this epoch in which a model is looked at that has drawn nothing
-
-    def restore(self, has_drawn: bool) -> None:
-        """Go on from a snapshot in the middle of an epoch: the same draws belong to samples as without the stop."""
-        self.has_drawn = has_drawn
-
-    def begin_epoch(self, step: int) -> None:
-        """step: the first one of the epoch, counted from 0."""
-        self.first = step
-
-    def of_part(self, step: int, part: LoadedPart, count: int) -> AbstractContextManager[Any]:
-        """The block in which `part` of a batch of `count` samples is passed forward and backward. numpy and random give
-        all parts the numbers of one process, which may decide about a layer, or mix a batch."""
-        seed = fold_in(self.seed, step)
-        seed_numpy_and_random(seed)
-        if not self.by_sample:
-            seed = fold_in(self.seed, step, part.number)
-        for generator in self.seeded_each_step:  # torch.manual_seed takes 0.5 ms where torch could use a GPU
-            generator.manual_seed(seed)
-        if self.is_mps:
-            torch.mps.manual_seed(seed)
-        if self.by_sample and (step == self.first or self.has_drawn):
-            return self.of(part.start, len(part.numbers), count)
-        return UNWATCHED
-
-
 class _Operators(dispatch_mode()):  # type: ignore[misc]
     """Answers those of torch's operators that draw, whichever function they are a part of."""
 
-    def __init__(self, draws: SampleDraws) -> None:
+    def __init__(self, draws: Draws) -> None:
         super().__init__()
         self.draws = draws
 
