@@ -24,7 +24,7 @@ from lockstep.files import is_url, sync_folder, write_whole
 
 log = logging.getLogger(__name__)
 
-FORMAT = 9  # of the snapshots that this version writes and reads
+FORMAT = 8  # of the snapshots that this version writes and reads
 STATE, MANIFEST = "state.pt", "manifest.json"
 # old: a whole one that another of its step was replacing. pt: of an earlier version, and so none.
 NAME = re.compile(r"(step|best)_(\d+)(\.old|\.pt)?")

@@ -156,7 +156,7 @@ def restore(run: Run, saved: dict[str, Any], path: Path) -> None:
     run.step.load_state_dict(own["step"])
     run.step.draws.restore(own["has_drawn"])
     if own["meter"]["names"] == run.meter.names:  # else the epoch's training metrics begin here
-        run.meter.restore(own["meter"]["totals"], own["meter"]["logged"])
+        run.meter.restore(**own["meter"])
 
 
 def restore_weights(run: Run, saved: dict[str, Any], path: Path) -> None:

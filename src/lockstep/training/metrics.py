@@ -82,9 +82,10 @@ class Meter:
         bad = min((step for step, loss in pairs if not math.isfinite(loss)), default=None)
         return min(filter(None, self.world.all_gather_json(bad)), default=None)
 
-    def restore(self, totals: Tensor, logged: list[float]) -> None:
-        """Go on from totals over all ranks, perhaps of another world size: rank 0 holds them all."""
+    def restore(self, totals: Tensor, logged: Sequence[float] = (), **names: object) -> None:
+        """Go on from totals over all ranks, perhaps of another world size: rank 0 holds them all. logged: none are in
+        snapshots of earlier versions."""
         self.clear()
-        self.logged = logged
+        self.logged = [*logged] or self.logged
         if self.world.is_rank_zero:
             self.totals = totals.to(self.device)
