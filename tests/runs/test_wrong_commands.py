@@ -90,14 +90,14 @@ monitor=null | scheduler=plateau |  | scheduler=cosine
 trainer.precision=fp16 | watch.nan=skip |  | watch.nan=stop
  | parameters.groups=[{lr:0.1}] |  | parameters.groups=[{match:fc,lr:0.1}]
 trainer.gradient_accumulation_steps=2 | trainer.compile=reduce-overhead |  | trainer.compile=true
- | model._target_=own_net.Net | own_net.Net needs width; type +model.width=<value>
+ | model._target_=own_net.Net | own_net.Net needs width; type ++model.width=<value>
 model._target_=own_net.Net +model.width=3 +model.x=1 | +model.y=2 | takes no x or y, but depth; type ~model.x ~model.y
  | ~optimizer._target_ | optimizer has no _target_, its class; type +optimizer._target_=<module>.<class>
  | optimizer._target_=Adam | No module named 'Adam'); type optimizer._target_=<module>.<class>
  | optimizer._target_=torch.optim.Adm | ; type optimizer._target_=torch.optim.Adam
  | +optimizer.learning_rate=1 | torch.optim.SGD takes no learning_rate, but
 optimizer=adamw | optimizer.betas=[0.9,1.5] | (Invalid beta parameter at index 1: 1.5); type optimizer=sgd
- | scheduler._target_=torch.optim.lr_scheduler.StepLR | StepLR needs step_size; type +scheduler.step_size=<value>
+ | scheduler._target_=torch.optim.lr_scheduler.StepLR | StepLR needs step_size; type ++scheduler.step_size=<value>
  | loader.transforms=[{_target_:torchvision.transforms.v2.Nope}] | loader.transforms[0]._target_=
  | task.loss={_target_:torch.nn.HuberLoss,dleta:3} | takes no dleta, but
  | callbacks=[{_target_:own_net.Net,width:3}] | needs shape and classes; type callbacks='[{_target_:own_net.Net,

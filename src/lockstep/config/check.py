@@ -189,7 +189,7 @@ def check_nodes(value: object, section: str = "") -> None:
         needed = [name for name in free[key in GET_FIRST :] if name not in PASSED and key != "step"]
         missing = [name for name in needed if parameters[name].default is inspect.Parameter.empty]
         if missing and (key in GET_FIRST or not node.get("_partial_")):
-            words = [f"+{join(key, name)}=<value>" for name in missing]
+            words = [f"++{join(key, name)}=<value>" for name in missing]
             raise ConfigError(f"{path} needs {' and '.join(missing)}; type {whole or ' '.join(words)}")
         if path.startswith(CHECKED_BY_TYPE) or (key == "dataset" and is_dataclass(target)):
             function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
