@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lockstep.failures import report as reports
@@ -134,7 +135,11 @@ def test_the_operation_and_its_operands_are_found() -> None:
 
 def test_an_error_is_explained(fail: Fail, monkeypatch: pytest.MonkeyPatch) -> None:
     images, linear = torch.zeros(2, 1, 8, 8), torch.nn.Linear(8, 2)
+    transformer = torchvision.models.VisionTransformer(32, 16, 1, 1, 4, 4)
     rows = [
+        (error_of(lambda: transformer(images.expand(-1, 3, -1, -1))), "type +model.image_size=<pixels>"),
+        (error_of(lambda: torch.nn.Conv2d(1, 2, 9)(images)), "the images are too small"),
+        (error_of(lambda: torch.nn.MaxPool2d(9)(images)), "the images are too small"),
         (error_of(lambda: torch.nn.Conv2d(1, 2, 3)(images.long())), "x.astype(numpy.float32)"),
         (error_of(lambda: linear(images.long())), "x.astype(numpy.float32)"),
         (error_of(lambda: linear(images.to(torch.bool))), "whole numbers or truth values"),

@@ -39,6 +39,8 @@ def test_models_of_torchvision_and_timm_are_built_for_the_channels_and_classes_o
     with torch.device("meta"):  # other nets, whose first convolution is somewhere else
         for name in ("mobilenet_v2", "efficientnet_b0", "shufflenet_v2_x0_5"):
             assert next(torchvision_model(name, [1, 28, 28], 10).parameters()).shape[1] == 1
+        for name in ("googlenet", "inception_v3"):  # without the heads that are for training alone
+            assert torchvision_model(name, [3, 96, 96], 10)(torch.rand(2, 3, 96, 96)).shape == (2, 10)
         vit = torchvision_model("vit_b_32", [1, 64, 64], 10, image_size=64)
         assert (vit.conv_proj.weight.shape, vit.heads.head.out_features) == ((768, 1, 32, 32), 10)
         assert timm_model("convnext_atto", [1, 64, 64], 10).stem[0].weight.shape[1] == 1
@@ -52,7 +54,9 @@ def test_what_a_model_does_not_take_is_refused_by_its_own_name(monkeypatch: pyte
         (lambda: timm_model("resnet18", [3, 64, 64], 5, pretrained=True), "pretrained.* or ~model.<option>"),
         (lambda: timm_model("resnet81", [3, 64, 64], 5), r"Unknown model \(resnet81\).*type model.model_name="),
         (lambda: torchvision_model("resnet18", [3, 64, 64], 5, drop_rat=0.1), "drop_rat.* or ~model.<option>"),
-        (lambda: torchvision_model("resnet81", [3, 64, 64], 5), "Unknown model resnet81.*type model.name="),
+        (lambda: torchvision_model("resnet81", [3, 64, 64], 5), "no net model.name=resnet81; type model.name=resnet18"),
+        (lambda: torchvision_model("fcn_resnet50", [3, 64, 64], 5), "no net model.name=fcn_resnet50; type"),
+        (lambda: torchvision_model("vit_b_32", [3, 40, 40], 5, image_size=40), "indivisible.* or ~model.<option>"),
         (lambda: gpt([8], 5, 1, 4, 18, 0.0, True, "gpt2"), "type model.width=16"),
         (lambda: gpt([8], 5, 1, 4, 12, 0.0, True, "modern"), "in pairs; type model.width=16"),
         (lambda: gpt([1, 8, 8], 5, 1, 4, 16, 0.0, True, "gpt2"), "type dataset=text"),

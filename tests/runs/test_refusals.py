@@ -31,7 +31,7 @@ BAD = [
 # What a rank alone can know.
 FOUND_BY_RANKS = [
     (["step=cuda_graph"], "step=cuda_graph records what one rank computes on a GPU; type step=default"),
-    (["launch=torchrun", "model=resnet18", "model.name=foo"], "no model.name=foo with these options (Unknown model"),
+    (["launch=torchrun", "model=resnet18", "model.name=foo"], "no net model.name=foo; type model.name="),
     (["launch=torchrun", "dataset.classes=5"], "and the classes are 0 to 4; type dataset.classes="),
     (["launch=fork", "Words"], "CrossEntropy takes logits (N, classes, ...) and class numbers (N, ...), whole ones"),
     (

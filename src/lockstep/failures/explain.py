@@ -11,6 +11,7 @@ from lockstep.files import is_project
 OUT_OF_MEMORY = "MemoryError|allocate memory|out of memory|bad_alloc|could not create a memory"
 SHAPES = "shapes cannot be multiplied|must match the size|size mismatch|expected input|invalid for input of size"
 SHAPES += "|Expected .*dimension|doesn't match the broadcast shape|shape mismatch|normalized_shape"
+IMAGE_SIZE = r"Output size is too small|Kernel size can't be greater|match model \(\d|Wrong image (height|width)"
 NUMBERS = r"dtype.* got (UInt\d+|Bool|Short|Int|Long|Char) |Input type \((short|int|long|unsigned|bool)"
 NUMBERS += r"|not implemented for '(UInt\d+|Bool)"
 SHARDS = "fully_shard doesn't support|FSDP expects|_chunk_cat expects|on ScriptModules|param must be a Parameter"
@@ -32,6 +33,11 @@ MEANINGS: dict[str, tuple[str, str]] = {
         "type ulimit -n 65536 before the command; if that is refused, fewer loader.num_workers",
     ),
     SHAPES: ("the shapes of the data and of the model do not fit together", "change either at the line above"),
+    IMAGE_SIZE: (
+        "the images are too small for the net, or it is made for another size",
+        "give it larger ones, or make it for these: type +model.image_size=<pixels> for a vision transformer of "
+        "torchvision, +model.img_size=<pixels> for one of timm",
+    ),
     NUMBERS: (
         "the model got whole numbers or truth values, and computes with fractions; only samples of uint8 are scaled",
         "return floats from __getitem__, such as x.astype(numpy.float32), or change the type at the line above",
