@@ -219,6 +219,13 @@ def task(name, change, **members):
     return found_here(name, CrossEntropy, __call__=call, **members)
 
 
+def waves(self, y):
+    """Seven sines, each of which makes a difference up to three times as large: rounding grows from step to step."""
+    for _ in range(7):
+        y = (3 * y).sin()
+    return y
+
+
 BATCHES: list[int] = []
 
 
@@ -380,6 +387,7 @@ RIGHT = [
     (net("InFloat32", after=lambda self, y: y.float().log_softmax(1).to(y.dtype)), []),
     (net("Vmapped", forward=lambda self, x: torch.func.vmap(self.layer)(x)), []),
     (net("LateBuffer", before=late), []),
+    (net("Unstable", after=waves), []),
     (net("OtherNames", with_other_names), []),
     ("a gpt with dropout", [*TEXT, "model.dropout=0.1", ema(0.9), "optimizer=adamw"]),
     ("a compiled gpt", [*TEXT, "model.dropout=0", "trainer.compile=true"]),

@@ -49,6 +49,7 @@ RESULTS = STAGES[3:]  # which decide whether runs part; the others say why
 BY_SAMPLE = STAGES[1:3]  # to which each sample adds
 FEW = 7  # samples of a rank's batch, seldom another size of a tensor
 FLOOR = 1e-3  # of the largest value of a stage: what differences are relative to, at least
+GROWTH = 1e5  # from step to step, of rounding in a deep net whose gradients are large; a fault comes at once
 TOLERANCES = {64: 1e-6, 32: 1e-3, 16: 0.1}  # relative, by the fewest bits in which a net computes
 PROMISES = {
     "again": "the same run, typed again",
@@ -203,21 +204,26 @@ def judged(way: str, one: Ended, other: Ended, tolerance: float, to_the_end: boo
     steps = sorted({step for step, stage, _ in other.trace if stage == "weights"})[: None if to_the_end else 1]
     largest = {stage: max([1e-30, *(size for *_, size in one.of(stage))]) for stage in STAGES}
     evaluated = min((step for step, stage, _ in one.trace if stage == "evaluation"), default=10**9)
-    apart, most = dict[tuple[int, str, str], float](), 0.0
+    apart, most = dict[tuple[int, str, str], float](), {0: 0.0}
     for key, own in one.trace.items():
         theirs = other.trace.get(key, own)
         is_of_others = key[1] in BY_SAMPLE and own[0] != theirs[0]  # some shares of a batch need no such layer
         if own == theirs or key[0] not in steps or is_of_others:
             continue
         far = max(abs(own[1] - theirs[1]), abs(own[2] - theirs[2])) / max(FLOOR * largest[key[1]], own[2])
-        most = max(most, far) if key[1] in RESULTS else most
+        if key[1] in RESULTS:
+            most[key[0]] = max(most.get(key[0], 0.0), far)
         # A net that folds weights in an evaluation unfolds them up to rounding.
         limit = TOLERANCES[64] if way == "again" and key[0] > evaluated else tolerance
         if far > limit or not limit:
             apart[key] = far
     step = min((step for step, stage, _ in apart if stage in RESULTS), default=None)
     if step is None:
-        return ("no", other.failed) if other.failed else ("yes", f"{most:.0e} apart" if tolerance else "all bits")
+        alike = f"{max(most.values()):.0e} apart" if tolerance else "all bits"
+        return ("no", other.failed) if other.failed else ("yes", alike)
+    before = most.get(step - 1, 0.0)
+    if tolerance and most[step] < GROWTH * before and not other.failed:
+        return "yes", f"{before:.0e} apart in step {step - 1}, from which on rounding grows"
     stage = min((stage for of, stage, _ in apart if of == step), key=STAGES.index)
     if other.failed and stage == "gradients":  # nothing was averaged: the error tells why
         return "no", other.failed
