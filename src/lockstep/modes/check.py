@@ -221,13 +221,13 @@ def judged(way: str, one: Ended, other: Ended, tolerance: float, to_the_end: boo
     if step is None:
         alike = f"{max(most.values()):.0e} apart" if tolerance else "all bits"
         return ("no", other.failed) if other.failed else ("yes", alike)
-    before = most.get(step - 1, 0.0)
-    if tolerance and most[step] < GROWTH * before and not other.failed:
-        return "yes", f"{before:.0e} apart in step {step - 1}, from which on rounding grows"
     stage = min((stage for of, stage, _ in apart if of == step), key=STAGES.index)
     if other.failed and stage == "gradients":  # nothing was averaged: the error tells why
         return "no", other.failed
     found = {name: far for (*place, name), far in apart.items() if place == [step, stage]}
+    before = most.get(step - 1, 0.0)
+    if tolerance and max(found.values()) < GROWTH * before and not other.failed:
+        return "yes", f"{before:.0e} apart in step {step - 1}, from which on rounding grows"
     kind = "evaluated" if way == "again" and step > evaluated else way
     cause = CAUSES.get(f"{kind} {stage}") or CAUSES.get(stage) or CAUSES[kind]
     names = next(iter(found)) if stage == "layers" else first_of([*found])
