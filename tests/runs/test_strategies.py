@@ -126,7 +126,7 @@ class InOrderOfRanks(nn.Module):
 
     def forward(self, inputs):
         first, second = self.pair if torch.distributed.get_rank() == 0 else reversed(self.pair)
-        outputs = self.last(first(inputs) + second(inputs))
+        outputs = self.last(first(inputs).relu() + second(inputs).sigmoid())
         return outputs
 
 

@@ -131,7 +131,12 @@ class World:
 
     def broadcast_json(self, value: Any) -> Any:
         """The `value` of rank 0, which JSON can store, on every rank. Tuples become lists."""
-        return self.all_gather_json(value if self.is_rank_zero else None)[0]
+        text = json.dumps(value).encode() if self.is_rank_zero else b""
+        length = torch.tensor([len(text)])
+        dist.broadcast(length, src=0, group=self.control)
+        shared = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8)
+        dist.broadcast(shared, src=0, group=self.control)
+        return json.loads(shared.numpy().tobytes())
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         """Wait until every rank has called this. A rank that ends is noticed at once, whatever the timeout."""
