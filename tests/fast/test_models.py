@@ -120,7 +120,7 @@ def test_a_gpt_is_the_formulas_of_its_papers(variant: Any) -> None:
 
 LABELS = torch.zeros(2).long()
 REFUSED = [  # the task, the shape of outputs, the targets, what is said
-    (CrossEntropy(), [2, 5, 9], torch.zeros(2, 5).long(), r"class numbers \(N, classes, ...\) and \(N, ...\), and"),
+    (CrossEntropy(), [2, 5, 9], torch.zeros(2, 5).long(), r"class numbers \(N, ...\), whole ones, and these"),
     (CrossEntropy(), [2, 4], torch.zeros(2, 4).long(), r"are \[2, 4\] and \[2, 4\], int64; type task="),
     (CrossEntropy(), [2, 1], torch.zeros(2), r"are \[2, 1\] and \[2\], float32; type task="),
     (Regression(), [2, 3], LABELS, r"of one shape, and these are \[2, 3\] and \[2\], int64; type task="),
