@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep import errors
-from lockstep.compat import compose_once, register_resolver, remove_temporary_folder
+from lockstep.compat import register_resolver, remove_temporary_folder
 from lockstep.config.check import OPTIONS, explain, flatten, key_of, raised_by
 from lockstep.config.record import RECORD, sets, typed_overrides
 from lockstep.config.schema import CONF, NO_NUMBER, SHARED_BY
@@ -61,8 +61,6 @@ def run(main: Callable[[], Any]) -> NoReturn:
                     if MULTIRUN_FLAGS & {*words} and not asks_for_text(words):
                         what = f"a sweep starts the ranks of each job itself; leave {info.started_by} out"
                         raise errors.ConfigError(f"{what}, and type launch=torchrun")
-                if not any("hydra.mode=" in word for word in words):
-                    compose_once()
                 main()
                 signals.stop_listening()  # the run has finished
     except SystemExit as error:  # of argparse, and of the block

@@ -37,13 +37,6 @@ def hydra_version_base() -> dict[str, str]:
     return {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 
 
-def compose_once() -> None:
-    """Hydra composes each config twice, the first time for `hydra.mode` alone. Missing: it does, and starts later."""
-    from hydra._internal.hydra import Hydra
-
-    Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
-
-
 @contextmanager
 def hydra_composed(words: Sequence[str], folders: Iterable[Path] = ()) -> "Iterator[DictConfig]":
     """What Hydra composes of the overrides among the words, as `main` gets it. folders: of other configs. In the block
