@@ -7,7 +7,8 @@ here, too, though it is public. The imports are inside the functions: `--help` m
 
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from lockstep.files import ROOT
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.distributed.tensor import DTensor
 
 
@@ -173,6 +174,14 @@ def flight_records() -> list[bytes]:
         except (AttributeError, RuntimeError, TypeError):
             continue
     return records
+
+
+def with_versions(weights: "Mapping[str, Tensor]", model: "nn.Module") -> "dict[str, Tensor]":
+    """A state dict with the versions of the model's layers, without which some refuse it, such as torchvision's
+    MNASNet. Missing: an AttributeError."""
+    whole: Any = OrderedDict(weights)
+    whole._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]
+    return whole  # type: ignore[no-any-return]
 
 
 def has_gradient_hooks(tensor: Any) -> bool:

@@ -54,6 +54,13 @@ def net(name, init=None, of=Simple, **parts):
     return found_here(name, of, __init__=construct, **methods)
 
 
+def needs_version(self, state, prefix, metadata, *others):
+    """As layers do whose weights had another form once."""
+    if metadata.get("version") is None:
+        raise ValueError("a state dict without the versions of its layers")
+    nn.Module._load_from_state_dict(self, state, prefix, metadata, *others)
+
+
 def layers(name, *make):
     return found_here(name, nn.Sequential, __init__=lambda self: nn.Sequential.__init__(self, *(one() for one in make)))
 
@@ -389,6 +396,7 @@ RIGHT = [
     (net("LateBuffer", before=late), []),
     (net("Unstable", after=waves), []),
     (net("OtherNames", with_other_names), []),
+    (found_here("Versioned", Simple, _version=2, _load_from_state_dict=needs_version), []),
     ("a gpt with dropout", [*TEXT, "model.dropout=0.1", ema(0.9), "optimizer=adamw"]),
     ("a compiled gpt", [*TEXT, "model.dropout=0", "trainer.compile=true"]),
     ("a convnet by a plateau", ["scheduler=plateau", "loader.validation=0.1"]),

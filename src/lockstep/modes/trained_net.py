@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import default_collate
 
+from lockstep.compat import with_versions
 from lockstep.config.check import Kind, check_nodes, instantiate_as
 from lockstep.data.loader import InputConverter
 from lockstep.data.source import map_tensors
@@ -81,7 +82,7 @@ def load(
     net = net.to(device).to(memory_format=memory_format)
     weights = trained_weights(saved, path)
     give_buffers(net, weights, saved["buffers"])
-    net.load_state_dict(weights)
+    net.load_state_dict(with_versions(weights, net))
     normalised = config.get("dataset.mean"), config.get("dataset.std")
     converter = InputConverter(model_dtype(precision), memory_format, *normalised).to(device)
     return TrainedNet(

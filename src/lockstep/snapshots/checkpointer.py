@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch.distributed as dist
 
+from lockstep.compat import with_versions
 from lockstep.distributed import signals
 from lockstep.distributed.world import World
 from lockstep.errors import (
@@ -243,7 +244,7 @@ class Checkpointer:
                 for name, path in ((BEST, best), (LAST, newest)):
                     if path is not None:
                         weights = trained_weights(load_state(path), path, averaged=self.run.average is not None)
-                        files.write_tensors(self.run_dir / name, weights)
+                        files.write_tensors(self.run_dir / name, with_versions(weights, self.run.model))
             except OSError as error:
                 again = f"type the command again with {go_on_words(self.run_dir)}"
                 raise ConfigError(f"no {LAST}: {error}; free some space and {again}") from None

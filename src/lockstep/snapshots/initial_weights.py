@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from lockstep.compat import with_versions
 from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import all_names, matching_parameters, require_matches
 from lockstep.snapshots.files import load_first_good, load_tensors, named_snapshots, require_safetensors
@@ -52,7 +53,7 @@ def load_initial_weights(model: nn.Module, where: str | None, new_layers: Sequen
     needed = {name for name, _ in model.named_parameters(remove_duplicate=False)} - new
     kept = {name: value for name, value in own.items() if name not in taken and name not in needed}
     try:
-        model.load_state_dict(kept | taken)
+        model.load_state_dict(with_versions(kept | taken, model))
     except RuntimeError as error:
         what = f"parameters.init={where} does not fit the model: {' '.join(str(error).split())}"
         advice = "parameters.new_layers=[<the layers that shall begin with random weights>]"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lockstep.compat import offsets_of_part
+from lockstep.compat import offsets_of_part, with_versions
 from lockstep.data.source import tensors_in
 from lockstep.errors import ConfigError
 from lockstep.files import write_whole
@@ -167,7 +167,7 @@ def restore_weights(run: Run, saved: dict[str, Any], path: Path) -> None:
     cut = {name: value for name, value in own.items() if hasattr(value, "to_local")}
     weights = as_held(saved, "model", path, (name for name in saved["model"] if name not in elsewhere), cut)
     give_buffers(run.model, weights, saved["buffers"])
-    run.model.load_state_dict(weights)
+    run.model.load_state_dict(with_versions(weights, run.model))
     if run.average is not None:
         run.average.load_state_dict(_like_weights(run, "ema", saved, path))
 
