@@ -1,5 +1,6 @@
 """Fixtures that start commands."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -11,11 +12,14 @@ import pytest
 import torch
 
 from support.commands import TRAIN, WHOLE, Command
-from support.traces import FILES, Traces
+from support.traces import FILES, OF_WORLDS, Traces
 
 # Threads of OpenMP sleep while they wait for each other. Several tests run at once, and threads that spin would take
 # the cores from each other: on two busy cores a training of one process took three to six times its CPU time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# The semaphores of worlds stay until pytest ends. Tests of what a command leaves in /dev/shm know them by their names.
+multiprocessing.current_process()._config["semprefix"] = f"/{OF_WORLDS}"
 
 # In the background of a shell SIGINT is ignored, and the commands of tests would ignore it, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -13,6 +13,7 @@ from support.commands import Command, processes_of
 MARK = "LOCKSTEP_DRILL"  # every process of a command inherits it
 SHARED_MEMORY = Path("/dev/shm")
 OF_TORCH = ("torchelastic_", "torchinductor_")  # torchrun's log folder and a compiler's cache, which torch leaves
+OF_WORLDS = "world"  # begins the names of semaphores of tests that run beside
 PROCESSES_END, FILES_GO = 10.0, 30.0  # seconds; what a command has left stays for ever, another test's file for a while
 
 # Where something is broken on purpose: all tests of these files. `make faults` runs them.
@@ -28,7 +29,7 @@ class Traces:
     def __init__(self) -> None:
         self.temporary = Path(tempfile.mkdtemp(prefix="drill-"))  # short: the path of a socket has at most 107 bytes
         self.environment = {"TMPDIR": str(self.temporary), MARK: self.temporary.name}
-        self.shared_before = set(os.listdir(SHARED_MEMORY))
+        self.shared_before = _shared()
 
     def left(self, command: Command) -> list[str]:
         """The words of its processes that do not end soon, names in TMPDIR, and new ones in /dev/shm that stay there
@@ -38,10 +39,10 @@ class Traces:
             deadline = time.monotonic() + PROCESSES_END
             while (alive := self._alive(command.process.pid)) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            deadline, shared = time.monotonic() + FILES_GO, set(os.listdir(SHARED_MEMORY)) - self.shared_before
+            deadline, shared = time.monotonic() + FILES_GO, _shared() - self.shared_before
             while shared and time.monotonic() < deadline:
                 time.sleep(0.1)
-                shared = shared & set(os.listdir(SHARED_MEMORY)) - _mapped()
+                shared = shared & _shared() - _mapped()
             own = [name for name in os.listdir(self.temporary) if not name.startswith(OF_TORCH)]
         shutil.rmtree(self.temporary, ignore_errors=True)
         return [*alive, *own, *shared]
@@ -53,6 +54,10 @@ class Traces:
                 if int(process.name) in together or entry in b"\0" + (process / "environ").read_bytes():
                     found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
         return found
+
+
+def _shared() -> set[str]:
+    return {name for name in os.listdir(SHARED_MEMORY) if not name.startswith(f"sem.{OF_WORLDS}")}
 
 
 def _mapped() -> set[str]:
