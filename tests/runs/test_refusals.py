@@ -24,6 +24,7 @@ BAD = [
     (["hydra.run.dir=/etc/passwd"], "/etc/passwd cannot be written (File exists); type hydra.run.dir="),
     (["-m", "hydra.sweep.dir=/proc/x", "seed=1,2"], "the run folder /proc/x cannot be written"),
     (["-m", "optimizer.lr=interval(0.1,1)"], "type hydra/sweeper=optuna hydra.sweeper.n_trials=20"),
+    (["backend=mpi"], "backend=mpi needs a torch that was built with MPI; type backend=gloo, under mpirun, too"),
     (["optimizer.lr=nan", "launch=torchrun"], "optimizer.lr=nan should be a finite number; type optimizer.lr=<value>"),
     (["model.shape=[8,8,1]"], "these are [8, 8, 1]; return image.permute(2, 0, 1) from __getitem__, or type model=mlp"),
     (["dataset=mnist", "data_dir=empty", "launch=fork"], "than empty>"),

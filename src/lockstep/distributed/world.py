@@ -186,6 +186,8 @@ def choose_backend(name: str, info: RankInfo) -> str:
     if name == "nccl" and not enough:
         what = f"backend=nccl needs one GPU per rank: {info.local_world_size} ranks on this machine but {gpus} GPUs"
         raise ConfigError(f"{what}; start as many ranks as GPUs, or type backend=gloo")
+    if name == "mpi" and not dist.is_mpi_available():
+        raise ConfigError("backend=mpi needs a torch that was built with MPI; type backend=gloo, under mpirun, too")
     return name
 
 
