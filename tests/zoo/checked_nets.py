@@ -339,7 +339,6 @@ WRONG = [
     (NUMPY_NOISE, [], "two", "layer (Linear)"),
     (BY_BATCH_NORM, ["sync_bn=off"], "two", "1 (BatchNorm1d)"),
     ("Teacher", ["strategy=virtual_ranks"], "two", "teacher"),
-    ("ExtraState", ["strategy=virtual_ranks"], "two", "layer"),
     # Writes that do not raise the version of a tensor.
     (running("ByData", lambda self, mean: self.mean.data.lerp_(mean, 0.1)), [], "two", "mean: "),
     (running("ByNumpy", lambda self, mean: np.add(self.mean, 0.1 * mean, out=self.mean.numpy())), [], "two", "mean: "),

@@ -144,8 +144,7 @@ NEVER = [
     ({"Experts", "LateExperts"}, {"accumulation", "all", *FSDP, "tensor_parallel, two by two"}),
     # fsdp forgets what a forward pass changes in gathered weights; mode=check finds other numbers on two ranks.
     ({"Teacher"}, {*FSDP, "tensor_parallel, two by two"}),
-    # Nor does each virtual rank begin with the weights, and what a module keeps beside its tensors, before the step.
-    ({"Teacher", "EmbeddedMaxNorm", "ExtraState"}, {*VIRTUAL}),
+    ({"Teacher", "EmbeddedMaxNorm"}, {*VIRTUAL}),  # nor does each virtual rank begin with the weights before the step
     ({"scaled_batches"}, {"small evaluations"}),  # its collate_fn draws for a batch, in evaluations, too
     ({"accumulation", "all"}, {*VIRTUAL, "tensor_parallel, two by two"}),  # a batch norm gets single samples there
     ({*OWN_OPTIMIZERS}, {*WAYS} - {"one", "two", "three"} | {"unfused", *CHANGED}),
@@ -165,6 +164,7 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "type optimizer=sgd, or make the embedding": ({"EmbeddedSparse"}, {"adamw"}),
     "has a hook for its gradient": ({"OwnFunction"}, {*FSDP, *TENSOR_PARALLEL}),
     "passes one tensor from rank to rank": ({"dicts", "dicts_of_two", "nested"}, {"pipeline"}),
+    "keeps beside its tensors": ({"ExtraState"}, set(VIRTUAL)),
     "batch norm has one value": ({name for name in CHANGED if "norm" in name} | {"Residual"}, {"pipeline"}),
     "changes a value in place": ({"Teacher"}, {"pipeline"}),
     "would change it twice": ({"Teacher"}, {"checkpointed"}),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.config.schema import Count
 from lockstep.data.loader import LoadedPart
@@ -55,6 +55,9 @@ class VirtualRanks(Strategy):
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if len({one.dtype for one in self.parameters}) > 1 or any(one.is_complex() for one in self.parameters):
             raise ConfigError("strategy=virtual_ranks adds up gradients of one real type; type strategy=ddp")
+        if any(type(module).get_extra_state is not nn.Module.get_extra_state for module in model.modules()):
+            what = "strategy=virtual_ranks cannot give each virtual rank what a module keeps beside its tensors"
+            raise ConfigError(f"{what} (get_extra_state); type strategy=ddp")
         # Buffers by their owners: a forward pass may put another tensor into the place of one.
         places = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
         floats = [place for place in places if getattr(*place).is_floating_point()]
