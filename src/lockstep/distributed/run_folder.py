@@ -75,14 +75,16 @@ def lock(folder: Path, what: str = "run") -> tuple[IO[str] | None, str]:
     except OSError as error:
         if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # Lustre without flock, some NFS
             log.warning("%s cannot be locked (%s): other runs are not kept out", folder, error.strerror)
-        elif file is not None and error.errno in (errno.EAGAIN, errno.EACCES):  # as POSIX allows for a held lock
-            file.seek(0)
-            held = f"another {what} holds {folder} ({file.read()})"
-            return None, f"{held}; wait for its end, or type {key}=<another folder>"
-        else:
-            with suppress(OSError, AttributeError):  # its text could perhaps not be written
-                file.close()  # type: ignore[union-attr]
-            return None, unwritable(folder, error, key)
+            return file, ""
+        problem = unwritable(folder, error, key)
+        if file is not None:
+            if error.errno in (errno.EAGAIN, errno.EACCES):  # as POSIX allows for a held lock
+                file.seek(0)
+                held = f"another {what} holds {folder} ({file.read()})"
+                problem = f"{held}; wait for its end, or type {key}=<another folder>"
+            with suppress(OSError):  # its text could perhaps not be written
+                file.close()
+        return None, problem
     return file, ""
 
 
@@ -96,4 +98,5 @@ def hold_run_folder(folder: str | Path, world: "World") -> Iterator[None]:
         yield
     finally:
         if file is not None:
-            file.close()
+            with suppress(OSError):  # the disk may be gone
+                file.close()
