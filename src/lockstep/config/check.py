@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, errors, open_dict
 
 from lockstep.compat import hydra_may_call_all
 from lockstep.config.schema import CONF, FROM_DATA, GET_FIRST, PASSED, Node, RunConfig
-from lockstep.errors import ConfigError, first_line, show
+from lockstep.errors import ConfigError, first_line, printable, show
 
 GROUPS = [folder for folder in CONF.iterdir() if folder.is_dir() and folder.name not in ("hydra", "local")]
 OPTIONS = {group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in GROUPS}
@@ -297,7 +297,7 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
                 return f"{key} is a new key; type {word(f'+{key_of(one)}', one.partition('=')[2])}"
     # Else the text may name a word, or it is about a preset, or the last word.
     presets = [one for one in typed if key_of(one) == "experiment"]
-    named = [*unread, *(one for one in typed if key_of(one) in said), *presets, *typed[-1:], "conf/local"][0]
+    named = printable([*unread, *(one for one in typed if key_of(one) in said), *presets, *typed[-1:], "conf/local"][0])
     below = said.replace("\n", "\n    ")
     return f"{named} cannot be composed; type the command without {shlex.quote(named)}\n    {below}"
 
