@@ -117,7 +117,7 @@ class Watch:
 class Backend:
     name: Literal["auto", "gloo", "nccl", "mpi"]
     timeout: Annotated[float, Ge(1)]
-    threads: Count | None
+    threads: Annotated[int, Ge(1), Le(1024)] | None
     socket_ifname: str | None
     debug: str | None
     p2p_disable: bool | None
