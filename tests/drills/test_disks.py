@@ -1,6 +1,7 @@
 """Disks that are full, read-only or slow, and full shared memory. Needs root, which mounts them."""
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -10,8 +11,8 @@ import pytest
 
 from support.commands import PYTHON_TRAIN, STARTERS, wait_for
 from support.event_files import scalars
-from support.run_folders import SLOW, has_logged, newest_snapshot, position, stopped_at
-from support.worlds import distance, same_bits, weights
+from support.run_folders import SLOW, has_logged, newest_snapshot, position, read_log, stopped_at
+from support.worlds import same_bits
 
 pytestmark = [pytest.mark.drill, pytest.mark.skipif(os.getuid() != 0, reason="mounting a file system needs root")]
 
@@ -59,18 +60,15 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_rank_starts(start
         assert "Traceback" not in run.output
 
 
-def test_without_room_for_shared_memory_gradients_are_averaged_by_all_reduce(start, tmp_path):
-    """In a mount namespace of its own /dev/shm is full."""
+def test_a_full_dev_shm_changes_no_bit_and_stays_as_it_is(start, tmp_path):
+    """In a mount namespace of its own."""
     full = "mount -t tmpfs -o size=4k tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/full;"
-    words = [*FORK, "model=mlp", "model.width=512", "trainer.max_steps=12"]
+    words = [*FORK, "model=mlp", "model.width=512", "trainer.max_steps=12", "gradient_sync=shared_memory"]
     in_full = ["unshare", "--mount", "bash", "-c"]
     run = start(*in_full, f"{full} {' '.join(words)} hydra.run.dir={tmp_path}/full && ls -A /dev/shm").finish()
     assert run.output.splitlines()[-1] == "full"
     start(*words, "hydra.run.dir=room").finish()
-    assert distance(weights(tmp_path / "room"), weights(tmp_path / "full")) < 1e-4
-    asked = start(*in_full, f"{full} {' '.join(words)} gradient_sync=shared_memory").finish(2)
-    assert "finds no room for" in asked.sentence
-    assert asked.sentence.endswith("type gradient_sync=all_reduce")
+    assert same_bits(tmp_path / "room", tmp_path / "full")
 
 
 def test_a_disk_that_is_full_at_the_stop_ends_with_76(start_faulty, mount):
@@ -125,3 +123,19 @@ def test_a_disk_slower_than_backend_timeout_is_waited_for(start, tmp_path):
     run.finish(75)
     assert newest_snapshot(tmp_path / "run")["progress"]["step"] == stopped_at(tmp_path / "run")
     assert "finished:" in start(*command, f"trainer.max_steps={stopped_at(tmp_path / 'run') + 5}").finish().output
+
+
+def test_a_run_folder_that_is_deleted_costs_one_warning_and_no_step(start_faulty, tmp_path):
+    command, folder = [*FORK, *SLOW, "trainer.epochs=200", "hydra.run.dir=run"], tmp_path / "run"
+    run = start_faulty(*command)
+    wait_for(lambda: position(folder)[0], "a snapshot")
+    while folder.exists() and (folder / ".lock").exists():  # the run may write a snapshot meanwhile
+        shutil.rmtree(folder, ignore_errors=True)
+    wait_for(lambda: position(folder)[0], "a snapshot after it")
+    run.send(signal.SIGTERM)
+    run.finish(75)
+    assert run.output.count(" was deleted: the logs, curves and config of this run are lost; press Ctrl-C") == 1
+    stopped = newest_snapshot(folder)["progress"]["step"]
+    run = start_faulty(*command, f"trainer.max_steps={stopped + 5}").finish()
+    assert f"step_{stopped:08d}" in read_log(folder)
+    assert (folder / ".hydra/config.yaml").exists()

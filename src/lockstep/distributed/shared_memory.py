@@ -3,12 +3,10 @@
 import mmap
 import os
 import select
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from io import FileIO
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,37 +27,47 @@ class SharedMemorySum:
     they are not CPU ranks of one machine that see each other's files. Each rank copies its vector into its own slot,
     sums one part of all slots, and copies the whole sum back. Each part is summed once, in the order of `tree_sum`, so
     all ranks hold the same bits. Ranks wait for each other by a byte through a pipe: no rank spins if there are more
-    ranks than cores, and a rank that exits is noticed at once."""
+    ranks than cores, and a rank that exits is noticed at once. Memory and pipes have no names, and ranks open each
+    other's in /proc: nothing stays of a rank that is killed, and a small /dev/shm is no limit."""
 
     def __init__(self, world: World, length: int, dtype: torch.dtype) -> None:
         self.world, length, size = world, min(length, PIECE), world.size
-        possible = sys.platform == "linux" and world.device.type == "cpu" and world.local_size >= size
-        created, problem = "", "" if possible else "is for CPU ranks on one Linux machine"
-        try:
-            if world.is_rank_zero and possible:
-                created, problem = _create_folder(size, (size + 1) * length * dtype.itemsize)
-            name, problem = world.broadcast_json([created, problem])
-            is_seen = os.path.exists(name)  # containers of one machine may each have their own /dev/shm
-            if problem or not all(world.all_gather_json(is_seen)):
-                reason = problem or "needs ranks that share /dev/shm"
+        self.readers, self.writers = dict[int, FileIO](), dict[int, FileIO]()
+        with ExitStack() as held:  # until all ranks have opened them
+            inode, paths, problem = 0, list[str](), "is for CPU ranks on one Linux machine"
+            if sys.platform == "linux" and world.device.type == "cpu" and world.local_size >= size:
+                inode, paths, problem = self._create((size + 1) * length * dtype.itemsize, held)
+            told = world.all_gather_json([problem, inode, paths])
+            problem = next((said for said, *_ in told if said), "")
+            with suppress(OSError):  # of containers that each have a /proc; or the other rank is gone, as a sum tells
+                if not problem and os.stat(told[0][2][0]).st_ino == told[0][1]:
+                    with open(told[0][2][0], "r+b") as file:
+                        memory = mmap.mmap(file.fileno(), 0)
+                    self.slots = torch.frombuffer(memory, dtype=dtype).view(-1, length)  # one per rank, and the sum
+                    for peer in self.readers:
+                        self.writers[peer] = FileIO(os.open(told[peer][2][world.rank], os.O_WRONLY), "w")
+            is_open = len(self.writers) == size - 1
+            if problem or not all(world.all_gather_json(is_open)):
+                reason = problem or "needs ranks that see each other in /proc"
                 raise ConfigError(f"gradient_sync=shared_memory {reason}; type gradient_sync=all_reduce")
-            self._open(Path(name), length, dtype)
-        except FileNotFoundError as error:  # so that this rank's error is told as an echo
-            raise ConnectionError(f"rank 0 is gone, and has removed {error.filename}") from None
-        finally:
-            if created:  # only the names go: open files stay until the last rank closes them or exits
-                shutil.rmtree(created, ignore_errors=True)
 
-    def _open(self, folder: Path, length: int, dtype: torch.dtype) -> None:
-        with (folder / "slots").open("r+b") as file:
-            memory = mmap.mmap(file.fileno(), 0)
-        self.slots = torch.frombuffer(memory, dtype=dtype).view(-1, length)  # one per rank, and the sum
-        rank, flags = self.world.rank, os.O_RDONLY | os.O_NONBLOCK
-        peers = [peer for peer in range(self.world.size) if peer != rank]
-        self.readers = {peer: FileIO(os.open(folder / f"{peer}-{rank}", flags)) for peer in peers}
-        self.world.barrier()  # a pipe can be opened for writing only after it is open for reading
-        self.writers = {peer: FileIO(os.open(folder / f"{rank}-{peer}", os.O_WRONLY), "w") for peer in peers}
-        self.world.barrier()
+    def _create(self, size: int, held: ExitStack) -> tuple[int, list[str], str]:
+        """Memory of `size` bytes, of which that of rank 0 is used, and a pipe from each other rank. Returns the inode
+        of the memory, the files for each rank, this one's is the memory, and what is wrong."""
+        try:
+            files = dict[int, FileIO]()
+            for of in range(self.world.size):
+                if of == self.world.rank:
+                    files[of] = held.enter_context(FileIO(os.memfd_create("lockstep"), "r+"))
+                    os.posix_fallocate(files[of].fileno(), 0, size if of == 0 else 1)  # else SIGBUS without memory
+                else:
+                    reader, writer = os.pipe()
+                    held.callback(os.close, writer)
+                    files[of] = self.readers[of] = FileIO(reader)
+        except OSError as error:  # such as too many open files
+            return 0, [], f"cannot be set up ({error.strerror})"
+        inode = os.fstat(files[self.world.rank].fileno()).st_ino
+        return inode, [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files.values()], ""
 
     def __call__(self, vector: Tensor) -> None:
         """Sum `vector` (n,) in place. Raises TimeoutError for a rank that does not come, ConnectionError for one that
@@ -97,17 +105,3 @@ def tree_sum(vectors: list[Tensor]) -> Tensor:
         alone = vectors[-1:] if len(vectors) % 2 else []
         vectors = [one.add_(other) for one, other in zip(vectors[::2], vectors[1::2], strict=False)] + alone
     return vectors[0]
-
-
-def _create_folder(ranks: int, size: int) -> tuple[str, str]:
-    """(a folder in memory, why it cannot be used): with a file of `size` bytes and a pipe for each pair."""
-    folder = ""
-    try:
-        folder = tempfile.mkdtemp(prefix="lockstep-", dir="/dev/shm")
-        for pair in range(ranks * ranks):
-            os.mkfifo(f"{folder}/{pair // ranks}-{pair % ranks}")
-        with open(f"{folder}/slots", "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # without it a full disk would end a rank by SIGBUS
-        return folder, ""
-    except OSError as error:  # a container may have 64 MB
-        return folder, f"finds no room for {size / 2**20:.1f} MB in /dev/shm ({error.strerror or error})"
