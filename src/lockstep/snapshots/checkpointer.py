@@ -75,7 +75,7 @@ class Checkpointer:
             own_group: Any = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
             self.threads_world = replace(self.world, control=own_group)
         self.resumed_from: Path | None = None
-        self.saved_at, self.is_due = time.monotonic(), False
+        self.saved_at, self.is_due, self.is_deleted = time.monotonic(), False, False
 
     def __enter__(self) -> Self:
         if self.world.is_rank_zero:
@@ -185,6 +185,10 @@ class Checkpointer:
         require_same_weights(run)
         with disk_access(self.world):  # in memory there is one snapshot at most
             self.pending.result()
+        if self.world.is_rank_zero and not self.is_deleted and not (self.run_dir / ".lock").exists():
+            self.is_deleted = True
+            advice = "press Ctrl-C and type the command again: it goes on, and writes them anew"
+            log.warning("%s was deleted: the logs, curves and config of this run are lost; %s", self.run_dir, advice)
         state, shards = collect(run, totals)
         if kind == "step":
             self.is_due, self.saved_at = False, time.monotonic()
