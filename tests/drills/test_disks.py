@@ -139,3 +139,11 @@ def test_a_run_folder_that_is_deleted_costs_one_warning_and_no_step(start_faulty
     run = start_faulty(*command, f"trainer.max_steps={stopped + 5}").finish()
     assert f"step_{stopped:08d}" in read_log(folder)
     assert (folder / ".hydra/config.yaml").exists()
+
+
+def test_a_mirror_without_room_costs_one_warning_and_keeps_no_part_of_a_snapshot(start, mount):
+    place = mount("place", "300k") / "run"
+    mirror = f'snapshot.mirror={{_target_:lockstep.snapshots.mirror.Mirror,to:"file://{place}"}}'
+    run = start(*PYTHON_TRAIN, *SLOW, mirror, "trainer.epochs=1").finish()
+    assert run.output.count("No space left on device") == run.output.count("the next ones are tried") == 1
+    assert list(place.iterdir()) == []

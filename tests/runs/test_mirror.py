@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import EXIT_RESUMABLE
 from support.commands import TRAIN, wait_for
-from support.object_store import MIRROR, URL, ObjectStore, listed
+from support.object_store import KEYS, MIRROR, URL, ObjectStore, listed
 from support.worlds import same_bits
 
 SMALL = ["model=linear", "trainer.batch_size=256", "logger=[console]"]
@@ -67,8 +67,11 @@ def test_a_store_that_is_lost_ends_nothing(start, store, tmp_path):
         ([MIRROR, "snapshot.mirror.to=gs://bucket/run"], "Please install gcsfs"),
         ([MIRROR, "snapshot.mirror.to=no://bucket/run"], "type snapshot.mirror.to=<an address that fsspec can open>"),
         (["resume=file:///nowhere/run"], "lists no snapshot"),
+        ([MIRROR], "endpoint, or type snapshot.mirror.to=<another place>"),
     ],
 )
 def test_a_place_that_cannot_be_is_refused(words, said, train, tmp_path):
-    assert said in train(*SMALL, *words, code=2).output
+    output = train(*SMALL, *words, code=2, AWS_ENDPOINT_URL="http://127.0.0.1:9", **KEYS).output
+    assert said in output
+    assert "Traceback" not in output
     assert not list(tmp_path.rglob("*.pt"))

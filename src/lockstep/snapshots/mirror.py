@@ -3,6 +3,7 @@
 import logging
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.errors import ConfigError, first_line
@@ -23,7 +24,7 @@ class Mirror:
     def __init__(self, to: str, key: str = "snapshot.mirror.to") -> None:
         from fsspec.core import url_to_fs  # torch needs it, too
 
-        self.url, self.thread, self.is_behind = to, ThreadPoolExecutor(1, "mirror"), False
+        self.url, self.thread, self.is_behind, self.key = to, ThreadPoolExecutor(1, "mirror"), False, key
         try:
             self.files, self.folder = url_to_fs(to, skip_instance_cache=True)
         except (ImportError, ValueError) as error:  # in its words, fsspec says what to install
@@ -70,6 +71,9 @@ class Mirror:
             paths = [Path(path) for path in self.files.find(self.folder) if path.endswith(file)]
         except FileNotFoundError:
             return []
+        except Exception as error:  # of any library
+            advice = f"correct its keys and endpoint, or type {self.key}=<another place>"
+            raise ConfigError(f"{self.url} cannot be read ({first_line(error)}); {advice}") from error
         names = {path.parent.name for path in paths}
         return sorted((name for name in names if NAME.fullmatch(name) and name.startswith(kind)), reverse=True)
 
@@ -82,11 +86,16 @@ class Mirror:
             manifest = (path / MANIFEST).read_bytes()
             copied = f"{path.name}-{short_hash(manifest)}"
             if copied not in self._names(kind):
-                self.files.makedirs(f"{self.folder}/{copied}", exist_ok=True)
-                for name in files_of(manifest):
-                    self.files.put_file(str(path / name), f"{self.folder}/{copied}/{name}")
-                if (path / MANIFEST).read_bytes() != manifest:
-                    raise ValueError("another one has replaced it")
+                try:
+                    self.files.makedirs(f"{self.folder}/{copied}", exist_ok=True)
+                    for name in files_of(manifest):
+                        self.files.put_file(str(path / name), f"{self.folder}/{copied}/{name}")
+                    if (path / MANIFEST).read_bytes() != manifest:
+                        raise ValueError("another one has replaced it")
+                except Exception:
+                    with suppress(Exception):  # a place that is full has room for the next one then
+                        self.files.rm(f"{self.folder}/{copied}", recursive=True)
+                    raise
                 self.files.pipe_file(f"{self.folder}/{copied}/{MANIFEST}", manifest)
                 kept = {other.name for other in list_snapshots(path.parent, kind)} - {path.name}
                 for old in self._names(kind, file=""):
