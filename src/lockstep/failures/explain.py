@@ -98,7 +98,8 @@ SIGNALS = {
     "SIGABRT": (
         "native code ended the process (abort): its memory is damaged if glibc's words are on the screen (corrupted, "
         "double free, invalid pointer); else as gloo does when ranks give other shapes to one collective",
-        "look for a condition on the rank or its data before a collective; if memory is damaged, type MALLOC_CHECK_=3",
+        "look for a condition on the rank or its data before a collective; if memory is damaged, type MALLOC_CHECK_=3; "
+        "if the screen says Too many open files, type ulimit -n 65536",
     ),
 }
 
