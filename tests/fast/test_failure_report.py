@@ -153,6 +153,8 @@ def test_an_error_is_explained(fail: Fail, monkeypatch: pytest.MonkeyPatch) -> N
     ]
     for error, said in rows:
         assert said in "; ".join(explain_exception(exception_record(error)))
+    of_node = exception_record(ValueError("no such net")) | {"file": str(PROJECT / "config/check.py")}
+    assert "the values beside that _target_" in explain_exception(of_node)[1]
     monkeypatch.setattr(reports, "oom_kills", lambda file: 10**9)
     for code in (-signal.SIGKILL, None):  # None: its starter has asked for it before
         first = fail(0, at=1.0, code=code)

@@ -38,6 +38,7 @@ COMMANDS = [
     (["dataset=pair", "dataset.train={_target_: a.B, n: 1}"], 2, "type '+dataset.train={_target_: a.B, n: 1}'"),
     (["task.loss._target_=a.B"], 2, "task.loss._target_ is a new key; type +task.loss._target_=a.B"),
     (["+optimizer.lr=1"], 2, "type the command without +optimizer.lr=1"),
+    (["optimizer=adamw", "+optimizer.lr=1"], 2, "type the command without +optimizer.lr=1"),
     (["~optimizer.lrr"], 2, "lockstep: ~optimizer.lrr cannot be composed"),
     (["model=mlpp"], 2, "type model=mlp,"),
     (["optimizer.lr=("], 2, "optimizer.lr=( cannot be composed; type"),

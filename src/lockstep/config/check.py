@@ -297,7 +297,8 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
                 return f"{key} is a new key; type {word(f'+{key_of(one)}', one.partition('=')[2])}"
     # Else the text may name a word, or it is about a preset, or the last word.
     presets = [one for one in typed if key_of(one) == "experiment"]
-    named = printable([*unread, *(one for one in typed if key_of(one) in said), *presets, *typed[-1:], "conf/local"][0])
+    inside = sorted((one for one in typed[::-1] if key_of(one) in said), key=lambda one: -len(key_of(one)))
+    named = printable([*unread, *inside, *presets, *typed[-1:], "conf/local"][0])
     below = said.replace("\n", "\n    ")
     return f"{named} cannot be composed; type the command without {shlex.quote(named)}\n    {below}"
 

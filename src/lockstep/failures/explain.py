@@ -85,6 +85,10 @@ LOST_RANK = (
     "look at the other ranks' logs, then at this line; type backend.timeout=<more seconds> if a rank was only slow",
 )
 OF_PROJECT = "the code of Lockstep raised this exception", "see whether the values at this line are yours, and right"
+OF_NODE = (
+    "what a _target_ of the config names, or what that calls, raised this exception",
+    "correct the values beside that _target_; the command with --cfg job shows them",
+)
 OF_USER = "the code at this line raised this exception", "correct its cause, then type the command again"
 NO_MEMORY = (
     "the system killed it: the machine, container or job has no memory left",
@@ -112,7 +116,9 @@ def known_meaning(failure: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def explain_exception(failure: Mapping[str, Any]) -> tuple[str, str]:
     """(what it means, what to type) in plain words."""
-    of_code = OF_PROJECT if is_project(failure.get("file", "")) else OF_USER
+    file = failure.get("file", "")
+    of_node = OF_NODE if file.endswith("lockstep/config/check.py") else OF_PROJECT
+    of_code = of_node if is_project(file) else OF_USER
     return known_meaning(failure) or (LOST_RANK if failure["is_echo"] else of_code)
 
 
