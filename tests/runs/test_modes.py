@@ -164,7 +164,7 @@ def test_data_and_a_net_of_the_users_whose_targets_are_numbers(typed, tmp_path):
     assert sum(squares) / len(rows) == pytest.approx(loss, rel=1e-5)
     for name, said in (
         ("BrokenValues", "sample 5 of the test data cannot be read (OSError: image file is truncated)"),
-        ("NaNValues", "the test loss is nan at step 1, by the weights, the data, "),
+        ("NaNValues", "the test loss is nan at step 1, from weights, data or a batch of one"),
     ):
         words = [f"dataset.test._target_=support.own_data.{name}", f"mode.file={name}.json", "launch=fork"]
         assert said in typed(*own, "mode=evaluate", "resume=run", *words, code=1).output

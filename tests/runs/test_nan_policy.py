@@ -49,7 +49,7 @@ def test_a_run_stops_at_the_step_and_names_the_samples(tmp_path):
         assert loss.endswith("or to leave out such batches type watch.nan=skip")
         assert gradient.startswith(f"the weights are not finite at step {step}; ")
         assert gradient.endswith("type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0")  # its inputs are finite
-        assert test.startswith("the test loss is nan at step 1, by the weights, the data, ")
+        assert test.startswith("the test loss is nan at step 1, from weights, data or a batch of one")
     newest = max(path.stem for path in (tmp_path / "gradient" / "snapshots").glob("step_*[0-9]"))
     assert newest == f"step_{step - 1:08d}"
 
