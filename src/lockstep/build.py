@@ -256,7 +256,13 @@ def direction_of(config: RunConfig, task: Task, objective: str) -> str:
     node = config.evaluation.metrics.get(objective.partition("/")[2])
     if node is None:
         return task.mode(objective)
-    return "max" if getattr(instantiate(node), "higher_is_better", True) else "min"
+    is_higher_better = getattr(instantiate(node), "higher_is_better", None)
+    if is_higher_better is None:
+        what = f"monitor={objective}: {node['_target_']} does not say whether more of it is better"
+        raise ConfigError(
+            f"{what}; type monitor=val/loss, or name a class derived from it with higher_is_better = True"
+        )
+    return "max" if is_higher_better else "min"
 
 
 # What saves, evaluates and logs.

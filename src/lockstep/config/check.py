@@ -144,11 +144,13 @@ def locate(key: str, path: object) -> Callable[..., Any]:
             found = importlib.import_module(".".join(names[:count])) if is_missing else getattr(found, name)
         if not callable(found):
             raise TypeError("it is neither a class nor a function")
-    except Exception as error:  # a module of the user's may raise anything
+    except (Exception, SystemExit) as error:  # a module of the user's may raise anything
         missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
         advice = f"{key}._target_=<module>.<class>"
         if missing and names[1:] and (missing == names[0] or not str(path).startswith(missing)):
             advice = f"PYTHONPATH=<the folder of {missing}.py> before the command, or pip install {missing}"
+            if missing == "src":  # which is on the path itself
+                advice = f"{key}._target_={'.'.join(names[1:])}"
         elif inspect.ismodule(found) and (meant := get_close_matches(names[-1], dir(found), 1)):
             advice = f"{key}._target_={found.__name__}.{meant[0]}"
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -143,8 +143,8 @@ def class_count(dataset: Any, first_target: Any) -> int | None:
         return len(names)
     if (numbers := class_numbers(dataset)) is not None:
         return int(numbers.max()) + 1
-    is_row = torch.is_tensor(first_target) and first_target.dim() == 1 and len(first_target) > 1
-    return len(first_target) if is_row else None
+    is_row = torch.is_tensor(first_target) and first_target.dim() == 1
+    return len(first_target) if is_row and (len(first_target) > 1 or first_target.is_floating_point()) else None
 
 
 def require_same_classes(names: Sequence[str], others: Sequence[str], what: str, other: str, advice: str) -> None:

@@ -51,9 +51,13 @@ class Table(DataSource):
         is_csv, is_class = not self.path.endswith(".parquet"), self.labels == "classes"
         frame = pd.read_csv(self.path, sep=self.separator, low_memory=False) if is_csv else pd.read_parquet(self.path)
         single = [name for name in (self.target, self.split_column, self.group_column, self.weight_column) if name]
+        if lacking := [*{*single, *self.categories, *(self.numbers or ())} - {*frame}]:
+            raise ValueError(f"there is no column {lacking[0]} among {', '.join(map(str, frame))}")
         if (gaps := frame[single].isna().any()).any():
             raise ValueError(f"some rows have no {gaps.idxmax()}")
         codes, names = pd.factorize(frame[self.target], sort=True)
+        if is_class and names.dtype.kind == "f" and (names % 1).any():
+            raise ValueError(f"{self.target} has fractions, and classes are wanted: type dataset.labels=numbers")
         targets = codes if is_class else frame[[self.target]].to_numpy(np.float32)
         values: dict[str, Any] = {"targets": torch.tensor(targets)}
         if self.group_column is not None:
@@ -70,8 +74,12 @@ class Table(DataSource):
             raise ValueError(f"rows are for {', '.join(sorted({*split})[:9])}, and must be for train, test, or val")
         one_hot = pd.get_dummies(frame[[self.target, *self.categories]], columns=self.categories).iloc[:, 1:]
         values["one_hot"] = one_hot.loc[:, one_hot[split == "train"].any()].to_numpy(bool)
-        rest = frame.drop(columns=[*single, *self.categories]).select_dtypes(["number", "bool"])
-        values["numbers"] = (rest if self.numbers is None else frame[self.numbers]).to_numpy(float, na_value=np.nan)
+        numbers = frame.drop(columns=[*single, *self.categories]) if self.numbers is None else frame[self.numbers]
+        if others := [*numbers.select_dtypes(exclude=["number", "bool"])]:
+            known = ",".join(numbers.columns.drop(others))
+            what = f"{', '.join(others)} have values that are no numbers: correct them, or type"
+            raise ValueError(f"{what} dataset.categories=[{','.join(others)}], or dataset.numbers=[{known}]")
+        values["numbers"] = numbers.to_numpy(float, na_value=np.nan)
         alike, classes = list[Rows](), [*map(str, names)] if is_class else None
         for name in Splits._fields:
             Rows(alike, classes=classes, **{key: value[split == name] for key, value in values.items()})

@@ -46,7 +46,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
         "batch norm has one value to normalise: the last batch of an epoch, or a rank's share of it, is one sample",
         "type trainer.batch_size=<a number that leaves no single sample over>, and with several ranks sync_bn=on",
     ),
-    r"Target \d+ is out of bounds|index out of range|device-side assert triggered": (
+    r"Target \d+ is out of bounds|index out of range in self|device-side assert triggered": (
         "an index is larger than the table that it looks up: the model has fewer outputs than there are classes, a "
         "target is beyond them, or a token beyond the embedding",
         "give the model dataset.classes outputs; if it has them, check the targets of the samples above",

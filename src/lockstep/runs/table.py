@@ -162,8 +162,8 @@ def check_names(table: Sequence[Row], names: Iterable[str], option: str) -> None
 def filtered(runs: Sequence[Row], filters: Sequence[str]) -> list[Row]:
     """The runs for which all of `filters` hold, such as "optimizer.lr=0.1" or "tags=baseline", an item of a list."""
     for text in filters:
-        key, _, typed = (part.strip() for part in text.partition("="))
-        check_names(runs, [key], "--filter")
+        key, equals, typed = (part.strip() for part in text.partition("="))
+        check_names(runs, [key if equals else f"{key}="], "--filter")
         runs = [run for run in runs if _is_value(run.get(key), typed)]
     return list(runs)
 
@@ -215,7 +215,7 @@ def _text(row: Row, name: str) -> str:
         return "-"
     if name not in ("objective", "test"):
         is_whole = isinstance(value, float) and (name == "speed" or value.is_integer())
-        return f"{value:.0f}" if is_whole else as_word(value)
+        return f"{value:.0f}" if is_whole else f"{value:.6g}" if isinstance(value, float) else as_word(value)
     low, high = ("low", "high") if name == "objective" else ("test_low", "test_high")
     text = f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
     if row.get(low) is not None:

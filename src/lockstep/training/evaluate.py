@@ -233,7 +233,8 @@ class Evaluator:
         means = evaluate(run, loader, on_stop, look) | metrics.compute(run.world)
         if not math.isfinite(means["loss"]):
             what = f"the {self.name} loss is {means['loss']} at step {step}, from weights, data or a batch of one"
-            raise TrainingDiverged(what, f"{SMALLER_STEPS}, repair the data, or type evaluation.batch_size=<other>")
+            sizes = "evaluation.batch_size=<other>, which in mode=check is mode.changed.evaluation.batch_size"
+            raise TrainingDiverged(what, f"{SMALLER_STEPS}, repair the data, or type {sizes}")
         for callback in run.callbacks:
             callback.on_evaluation(run, self.name, means)
         if results is None:
