@@ -12,7 +12,7 @@ from pathlib import Path
 from support.promise import LIMITS, systems, table
 
 
-def main() -> None:
+def main():
     with tempfile.TemporaryDirectory() as folder:
         if "systems" not in sys.argv:
             print("| against one rank | precision | losses differ by | weights differ by | at most |")

@@ -17,7 +17,7 @@ def main():
     count, seed = (int(word) for word in (*sys.argv[1:], "0", "0")[:2])
     torch.set_num_threads(1)
     chosen, wrong = [*ONCE, *covering(2), *drawn(count, seed)], []
-    results = {axis: {value: Counter[str]() for value in values} for axis, values in AXES.items()}
+    results = {axis: {value: Counter() for value in values} for axis, values in AXES.items()}
     with tempfile.TemporaryDirectory() as folder:
         for outcome in Zoo(Path(folder)).outcomes(chosen, at_once=2):
             for axis, value in zip(AXES, outcome.combination, strict=True):

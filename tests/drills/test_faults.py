@@ -29,7 +29,7 @@ LEFT = "its program left with exit code {} before the end of the run"
 HEAP = "its memory is damaged if glibc's words"
 WORKER = ("loader.num_workers=1",)
 # place/kind and step: see support.faults. Then the kind and words of the report, and options.
-FAULTS: list[tuple[str, int, str, str, tuple[str, ...]]] = [
+FAULTS = [
     ("forward/raise", 5, "exception", RAISED, ()),
     ("forward/unicode", 5, "exception", "größer als erlaubt", ()),
     ("forward/long", 5, "exception", "RuntimeError: xxx", ()),

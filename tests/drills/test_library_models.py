@@ -7,7 +7,7 @@ is compared with plain torch. One world of ranks trains all nets of a library: t
 
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -30,8 +30,8 @@ class Net(NamedTuple):
     """node: of the config. quiet: what switches its dropout off. of: what it computes with, images, texts, or the next
     tokens of texts. tolerance: of some that compute in float32 inside."""
 
-    node: dict[str, Any]
-    quiet: dict[str, Any]
+    node: dict
+    quiet: dict
     of: str = "images"
     tolerance: float = 1e-9
 
@@ -98,7 +98,7 @@ NETS = {
 }
 
 
-class Samples(torch.utils.data.Dataset[Any]):
+class Samples(torch.utils.data.Dataset):
     def __init__(self, samples, of):
         generator = torch.Generator().manual_seed(samples)
         self.of, self.images = of, torch.rand(samples, *SHAPE, generator=generator, dtype=torch.float64)

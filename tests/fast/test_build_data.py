@@ -1,16 +1,13 @@
 """The data of a run: what it tells, what is held out of it, how its samples are read, and what is refused."""
 
 import ast
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from torchvision import tv_tensors
 
@@ -29,14 +26,14 @@ from support.digits import digits
 from support.own_data import Points
 
 
-class Names(Dataset[Any]):
-    def __init__(self, names: str = "abc") -> None:
+class Names(Dataset):
+    def __init__(self, names="abc"):
         self.classes, self.targets = list(names), [number % len(names) for number in range(6 * bool(names))]
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.targets)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return torch.zeros(3, 4, 4), self.targets[index]
 
 
@@ -44,13 +41,13 @@ class Words(Points):
     targets = ("left", "right") * 11 + ("left",)
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
+class Stream(IterableDataset):
+    def __iter__(self):
         return iter(Points())
 
 
 class SizedStream(Stream):
-    def __len__(self) -> int:
+    def __len__(self):
         return 23
 
 
@@ -59,7 +56,7 @@ labelled = partial(Tensors, torch.zeros(9, 4), torch.ones(9, 6))
 pairs = partial(TensorDataset, torch.zeros(23, 4), torch.arange(23) % 2)
 
 
-def own(train: str, *words: str, test: str | None = None) -> Any:
+def own(train, *words, test=None):
     nodes = [f"+dataset.train={{_target_:test_build_data.{train}}}"]
     nodes.append(f"+dataset.test={{_target_:test_build_data.{test or train}}}")
     return composed("dataset=pair", *nodes, "model=mlp", *words)
@@ -76,7 +73,7 @@ TOLD = [
 ]
 
 
-def test_the_data_tells_the_shape_and_the_number_of_classes() -> None:
+def test_the_data_tells_the_shape_and_the_number_of_classes():
     for name, shape, classes, words in TOLD:
         config = own(name, *words)
         found = completed(config, build_data(config))
@@ -96,7 +93,7 @@ REFUSED = [
 ]
 
 
-def test_data_that_cannot_be_used_is_refused_and_what_is_not_needed_may_be_gone() -> None:
+def test_data_that_cannot_be_used_is_refused_and_what_is_not_needed_may_be_gone():
     for config, kind, said in REFUSED:
         with pytest.raises(kind, match=said):
             completed(config, build_data(config))
@@ -107,9 +104,7 @@ def test_data_that_cannot_be_used_is_refused_and_what_is_not_needed_may_be_gone(
 # The hash by which ranks and resumed runs see that their data is other data.
 
 
-def test_one_bit_in_any_row_in_memory_counts_and_of_other_data_the_length_and_all_targets(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_bit_in_any_row_in_memory_counts_and_of_other_data_the_length_and_all_targets(monkeypatch):
     inputs, targets = torch.randint(0, 256, (1000, 1, 5, 5), dtype=torch.uint8), torch.arange(1000)
     before = data_fingerprint(Tensors(inputs, targets))
     assert before.endswith(" of all samples and targets")
@@ -130,29 +125,29 @@ def test_one_bit_in_any_row_in_memory_counts_and_of_other_data_the_length_and_al
     assert one == same != other
 
 
-class Patients(Dataset[tuple[torch.Tensor, int]]):
-    def __init__(self, samples: int = 240, patients: int = 48) -> None:
+class Patients(Dataset):
+    def __init__(self, samples=240, patients=48):
         draw = np.random.default_rng(0)
         self.groups = [f"patient {number}" for number in draw.integers(0, patients, samples)]
         self.targets = draw.integers(0, 3, samples).tolist()
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.targets)
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, index):
         assert type(index) is int  # numpy's overflow where a data set multiplies them
         return torch.tensor([float(index)]), index % 2
 
 
-def sides(dataset: Any, size: float | None, fold: Any = None, seed: int = 0, groups: str = "auto") -> tuple[Any, Any]:
+def sides(dataset, size, fold=None, seed=0, groups="auto"):
     """The numbers of the samples on both sides, which together are all, each on one side."""
-    train, val = (unwrapped(part)[1].tolist() for part in hold_out(dataset, size, fold, seed, groups))  # type: ignore
+    train, val = (unwrapped(part)[1].tolist() for part in hold_out(dataset, size, fold, seed, groups))
     assert sorted(train + val) == list(range(len(dataset)))
     return train, val
 
 
 @pytest.mark.parametrize(("size", "count"), [(0.1, 144), (100.0, 100), (0.0001, 1), (0.999, 1436)])
-def test_a_share_or_a_number_is_held_out_with_the_classes_of_the_rest(size: float, count: int) -> None:
+def test_a_share_or_a_number_is_held_out_with_the_classes_of_the_rest(size, count):
     data, of_seeds = digits(train=True), [sides(digits(), size, seed=seed)[1] for seed in (0, 0, 1)]
     assert of_seeds[0] == of_seeds[1] != of_seeds[2]
     assert len(of_seeds[0]) == count
@@ -160,7 +155,7 @@ def test_a_share_or_a_number_is_held_out_with_the_classes_of_the_rest(size: floa
     assert ((of_val - of_all * count / 1437).abs() <= 1).all()
 
 
-DIVIDED: dict[str, Any] = {
+DIVIDED = {
     "classes": digits(),
     "tensors": TensorDataset(torch.rand(53, 3), torch.arange(53) % 4),
     "values": Tensors(torch.rand(53, 2), torch.rand(53, 1)),
@@ -169,7 +164,7 @@ DIVIDED: dict[str, Any] = {
 }
 
 
-def test_over_all_folds_each_sample_is_validated_once() -> None:
+def test_over_all_folds_each_sample_is_validated_once():
     for kind, data in DIVIDED.items():
         folds = [sides(data, None, (fold, 5), 3)[1] for fold in range(5)]
         assert sorted(number for fold in folds for number in fold) == list(range(len(data)))
@@ -180,7 +175,7 @@ def test_over_all_folds_each_sample_is_validated_once() -> None:
             assert (counts.max(0).values - counts.min(0).values).max() <= 1
 
 
-def test_samples_of_one_group_stay_together() -> None:
+def test_samples_of_one_group_stay_together():
     data = Patients()
     for size, fold, count in ((0.1, None, 24), (30.0, None, 30), (0.9, None, 216), (None, (2, 4), 60)):
         for groups in ("auto", "off"):
@@ -191,7 +186,7 @@ def test_samples_of_one_group_stay_together() -> None:
 
 
 # Data, size, fold, and what is said.
-UNDIVIDED: list[tuple[Any, float | None, Any, str]] = [
+UNDIVIDED = [
     ([1, 2, 3], 3.0, None, "loader.validation=3, and there are 3 training samples; type "),
     ([1], 0.1, None, "loader.validation=0.1, and there are 1 training samples; type loader.validation=null"),
     ([1, 2, 3], None, (0, 5), "loader.folds=5, and there are 3 training samples; type loader.folds=3"),
@@ -200,13 +195,13 @@ UNDIVIDED: list[tuple[Any, float | None, Any, str]] = [
 ]
 
 
-def test_data_of_which_no_part_can_be_taken_is_refused() -> None:
+def test_data_of_which_no_part_can_be_taken_is_refused():
     for data, size, fold, said in UNDIVIDED:
         with pytest.raises(ConfigError, match=said):
             hold_out(data, size, fold, 0, "auto")
 
 
-def double(sample: Any) -> Any:
+def double(sample):
     return sample[0] * 2, sample[1]
 
 
@@ -215,7 +210,7 @@ PAIR = ["dataset=pair", f"+dataset.train={PATIENTS}", f"+dataset.test={PATIENTS}
 VALIDATION = f"+dataset.validation={PATIENTS}"
 
 
-def test_validation_samples_get_the_transforms_of_tests() -> None:
+def test_validation_samples_get_the_transforms_of_tests():
     doubled = "loader.transforms=[{_target_:test_build_data.double,_partial_:true}]"
     config = composed(*PAIR, "loader.validation=0.25", doubled)
     data, request = build_data(config), request_of(range(10))
@@ -224,7 +219,7 @@ def test_validation_samples_get_the_transforms_of_tests() -> None:
     assert sorted([*trained.tolist(), *data.held_out.tolist()]) == list(range(40))
 
 
-def test_validation_data_of_its_own_is_taken_in_place_of_a_part() -> None:
+def test_validation_data_of_its_own_is_taken_in_place_of_a_part():
     data = build_data(composed(*PAIR, VALIDATION, whole=False))
     assert (len(data.train), len(data.val), data.held_out) == (40, 40, None)
     assert build_data(composed(*PAIR, VALIDATION, "loader.validation=null", whole=False)).val is None
@@ -237,17 +232,17 @@ def test_validation_data_of_its_own_is_taken_in_place_of_a_part() -> None:
 SEED = 3
 
 
-def reader(dataset: Any, check: Any = None, **options: Any) -> SampleReader:
+def reader(dataset, check=None, **options):
     return SampleReader(dataset, "training data", SEED, check=check, **options)
 
 
-def read(dataset: Any, numbers: Any = range(23), epoch: int = 0, workers: int = 0, **options: Any) -> Any:
+def read(dataset, numbers=range(23), epoch=0, workers=0, **options):
     """(inputs, targets) of these samples in one batch, each at the place of its number."""
     (found,) = batches(reader(dataset, **options), iter([request_of([*numbers], epoch)]), workers, pin_memory=False)
     return found
 
 
-def test_random_numbers_are_those_of_the_epoch_and_of_the_place_in_it() -> None:
+def test_random_numbers_are_those_of_the_epoch_and_of_the_place_in_it():
     noisy, states = own_data.Noisy(), (torch.get_rng_state(), np.random.get_state()[1].tolist())
     noise = [(read(noisy, epoch=epoch)[0] - noisy.points)[:, 0] for epoch in (0, 1, EVALUATION, EVALUATION)]
     assert noise[2].equal(noise[3])
@@ -258,7 +253,7 @@ def test_random_numbers_are_those_of_the_epoch_and_of_the_place_in_it() -> None:
     assert np.random.get_state()[1].tolist() == states[1]
 
 
-WITH_MASK: list[Callable[[Tensor, Tensor], Any]] = [
+WITH_MASK = [
     lambda image, mask: (image, mask),
     lambda image, mask: (image, tv_tensors.Mask(mask)),
     lambda image, mask: (image, tv_tensors.Mask(mask[None])),
@@ -269,7 +264,7 @@ WITH_MASK: list[Callable[[Tensor, Tensor], Any]] = [
 
 @pytest.mark.parametrize("sample", WITH_MASK)
 @pytest.mark.parametrize("key", ["transforms", "test_transforms"])
-def test_a_mask_moves_with_its_image_in_a_segmentation(sample: Any, key: str) -> None:
+def test_a_mask_moves_with_its_image_in_a_segmentation(sample, key):
     image, mask = torch.arange(12, dtype=torch.uint8).reshape(3, 2, 2), torch.arange(4).reshape(2, 2)
     node = "{_target_:torchvision.transforms.v2.RandomHorizontalFlip,p:1.0}"
     config = composed("task=segmentation", "dataset.classes=4", f"loader.{key}=[{node}]")
@@ -278,7 +273,7 @@ def test_a_mask_moves_with_its_image_in_a_segmentation(sample: Any, key: str) ->
     assert tensors_in(found[1])[0].squeeze().equal(mask.flip(1))
 
 
-def test_samples_that_make_no_batch_or_other_targets_than_samples_are_refused_and_named() -> None:
+def test_samples_that_make_no_batch_or_other_targets_than_samples_are_refused_and_named():
     check = partial(instantiate(composed().task).check_targets, classes=2)
     odd = dict.fromkeys(("Targetless", "Pictures", "Mirrored", "Triples"), "0") | {"Ragged": "0, 1", "Gone": "0, 5"}
     for name, numbers in odd.items():
@@ -292,7 +287,7 @@ def test_samples_that_make_no_batch_or_other_targets_than_samples_are_refused_an
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
+def test_a_sample_that_cannot_be_read_is_named(workers):
     data = Subset(own_data.Broken(), range(3, 23))  # its number is that in the whole data
     with pytest.raises(RuntimeError) as raised:
         read(data, [0, 1, 2], workers=workers)
@@ -318,7 +313,7 @@ regression | [-3.], [2.], [9.], [.5] |
 """
 
 
-def test_targets_that_the_task_does_not_take_are_named_with_their_sample() -> None:
+def test_targets_that_the_task_does_not_take_are_named_with_their_sample():
     for row in TARGETS.strip().splitlines():
         task, given, said = (part.strip() for part in row.split("|"))
         targets = [torch.tensor(target) for target in ast.literal_eval(f"[{given}]")]

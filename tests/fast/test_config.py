@@ -3,11 +3,10 @@
 import pickle
 from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from itertools import product
-from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 from torch import nn
 
 from lockstep import cli
@@ -38,16 +37,14 @@ PRESETS = [
 ]
 
 
-def test_a_mistake_in_a_preset_is_answered(tmp_path: Path) -> None:
+def test_a_mistake_in_a_preset_is_answered(tmp_path):
     for number, (text, said) in enumerate(PRESETS):
         (tmp_path / f"{number}" / "experiment").mkdir(parents=True)
         (tmp_path / f"{number}" / "experiment" / "own.yaml").write_text(f"{text}\n")
         assert said in str(answer(f"--config-dir={tmp_path}/{number}", "experiment=own"))
 
 
-def test_types_are_strict_and_whole_numbers_are_floats_where_floats_are_declared(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_types_are_strict_and_whole_numbers_are_floats_where_floats_are_declared(monkeypatch, tmp_path):
     config = composed("trainer.epochs=2", "trainer.max_grad_norm=1", "backend.timeout=9")
     values = (config.trainer.epochs, config.trainer.max_grad_norm, config.backend.timeout)
     assert repr(values) == "(2, 1.0, 9.0)"
@@ -62,20 +59,20 @@ def test_types_are_strict_and_whole_numbers_are_floats_where_floats_are_declared
     assert list(map(show, shown)) == ["null", "true", "0.1", "1e-08", "[1,a]", "{a:1,b:null}"]
 
 
-def test_a_key_of_the_users_own_stands_below_vars_and_a_config_is_frozen() -> None:
+def test_a_key_of_the_users_own_stands_below_vars_and_a_config_is_frozen():
     config = composed("+vars.width=8", "model=mlp", "model.width=${vars.width}", "+vars.of={deep:[1,a]}")
     assert (config.model["width"], config.vars["of"]) == (8, {"deep": [1, "a"]})
     assert "; type +vars.wings=8 for a key of your own" in str(answer("+wings=8"))
     with pytest.raises(FrozenInstanceError):
-        config.trainer.epochs = 3  # type: ignore[misc]
+        config.trainer.epochs = 3
     assert repr(pickle.loads(pickle.dumps(config))) == repr(config)  # 1 and 1.0 are equal
     changed = config.changed({"trainer.epochs": 99, "model.width": 3, "scheduler": {"_target_": "a.b"}})
     assert (changed.trainer.epochs, changed.model["width"], changed.scheduler) == (99, 3, {"_target_": "a.b"})
     assert config.trainer.epochs != 99
 
 
-def test_config_yaml_and_the_dataclasses_have_the_same_keys_and_a_preset_begins_with_its_command() -> None:
-    hints: dict[str, Any] = {name: hint for name, hint in get_type_hints(RunConfig).items() if is_dataclass(hint)}
+def test_config_yaml_and_the_dataclasses_have_the_same_keys_and_a_preset_begins_with_its_command():
+    hints = {name: hint for name, hint in get_type_hints(RunConfig).items() if is_dataclass(hint)}
     declared = {f"{name}.{field.name}" for name, hint in hints.items() for field in fields(hint)}
     written = flatten(yaml.safe_load((CONF / "config.yaml").read_text()))
     assert {key for key in written if key.partition(".")[0] in hints} <= declared
@@ -91,7 +88,7 @@ CHOICES += [f"logger=[{option}]" for option in OPTIONS["logger"]]
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_every_option_composes_and_its_nodes_have_the_arguments_of_their_classes(choice: str) -> None:
+def test_every_option_composes_and_its_nodes_have_the_arguments_of_their_classes(choice):
     config = composed(choice, *NEEDS.get(choice, []), whole=False)
     for field in fields(config):
         value = getattr(config, field.name)
@@ -104,7 +101,7 @@ def test_every_option_composes_and_its_nodes_have_the_arguments_of_their_classes
 
 
 class Net(nn.Module):
-    def __init__(self, shape: list[int], classes: int, width: int, depth: int = 2) -> None:
+    def __init__(self, shape, classes, width, depth=2):
         super().__init__()
         if width > 99:
             raise ValueError("too wide")
@@ -120,7 +117,7 @@ BROKEN = [
 ]
 
 
-def test_an_error_of_the_import_is_in_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_import_is_in_the_sentence(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     for number, (module, reason, advice) in enumerate(BROKEN):
         (tmp_path / f"broken_{number}.py").write_text(f"{module}\n")
@@ -129,7 +126,7 @@ def test_an_error_of_the_import_is_in_the_sentence(tmp_path: Path, monkeypatch: 
         assert said.endswith(f"; type {advice}")
 
 
-def test_what_a_constructor_raises_is_what_is_raised() -> None:
+def test_what_a_constructor_raises_is_what_is_raised():
     assert accepted(NET, "+model.width=wide").model["width"] == "wide"  # values of other classes are theirs
     node = {"_target_": "test_config.Net", "shape": [1], "classes": 2}
     for given, later in (({"width": 100}, {}), ({}, {"width": 100})):
@@ -143,7 +140,7 @@ def test_what_a_constructor_raises_is_what_is_raised() -> None:
     assert instantiate_as(nn.Module, node, "model", width=2, other=3).width == 2  # what is not taken is not passed
 
 
-def test_a_flag_is_one_word_with_its_value_and_a_mode_without_a_record_is_refused(tmp_path: Path) -> None:
+def test_a_flag_is_one_word_with_its_value_and_a_mode_without_a_record_is_refused(tmp_path):
     words = ["seed=1", "-cd", "own", "-m", "~a", "trainer.epochs", "--cfg=job", "-cn=c", "--config-path", "d", "b=2"]
     found = cli.words_of(words)
     flags = ["--config-dir=own", "--config-name=c", "--config-path=d"]
@@ -154,7 +151,7 @@ def test_a_flag_is_one_word_with_its_value_and_a_mode_without_a_record_is_refuse
         cli.with_overrides_of_run(["mode=evaluate", f"resume={tmp_path}"])
 
 
-def test_a_mode_takes_the_words_of_the_run_but_not_how_it_was_spread_and_saved(tmp_path: Path) -> None:
+def test_a_mode_takes_the_words_of_the_run_but_not_how_it_was_spread_and_saved(tmp_path):
     taken = ["dataset=text", "model=gpt", "model.width=8", "trainer.precision=fp64", "+experiment=x"]
     words = ["strategy=fsdp", "snapshot.keep_last=2", "backend=nccl", "watch.nan=skip"]
     words += ["launch=fork", "launch.nproc_per_node=2", "logger=[csv]", "trainer.compile=true"]
@@ -174,7 +171,7 @@ THREE, COMPILED, FP16 = "launch=spawn launch.nproc_per_node=3", "trainer.compile
 AUTO, BF16, EAGER = "gradient_sync=auto, or strategy=ddp", "trainer.precision=bf16", "trainer.compile=false"
 ONE = "strategy.replicate=1 and strategy.shard=1, or strategy=ddp"
 EACH = {"sync_bn=on": "sync_bn=off", FP16: BF16}
-TOGETHER: dict[str, dict[str, str]] = {  # {what is typed: {what else: what is said to type}}
+TOGETHER = {  # {what is typed: {what else: what is said to type}}
     "strategy=data_parallel": {"sync_bn=on": "sync_bn=off", "launch=spawn": "strategy=ddp", COMPILED: EAGER},
     "strategy=fsdp": {
         "gradient_sync=bf16": "gradient_sync=auto",
@@ -195,7 +192,7 @@ TOGETHER: dict[str, dict[str, str]] = {  # {what is typed: {what else: what is s
 }
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_what_does_not_go_together_is_refused():
     for typed, others in TOGETHER.items():
         for other, said in others.items():
             with pytest.raises(ConfigError) as refused:

@@ -8,7 +8,6 @@ import tarfile
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -133,7 +132,7 @@ def test_wrong_rows_are_refused(tree):
 WORDS = "the quick brown añ ☃\r\n fox " * 9
 
 
-def text(folder: Path, **values: Any) -> Text:
+def text(folder, **values):
     (folder / "text.txt").write_bytes(WORDS.encode())
     usual = {"path": str(folder / "text.txt"), "test_path": None, "tokenizer": "characters"}
     usual |= {"block": 4, "stride": 1, "samples": None, "tokens_dir": str(folder / "tokens")}
@@ -141,7 +140,7 @@ def text(folder: Path, **values: Any) -> Text:
 
 
 @pytest.mark.parametrize("tokenizer", ["characters", "bytes"])
-def test_a_text_becomes_numbers_and_every_token_of_the_tests_is_a_target_once(tmp_path: Path, tokenizer: str) -> None:
+def test_a_text_becomes_numbers_and_every_token_of_the_tests_is_a_target_once(tmp_path, tokenizer):
     source = text(tmp_path, tokenizer=tokenizer)
     source.prepare()
     train, test, _ = source.splits()
@@ -158,7 +157,7 @@ def test_a_text_becomes_numbers_and_every_token_of_the_tests_is_a_target_once(tm
     assert targets[targets != -100].tolist() == test.tokens[1:].tolist()
 
 
-def test_no_training_window_touches_what_is_held_out() -> None:
+def test_no_training_window_touches_what_is_held_out():
     whole = Windows(torch.arange(100).to(torch.uint16), 4, 1, None, "bytes", [], [(0, 100)])
     for size, fold in ((0.2, None), (5, None), (None, (0, 3)), (None, (1, 3)), (None, (2, 3))):
         train, val = whole.hold_out(size, fold, seed=0)
@@ -169,7 +168,7 @@ def test_no_training_window_touches_what_is_held_out() -> None:
         assert found[found != -100].tolist() == sorted(held_out)[1:]
 
 
-def test_texts_of_several_files_are_read_one_after_the_other_and_again_when_one_changes(tmp_path: Path) -> None:
+def test_texts_of_several_files_are_read_one_after_the_other_and_again_when_one_changes(tmp_path):
     with gzip.open(tmp_path / "train-0.txt.gz", "wt") as file:
         file.write("zipped ")
     (tmp_path / "train-1.txt").write_text("plain\ntext")
@@ -182,7 +181,7 @@ def test_texts_of_several_files_are_read_one_after_the_other_and_again_when_one_
     assert source.splits().test.coder.decode(source.splits().test.tokens.tolist()) == "another"
 
 
-def test_a_file_of_tokens_is_read_as_it_is(tmp_path: Path) -> None:
+def test_a_file_of_tokens_is_read_as_it_is(tmp_path):
     (torch.arange(100) * 3).to(torch.uint16).numpy().tofile(path := tmp_path / "train.bin")
     for classes in (None, 300):
         source = text(tmp_path, path=str(path), tokenizer="uint16", classes=classes)
@@ -193,8 +192,8 @@ def test_a_file_of_tokens_is_read_as_it_is(tmp_path: Path) -> None:
     assert train.coder.decode(train.coder.encode("3 299")) == "3 299"
 
 
-def test_a_rank_holds_no_text(tmp_path: Path) -> None:
-    def own_bytes() -> int:
+def test_a_rank_holds_no_text(tmp_path):
+    def own_bytes():
         return int(re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[0]) * 1024
 
     (tmp_path / "long.txt").write_text(WORDS * 10**5)
@@ -206,7 +205,7 @@ def test_a_rank_holds_no_text(tmp_path: Path) -> None:
     assert own_bytes() - before < len(train) / 10
 
 
-def test_what_cannot_be_used_is_refused_with_what_to_type(tmp_path: Path) -> None:
+def test_what_cannot_be_used_is_refused_with_what_to_type(tmp_path):
     (tmp_path / "picture").write_bytes(b"\xff\xd8" * 9)
     source = text(tmp_path)
     source.prepare()

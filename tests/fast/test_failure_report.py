@@ -9,10 +9,8 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -35,35 +33,32 @@ ENGINE = TORCH / "autograd/graph.py", "_engine_run_backward"
 COMMAND = ["python", "src/train.py"]
 
 
-def raised(error: Exception, file: Path = Path(__file__), function: str = "f", inner: Path | None = None) -> Exception:
+def raised(error, file=Path(__file__), function="f", inner=None):
     """`error` as if a function of `file` had raised it, or one of `inner` which that has called."""
-    values: dict[str, Any] = {}
+    values = {}
     exec(compile("def g(error):\n    raise error\n", str(inner), "exec"), values)
     body = "raise error" if inner is None else "g(error)"
     exec(compile(f"def {function}(error):\n    {body}\n", str(file), "exec"), values)
     return error_of(lambda: values[function](error))
 
 
-def error_of(call: Callable[[], object]) -> Exception:
+def error_of(call):
     with pytest.raises(Exception) as caught:
         call()
     return caught.value
 
 
-def lost() -> Exception:
+def lost():
     return raised(ConnectionError("rank 1 is gone"), PROJECT / "distributed/shared_memory.py")
 
 
-Fail = Callable[..., dict[str, Any]]
-
-
 @pytest.fixture
-def fail(tmp_path: Path) -> Fail:
+def fail(tmp_path):
     """fail(rank, error, time) -> its record; without an error, of a rank that ended without a word, with this code."""
     ranks = tmp_path / "ranks"
     ranks.mkdir()
 
-    def record(rank: int, error: Exception | None = None, at: float = 0.0, code: int | None = -9, **known: Any) -> Any:
+    def record(rank, error=None, at=0.0, code=-9, **known):
         beats = Heartbeat()
         beats.begin(rank, 3)
         beats.record |= {"run_dir": str(tmp_path)} | known
@@ -81,13 +76,13 @@ def fail(tmp_path: Path) -> Fail:
     return record
 
 
-def report_of(*failures: dict[str, Any]) -> dict[str, Any]:
+def report_of(*failures):
     report = make_report(failures, COMMAND)
     assert report is not None
     return report
 
 
-def test_an_echo_is_known_by_its_type_and_place() -> None:
+def test_an_echo_is_known_by_its_type_and_place():
     handled, itself = raised(ValueError("handled badly")), ValueError("from itself")
     handled.__cause__, itself.__cause__ = lost(), itself
     changed = deque([1])
@@ -122,7 +117,7 @@ def test_an_echo_is_known_by_its_type_and_place() -> None:
     assert [error for error in causes if exception_record(error)["is_echo"]] == []
 
 
-def test_the_operation_and_its_operands_are_found() -> None:
+def test_the_operation_and_its_operands_are_found():
     """`Draws` sees each operation of torch, and is no communication."""
     features, head = torch.ones(3, 4), torch.nn.Linear(5, 2)
     with pytest.raises(RuntimeError) as caught, Draws(0, torch.device("cpu"), True).of(0, 4, 8):
@@ -133,7 +128,7 @@ def test_the_operation_and_its_operands_are_found() -> None:
     assert record["operands"]["head"].startswith("Linear(in_features=5")
 
 
-def test_an_error_is_explained(fail: Fail, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_explained(fail, monkeypatch):
     images, linear = torch.zeros(2, 1, 8, 8), torch.nn.Linear(8, 2)
     transformer = torchvision.models.VisionTransformer(32, 16, 1, 1, 4, 4)
     rows = [
@@ -161,7 +156,7 @@ def test_an_error_is_explained(fail: Fail, monkeypatch: pytest.MonkeyPatch) -> N
         assert (first["kind"], first["signal"], "no memory left" in first["meaning"]) == ("killed", "SIGKILL", True)
 
 
-def test_the_newest_snapshot_and_the_steps_that_are_lost(fail: Fail, tmp_path: Path) -> None:
+def test_the_newest_snapshot_and_the_steps_that_are_lost(fail, tmp_path):
     """Of another folder until this one has one; a copy of a snapshot is none."""
     found, elsewhere = [], ["/runs/first/snapshots/step_00000014", 14]
     for known in ({}, {"resumed": elsewhere}, {"resumed": elsewhere}):
@@ -172,7 +167,7 @@ def test_the_newest_snapshot_and_the_steps_that_are_lost(fail: Fail, tmp_path: P
     assert found == [(None, None), (elsewhere[0], 3), (str(tmp_path / "snapshots/step_00000010"), 7)]
 
 
-def test_the_file_has_these_keys_and_the_screen_at_most_40_lines(fail: Fail, tmp_path: Path) -> None:
+def test_the_file_has_these_keys_and_the_screen_at_most_40_lines(fail, tmp_path):
     fail(0, lost())
     fail(1, raised(ValueError("x")))
     tell(tmp_path / "ranks", COMMAND, {"is_echo": False})
@@ -194,7 +189,7 @@ def test_the_file_has_these_keys_and_the_screen_at_most_40_lines(fail: Fail, tmp
         assert (len(lines) <= 40, max(map(len, lines)) <= 160, lines[-2][:12]) == (True, True, "run folder: ")
 
 
-def test_the_command_that_resumes_names_the_folder_and_no_secret() -> None:
+def test_the_command_that_resumes_names_the_folder_and_no_secret():
     """mpirun hands values to its ranks."""
     plain = ["python", "src/train.py", "optimizer.lr=0.1", "hydra.run.dir=b"]
     assert resume_command(plain, "/runs/a") == "python src/train.py optimizer.lr=0.1 hydra.run.dir=/runs/a"
@@ -218,7 +213,7 @@ COMPILES = (Frame(f"{LIBRARY}/_inductor/codecache.py", 3, "compile"),)
 STEP = [("all_reduce", [3]), ("all_reduce", [100])]
 
 
-def record(*calls: Any, finished: bool = False, group: str = "0") -> str:
+def record(*calls, finished=False, group="0"):
     """A flight record as torch writes it, whose last call has not ended unless `finished` says otherwise."""
     entries = []
     for number, (operation, sizes) in enumerate(calls, start=1):
@@ -230,12 +225,12 @@ def record(*calls: Any, finished: bool = False, group: str = "0") -> str:
     return json.dumps({"entries": entries})
 
 
-def facts(rank, stack=USER, *records, values=0, phase="train", busy=False, mute="", worker=0) -> Facts:
+def facts(rank, stack=USER, *records, values=0, phase="train", busy=False, mute="", worker=0):
     place = PHASES.index(phase), 0, 0, 1, 5
     return Facts(rank, "h", 100 + rank, place, busy, mute, worker, stack, parse_calls(records, values))
 
 
-def waits(rank: int, *calls: Any) -> Facts:
+def waits(rank, *calls):
     return facts(rank, IN_TORCH, record(*calls))
 
 
@@ -260,7 +255,7 @@ DONE, SPUN, ONE = (record(*calls, finished=True) for calls in (PAST, STEP, STEP[
 BOTH = [facts(rank, IN_TORCH, record(*STEP, finished=True), record(*STEP, group="1")) for rank in (0, 1)]
 
 
-IN_CALLS: list[tuple[list[Facts], str, tuple[int, ...]]] = [
+IN_CALLS = [
     ([waits(0, *PAST, STEP[0]), waits(1, *PAST, STEP[1])], verdicts.MISSING_CALL, (1,)),
     ([waits(0, *PAST, STEP[0]), waits(1, *PAST, ("broadcast", [3]))], verdicts.OTHER_OPERATION, (1,)),
     ([waits(0, *PAST, STEP[0]), waits(1, *PAST, ("all_reduce", [5]))], verdicts.OTHER_SHAPE, (1,)),
@@ -285,12 +280,12 @@ IN_CALLS += [([waits(0, *STEP), guilty], kind, (1,)) for guilty, kind in ONE_OF_
 
 
 @pytest.mark.parametrize(("ranks", "kind", "odd"), IN_CALLS)
-def test_what_a_hang_is_and_whose(ranks: list[Facts], kind: str, odd: tuple[int, ...]) -> None:
+def test_what_a_hang_is_and_whose(ranks, kind, odd):
     verdict = find_verdict(ranks, len(ranks))
     assert (verdict.kind, verdict.ranks) == (kind, odd)
 
 
-def test_what_may_only_be_slow_or_elsewhere_does_not_end_the_run() -> None:
+def test_what_may_only_be_slow_or_elsewhere_does_not_end_the_run():
     assert find_verdict([waits(0, *STEP), facts(1)], 2).ends
     rows = [
         [waits(0, *STEP), waits(1, *STEP)],  # backend.timeout ends it
@@ -303,7 +298,7 @@ def test_what_may_only_be_slow_or_elsewhere_does_not_end_the_run() -> None:
     assert "nothing is known of ranks 2 and 3" in find_verdict([waits(0, *STEP), waits(1, *STEP)], 4).meaning
 
 
-def test_the_table_of_many_ranks_shows_the_one_whose_fault_it_is() -> None:
+def test_the_table_of_many_ranks_shows_the_one_whose_fault_it_is():
     ranks = [*(waits(rank, *STEP) for rank in range(40)), facts(40, USER)]
     lines = table(ranks, find_verdict(ranks, 41))
     assert [line.split()[0] for line in lines[1:-1]] == [*map(str, range(15)), "40"]
@@ -311,11 +306,11 @@ def test_the_table_of_many_ranks_shows_the_one_whose_fault_it_is() -> None:
 
 
 @pytest.fixture
-def dog(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def dog(monkeypatch):
     """A watchdog of this process with watch.timeout=10, whose `examined` counts."""
     heartbeat.begin()
     world = SimpleNamespace(here={0: os.getpid()}, rank=0, size=1, machines=[0], timeout=300.0)
-    made: Any = Watchdog(world, lambda: None, 10.0, "stop", None)
+    made = Watchdog(world, lambda: None, 10.0, "stop", None)
     made.examined = []
     monkeypatch.setattr(made, "examine", lambda: made.examined.append(made.silence))
     yield made
@@ -334,7 +329,7 @@ ROWS += [["train", 5, None, SILENCE - 2, "no"], ["train", 5, None, SILENCE + 3, 
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_how_long_a_rank_may_be_silent(row: list[Any], dog: Any) -> None:
+def test_how_long_a_rank_may_be_silent(row, dog):
     phase, steps, timeout, silent, examined = row
     dog.timeout, now = timeout and float(timeout), dog.last_look
     for step in range(int(steps)):
@@ -346,7 +341,7 @@ def test_how_long_a_rank_may_be_silent(row: list[Any], dog: Any) -> None:
     assert bool(dog.examined) == (examined == "yes")
 
 
-def test_a_slow_first_step_is_told_once_and_a_pause_is_no_silence(dog: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_first_step_is_told_once_and_a_pause_is_no_silence(dog, caplog):
     """Only that step may take longer. After Ctrl-Z, or a laptop's sleep, a look counts as one second."""
     heartbeat.enter("train")
     for seconds in (0, 1, 1, 1, 300, 300, 300):

@@ -1,13 +1,11 @@
 """Batches are the same on any number of ranks, with workers, in micro-batches, and after a stop in mid-epoch."""
 
 from itertools import islice, product
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from scipy.stats import chisquare
-from torch import Tensor
 from torch.utils.data import Subset
 from torchvision.transforms import v2
 
@@ -26,7 +24,7 @@ from support.own_data import Noisy
 SAMPLES = 103  # the last batch of an epoch has 3 samples: fewer than ranks times micro-batches
 
 
-def pictures(count: int = SAMPLES) -> Tensors:
+def pictures(count=SAMPLES):
     draw = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (count, 3, 8, 8), dtype=torch.uint8, generator=draw)
     return Tensors(pixels, torch.randint(0, 10, (count,), generator=draw))
@@ -36,7 +34,7 @@ FEW = pictures(23)
 IMAGES = FEW.inputs
 
 
-def train(data: Any, size: int = 1, start: tuple[int, int] = (0, 0), batches: int = 7, **options: Any) -> list[Any]:
+def train(data, size=1, start=(0, 0), batches=7, **options):
     """What all ranks get of so many batches: (number, samples, inputs, targets), in the order of the global batch."""
     reading = [loader(data, rank, size, **options).batches(Position(*start)) for rank in range(size)]
     ranks, found = [[*islice(one, batches)] for one in reading], []
@@ -49,7 +47,7 @@ def train(data: Any, size: int = 1, start: tuple[int, int] = (0, 0), batches: in
 
 
 @pytest.mark.parametrize("at_once", [1, 60, 2**20])
-def test_an_epoch_has_each_sample_once_normalised(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_has_each_sample_once_normalised(at_once, monkeypatch):
     """at_once: samples that are looked up together."""
     monkeypatch.setattr(loader_module, "VALUES_AT_ONCE", at_once * 192)
     memory = pictures()
@@ -61,7 +59,7 @@ def test_an_epoch_has_each_sample_once_normalised(at_once: int, monkeypatch: pyt
     assert torch.cat([batch[3] for batch in batches]).equal(memory.targets[order])
 
 
-def test_files_are_shuffled_and_samples_within_windows_of_files() -> None:
+def test_files_are_shuffled_and_samples_within_windows_of_files():
     shards = torch.arange(1000) // 50
     order = Order(1000, 1, shards=shards, window=120).epoch(0)
     assert order.sort().values.equal(torch.arange(1000))
@@ -73,10 +71,10 @@ def test_files_are_shuffled_and_samples_within_windows_of_files() -> None:
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_every_sample_is_evaluated_once_for_any_size_and_world(is_read: bool) -> None:
+def test_every_sample_is_evaluated_once_for_any_size_and_world(is_read):
     for count, size in product((1, 6, 7, 8, 22), (1, 2, 4)):
         memory = Tensors(torch.zeros(count, 1), torch.arange(count))
-        data: Any = [memory[number] for number in range(count)] if is_read else memory
+        data = [memory[number] for number in range(count)] if is_read else memory
         of_ranks = [list(loader(data, rank, size, mean=None).evaluation(7)) for rank in range(size)]
         assert len({len(found) for found in of_ranks}) == 1  # ranks may have to compute together
         loaded = [part for found in of_ranks for part in found]
@@ -86,7 +84,7 @@ def test_every_sample_is_evaluated_once_for_any_size_and_world(is_read: bool) ->
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 4, 4), (5, 3), (5, 3, 7)])
-def test_inputs_are_scaled_normalised_by_channel_and_brought_to_the_type_of_the_model(shape: tuple[int, ...]) -> None:
+def test_inputs_are_scaled_normalised_by_channel_and_brought_to_the_type_of_the_model(shape):
     pixels, mean, std = torch.randint(0, 256, shape, dtype=torch.uint8), [0.1, 0.2, 0.3], [0.5, 0.6, 0.7]
     means, stds = (torch.tensor(values, dtype=torch.double).view(-1, *[1] * (len(shape) - 2)) for values in (mean, std))
     layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
@@ -105,7 +103,7 @@ MIXES = [v2.MixUp(alpha=0.4, num_classes=10), v2.CutMix(alpha=1.0, num_classes=1
 
 @pytest.mark.parametrize(("size", "micro"), [(1, 1), (1, 3), (3, 2), (9, 1)])
 @pytest.mark.parametrize("transforms", [MIXES[:1], MIXES[1:], MIXES, [v2.Compose(MIXES)], [v2.RandomChoice(MIXES)]])
-def test_a_batch_is_what_torchvision_makes_of_the_whole_batch(transforms: Any, size: int, micro: int) -> None:
+def test_a_batch_is_what_torchvision_makes_of_the_whole_batch(transforms, size, micro):
     mixing = {"micro": micro, "transforms": [BatchWide(one) for one in transforms]}
     found, plain = train(FEW, size, (1, 0), 3, batch=8, **mixing), train(FEW, 1, (1, 0), 3, batch=8)
     for (number, _, *one), (_, _, *mixed) in zip(found, plain, strict=True):
@@ -116,18 +114,18 @@ def test_a_batch_is_what_torchvision_makes_of_the_whole_batch(transforms: Any, s
         torch.testing.assert_close(one[1].double(), mixed[1].double(), rtol=0, atol=1e-7)
 
 
-def numbers_for(places: Tensor, pad: int, epoch: int = 0) -> Tensor:
+def numbers_for(places, pad, epoch=0):
     return drawn_at(places, [2 * pad + 1, 2 * pad + 1, 2], fold_in(SEED, epoch))
 
 
-def moved(image: Tensor, pad: int, dy: int, dx: int, mirrored: bool) -> Tensor:
+def moved(image, pad, dy, dx, mirrored):
     _, height, width = image.shape
     window = F.pad(image.float(), [pad] * 4, "reflect").to(image.dtype)[:, dy : dy + height, dx : dx + width]
     return window.flip(2) if mirrored else window
 
 
 @pytest.mark.parametrize("flip", [True, False])
-def test_each_image_is_shifted_and_mirrored_by_its_own_numbers(flip: bool) -> None:
+def test_each_image_is_shifted_and_mirrored_by_its_own_numbers(flip):
     augment, places = ShiftFlip(epochs=1, pad=2, flip=flip), torch.arange(5, 5 + 23)
     found = augment(IMAGES, Places(SEED, 0, places, places))
     for n, (dy, dx, mirrored) in enumerate(numbers_for(places, 2).tolist()):
@@ -135,7 +133,7 @@ def test_each_image_is_shifted_and_mirrored_by_its_own_numbers(flip: bool) -> No
     assert found[3:9].equal(augment(IMAGES[3:9], Places(SEED, 0, places[3:9], places[3:9])))  # in any part of a batch
 
 
-def test_random_numbers_depend_on_place_and_epoch_and_on_nothing_else() -> None:
+def test_random_numbers_depend_on_place_and_epoch_and_on_nothing_else():
     places = torch.arange(20_000)
     draws, other = numbers_for(places, 9), numbers_for(places, 9, epoch=1)
     assert draws[5000:5010].equal(numbers_for(places[5000:5010], 9))
@@ -145,10 +143,10 @@ def test_random_numbers_depend_on_place_and_epoch_and_on_nothing_else() -> None:
     assert chisquare(draws[:, 2].bincount(minlength=2)).pvalue > 1e-3
 
 
-def test_alternating_mirror_images_show_each_image_both_ways_in_two_epochs() -> None:
+def test_alternating_mirror_images_show_each_image_both_ways_in_two_epochs():
     augment, shuffled = ShiftFlip(epochs=4, flip="alternating"), torch.randperm(23)
 
-    def mirrored(epoch: int) -> list[bool]:
+    def mirrored(epoch):
         found = augment(IMAGES[shuffled], Places(SEED, epoch, torch.arange(23), shuffled))
         flipped = found.eq(IMAGES[shuffled].flip(3)).flatten(1).all(1)
         assert (flipped | found.eq(IMAGES[shuffled]).flatten(1).all(1)).all()
@@ -160,7 +158,7 @@ def test_alternating_mirror_images_show_each_image_both_ways_in_two_epochs() -> 
     assert mirrored(2) == even
 
 
-def test_images_grow_with_the_epochs() -> None:
+def test_images_grow_with_the_epochs():
     """[4, 6, 8] over 6 epochs: two of each. The pixels are those of torchvision."""
     augment, images = ShiftFlip(epochs=6, sizes=[4, 6, 8]), IMAGES.double()
     for epoch, size in enumerate((4, 4, 6, 6, 8, 8, 8)):  # a 7th epoch is like the last one
@@ -173,7 +171,7 @@ def test_images_grow_with_the_epochs() -> None:
     assert [len(batch[2][0, 0]) for (batch,) in grown] == [4, 8]
 
 
-def test_classes_of_mixes_are_told_by_the_data() -> None:
+def test_classes_of_mixes_are_told_by_the_data():
     node = "{_target_:torchvision.transforms.v2.MixUp,num_classes:null}"
     choice = f"{{_target_:torchvision.transforms.v2.RandomChoice,transforms:[{node}]}}"
     config = composed(f"loader.batch_transforms=[{node},{choice}]")
@@ -184,7 +182,7 @@ def test_classes_of_mixes_are_told_by_the_data() -> None:
 UNEVEN = torch.tensor([0] * 80 + [1] * 15 + [2] * 5)
 
 
-def test_an_epoch_draws_at_random_each_sample_as_often_as_its_weight_says() -> None:
+def test_an_epoch_draws_at_random_each_sample_as_often_as_its_weight_says():
     weights = torch.rand(1000, dtype=torch.float64, generator=generator(3)) ** 4
     weights[::7] = 0
     order = Order(1000, 0, weights=weights)
@@ -199,7 +197,7 @@ def test_an_epoch_draws_at_random_each_sample_as_often_as_its_weight_says() -> N
     assert chisquare((pairs[:, 0] * 10 + pairs[:, 1]).bincount(minlength=100)).pvalue > 1e-3
 
 
-def test_balanced_draws_every_class_equally_often_and_keeps_the_length_of_an_epoch() -> None:
+def test_balanced_draws_every_class_equally_often_and_keeps_the_length_of_an_epoch():
     part = Subset(Tensors(torch.zeros(100, 1), UNEVEN), range(0, 100, 2))
     weights = sampling_weights(part, "balanced")
     rows = torch.cat([Order(50, 1, weights=weights).epoch(epoch) for epoch in range(50)])
@@ -207,7 +205,7 @@ def test_balanced_draws_every_class_equally_often_and_keeps_the_length_of_an_epo
     assert chisquare(UNEVEN[::2][rows].bincount()).pvalue > 1e-3
 
 
-def own(**attributes: Any) -> Any:
+def own(**attributes):
     dataset = Noisy(4)
     dataset.__dict__ |= attributes
     return dataset
@@ -223,7 +221,7 @@ UNTOLD = [
 ]
 
 
-def test_weights_are_those_of_the_samples_of_a_part_and_data_that_does_not_tell_them_is_refused() -> None:
+def test_weights_are_those_of_the_samples_of_a_part_and_data_that_does_not_tell_them_is_refused():
     found = sampling_weights(Subset(own(weights=[1, 2, 0, 0.5]), [3, 1]), "weights")
     assert (found.tolist(), found.dtype) == ([0.5, 2], torch.float64)
     for dataset, sampling, sentence in UNTOLD:

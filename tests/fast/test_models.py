@@ -3,16 +3,14 @@
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import ConfigError
@@ -27,12 +25,12 @@ from lockstep.training.rng import Draws
 from support.refusals import accepted
 
 
-def small_gpt(variant: Any) -> nn.Sequential:
+def small_gpt(variant):
     torch.manual_seed(0)
     return gpt([16], 7, layers=2, heads=2, width=8, dropout=0.0, tied=True, variant=variant)
 
 
-def test_models_of_torchvision_and_timm_are_built_for_the_channels_and_classes_of_the_data() -> None:
+def test_models_of_torchvision_and_timm_are_built_for_the_channels_and_classes_of_the_data():
     small = torchvision_model("resnet18", [1, 8, 8], 10)
     assert (small.conv1.weight.shape, type(small.maxpool)) == ((64, 1, 3, 3), nn.Identity)
     assert torchvision_model("resnet18", [1, 64, 64], 10).conv1.weight.shape == (64, 1, 7, 7)
@@ -48,7 +46,7 @@ def test_models_of_torchvision_and_timm_are_built_for_the_channels_and_classes_o
         assert (vit.pos_embed.shape, vit.head.out_features) == ((1, 17, 192), 7)
 
 
-def test_what_a_model_does_not_take_is_refused_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_model_does_not_take_is_refused_by_its_own_name(monkeypatch):
     for make, said in [
         (lambda: timm_model("resnet18", [3, 64, 64], 5, drop_rat=0.1), "drop_rat.* or ~model.<option>"),
         (lambda: timm_model("resnet18", [3, 64, 64], 5, pretrained=True), "pretrained.* or ~model.<option>"),
@@ -72,13 +70,13 @@ def test_what_a_model_does_not_take_is_refused_by_its_own_name(monkeypatch: pyte
         timm_model("resnet18", [3, 64, 64], 10)
 
 
-def test_the_smallest_gpt_of_nanogpt_has_as_many_parameters() -> None:
+def test_the_smallest_gpt_of_nanogpt_has_as_many_parameters():
     model = gpt([64], 65, layers=4, heads=4, width=128, dropout=0.0, tied=True, variant="gpt2")
     assert sum(parameter.numel() for parameter in model.parameters()) == 804096
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "modern"])
-def test_a_gpt_is_the_formulas_of_its_papers(variant: Any) -> None:
+def test_a_gpt_is_the_formulas_of_its_papers(variant):
     model, modern, tokens = small_gpt(variant).double(), variant == "modern", torch.randint(7, (3, 12))
     added = [weight for name, weight in model.named_parameters() if name.endswith("projection.weight")]
     assert [bool(weight.any()) for weight in added] == [not modern] * 4
@@ -87,13 +85,13 @@ def test_a_gpt_is_the_formulas_of_its_papers(variant: Any) -> None:
     weights = {name: value.detach() for name, value in model.named_parameters()}
     angles = torch.arange(12)[:, None] / 10_000 ** (torch.arange(0, 4, 2) / 4)
 
-    def placed(vectors: Tensor) -> Tensor:
+    def placed(vectors):
         """(N, T, 4) of a head: of the norm 2, and turned as complex numbers."""
         pairs = torch.complex(*F.normalize(vectors, dim=-1).chunk(2, -1))
         turned = 2 * pairs * torch.polar(torch.ones(12, 2), angles)
         return torch.cat([turned.real, turned.imag], -1)
 
-    def attention(vectors: Tensor, block: str) -> Tensor:
+    def attention(vectors, block):
         if modern:
             before = torch.cat([torch.zeros(3, 1, 4), vectors[:, :-1, 4:]], 1)
             vectors = torch.cat([vectors[:, :, :4], before], -1)
@@ -104,7 +102,7 @@ def test_a_gpt_is_the_formulas_of_its_papers(variant: Any) -> None:
             heads.append((queries @ keys.mT / 2).masked_fill(later, -math.inf).softmax(-1) @ values)
         return torch.cat(heads, -1) @ weights[f"{block}.attention.projection.weight"].T
 
-    def norm(vectors: Tensor, name: str) -> Tensor:
+    def norm(vectors, name):
         return F.layer_norm(vectors, (8,), weights[name])
 
     vectors = weights["embedding.tokens.weight"][tokens]
@@ -130,29 +128,29 @@ REFUSED = [  # the task, the shape of outputs, the targets, what is said
 ]
 
 
-def test_outputs_that_do_not_fit_are_refused() -> None:
+def test_outputs_that_do_not_fit_are_refused():
     for task, outputs, targets, said in REFUSED:
         with pytest.raises(ConfigError, match=said):
             task.sums(torch.zeros(outputs), targets)
 
 
-def test_no_sample_adds_nothing_and_half_precision_is_summed_in_float32() -> None:
+def test_no_sample_adds_nothing_and_half_precision_is_summed_in_float32():
     for task, targets in ((CrossEntropy(), LABELS[:0]), (Regression(), torch.zeros(0, 2))):
         outputs = torch.zeros(0, 2, dtype=torch.bfloat16)
         found = task.sums(outputs, targets)
         assert (found.loss.dtype, any(value.item() for value in found.values)) == (torch.float32, False)
 
 
-def net(shape: list[int], views: str = "one") -> nn.Module:
+def net(shape, views="one"):
     torch.manual_seed(0)
     return Airbench(shape, 10, [8, 12, 16], views).double()
 
 
-def noise(*shape: int) -> torch.Tensor:
+def noise(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def test_the_whitening_makes_the_covariance_of_patches_the_identity() -> None:
+def test_the_whitening_makes_the_covariance_of_patches_the_identity():
     mixed = torch.einsum("nchw,dc->ndhw", noise(1100, 3, 9, 9), noise(3, 3))  # the channels depend on each other
     images = F.avg_pool2d(mixed, 2, 1)  # and so do the pixels
     layer = Whitening(3).double()
@@ -165,13 +163,13 @@ def test_the_whitening_makes_the_covariance_of_patches_the_identity() -> None:
     assert torch.allclose(covariance, torch.diag(covariance.diagonal()), atol=1e-10)
 
 
-def test_an_evaluation_is_the_mean_over_the_views() -> None:
+def test_an_evaluation_is_the_mean_over_the_views():
     images = noise(4, 3, 12, 12)
     one, two, six = (net([3, 12, 12], views).eval() for views in ("one", "mirrored", "mirrored_and_shifted"))
     padded = F.pad(images, (1, 1, 1, 1), "reflect")
     up_and_left, down_and_right = padded[:, :, :-2, :-2], padded[:, :, 2:, 2:]
 
-    def mean(*views: torch.Tensor) -> torch.Tensor:
+    def mean(*views):
         return torch.stack([one(view) for view in views]).mean(0)
 
     mirrored = mean(images, images.flip(3))
@@ -182,7 +180,7 @@ def test_an_evaluation_is_the_mean_over_the_views() -> None:
     torch.testing.assert_close(six.train()(images), one.train()(images))
 
 
-def test_orthogonalised_keeps_the_singular_vectors() -> None:
+def test_orthogonalised_keeps_the_singular_vectors():
     for shape in ((6, 20), (20, 6)):
         matrix = noise(*shape)
         left, _, right = torch.linalg.svd(matrix, full_matrices=False)
@@ -192,12 +190,12 @@ def test_orthogonalised_keeps_the_singular_vectors() -> None:
         assert 0.5 < values.min() <= values.max() < 1.5
 
 
-def muon(parameters: Any, lr: float) -> Muon:
+def muon(parameters, lr):
     sgd = partial(torch.optim.SGD, lr=0.02, momentum=0.8, weight_decay=0.1, nesterov=True)
     return Muon(parameters, lr, 0.6, 0.0, 3, True, sgd)
 
 
-def test_muon_turns_filters_beside_groups_of_sgd() -> None:
+def test_muon_turns_filters_beside_groups_of_sgd():
     tall = torch.nn.Parameter(torch.eye(6, 2, dtype=torch.float64) * 3**0.5)  # its norm is the root of its rows
     tall.grad = tall.detach().clone()
     muon([tall], 0.1).step()  # a published step: not longer for having more rows than columns
@@ -210,7 +208,7 @@ def test_muon_turns_filters_beside_groups_of_sgd() -> None:
     weight.detach().mul_(3**0.5 / weight.norm())  # as Muon does first
     net(noise(7, 1, 8, 8)).square().mean().backward()
     before = [parameter.detach().clone() for parameter in (weight, bias, head)]
-    of_head: dict[str, Any] = {"params": [head], "use_muon": False, "lr": 0.3, "weight_decay": 0.2}
+    of_head = {"params": [head], "use_muon": False, "lr": 0.3, "weight_decay": 0.2}
     muon([{"params": [*net[0].parameters(), net[2].bias]}, of_head], 0.1).step()
     update = orthogonalised(weight.grad.flatten(1), 3).view(3, 1, 3, 3)  # momentum only scales a first gradient
     torch.testing.assert_close(weight.detach(), before[0] - 0.1 * update, rtol=1e-6, atol=1e-7)
@@ -219,11 +217,11 @@ def test_muon_turns_filters_beside_groups_of_sgd() -> None:
         torch.testing.assert_close(parameter.detach(), first - lr * 1.8 * gradient, rtol=1e-9, atol=1e-12)
 
 
-def optimizer() -> torch.optim.Optimizer:
+def optimizer():
     return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0, momentum=0.9)
 
 
-def rates(schedule: Any, steps: int) -> list[float]:
+def rates(schedule, steps):
     """The learning rate of each step, of a peak of 2: as they come, and as a run that goes on computes them."""
     parameters = inspect.signature(schedule).parameters
     taken = {name: n for name, n in {"steps_per_epoch": 4, "total_steps": steps}.items() if name in parameters}
@@ -238,11 +236,11 @@ def rates(schedule: Any, steps: int) -> list[float]:
     return found
 
 
-def half_cosine(n: int) -> float:
+def half_cosine(n):
     return (1 + math.cos(math.pi * n / 10)) / 2
 
 
-FORMULAS: list[tuple[Any, list[float]]] = [  # two epochs and a half of four steps, of which the first two warm up
+FORMULAS = [  # two epochs and a half of four steps, of which the first two warm up
     (schedules.constant, [2.0] * 12),
     (partial(schedules.step, step_epochs=2, gamma=0.1), [2.0] * 8 + [0.2] * 4),
     (
@@ -257,7 +255,7 @@ FORMULAS: list[tuple[Any, list[float]]] = [  # two epochs and a half of four ste
 ]
 
 
-def test_schedules_are_their_formulas_and_one_cycle_is_torchs() -> None:
+def test_schedules_are_their_formulas_and_one_cycle_is_torchs():
     for schedule, expected in FORMULAS:
         assert rates(schedule, 12) == pytest.approx(expected)
     for pct_start in (0.05, 0.25, 0.75):
@@ -280,12 +278,12 @@ LSTM = nn.LSTM(6, 6, 2, dropout=0.3, batch_first=True, dtype=torch.float64)
 ENCODER = nn.TransformerEncoderLayer(6, 2, 12, 0.2, batch_first=True, dtype=torch.float64)
 
 
-def tokens_first(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def tokens_first(function):
     return lambda x: function(x.transpose(0, 1)).transpose(0, 1)
 
 
 # {what draws: a function of x (N, 5, 6)}
-DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+DRAWS = {
     "dropout": nn.Dropout(0.3),
     "dropout in place": lambda x: F.dropout(x * 2, 0.3, inplace=True),
     "torch.dropout": lambda x: torch.dropout(x, 0.3, True),
@@ -324,7 +322,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def passes(function: Callable[[Tensor], Tensor], inputs: Tensor, edges: Sequence[int]) -> tuple[Tensor, Tensor]:
+def passes(function, inputs, edges):
     draws, outputs, gradients = Draws(0, torch.device("cpu"), True), [], []
     for begin, end in pairwise(edges):
         torch.manual_seed(7)
@@ -339,7 +337,7 @@ def passes(function: Callable[[Tensor], Tensor], inputs: Tensor, edges: Sequence
 
 
 @pytest.mark.parametrize("what", DRAWS)
-def test_each_sample_draws_the_same_however_the_batch_is_cut(what: str) -> None:
+def test_each_sample_draws_the_same_however_the_batch_is_cut(what):
     inputs = torch.rand(BATCH, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     outputs, gradients = passes(DRAWS[what], inputs, TOGETHER)
     for edges in [*CUTS, *([AS_TOKENS] if what in LAYERS else [])]:
@@ -348,7 +346,7 @@ def test_each_sample_draws_the_same_however_the_batch_is_cut(what: str) -> None:
         torch.testing.assert_close(their_gradients, gradients, rtol=0, atol=1e-12)
 
 
-def test_masks_of_samples_layers_and_steps_are_independent() -> None:
+def test_masks_of_samples_layers_and_steps_are_independent():
     masks = []
     for step in range(3):
         torch.manual_seed(step)
@@ -359,7 +357,7 @@ def test_masks_of_samples_layers_and_steps_are_independent() -> None:
     assert together.fill_diagonal_(0).abs().max() < 6 / 2000**0.5  # 6 standard deviations, of 404,550 pairs
 
 
-def test_what_decides_about_a_layer_or_a_parameter_is_the_same_on_all_ranks_and_draws_without_samples_is_not() -> None:
+def test_what_decides_about_a_layer_or_a_parameter_is_the_same_on_all_ranks_and_draws_without_samples_is_not():
     coins, masks, orders, weights, weight = set(), [], [], [], nn.Parameter(torch.ones(6, 4))
     for start, rows in ((0, 7), (7, 9)):
         torch.manual_seed(7)

@@ -6,14 +6,11 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lockstep.errors import ConfigError
 from lockstep.snapshots import files, state
@@ -23,13 +20,13 @@ from lockstep.snapshots.state import as_held, load_shards, save_shards
 MATRIX = torch.arange(28, dtype=torch.float64).view(7, 4)
 
 
-def in_four(tensor: Tensor, rank: int) -> tuple[Tensor, tuple[int, int]]:
+def in_four(tensor, rank):
     """A quarter of a matrix: rows and columns are cut in two, not in the middle."""
     rows, columns = (slice(0, 3), slice(3, None))[rank // 2], (slice(0, 1), slice(1, None))[rank % 2]
     return tensor[rows, columns].contiguous(), (rows.start, columns.start)
 
 
-def save(folder: Path, name: str, value: Any, cut: bool = False) -> Path:
+def save(folder, name, value, cut=False):
     """A snapshot of a value and a matrix. cut: the matrix is in the shards of four ranks."""
     unfinished, names = folder / f"{name}.tmp", [STATE]
     matrix = MATRIX + (value if isinstance(value, int) else 0)
@@ -40,7 +37,7 @@ def save(folder: Path, name: str, value: Any, cut: bool = False) -> Path:
     return files.finish_snapshot(folder, name, files.of_files(unfinished, names))
 
 
-def loaded(paths: list[Path]) -> tuple[int, Path]:
+def loaded(paths):
     saved, path = load_first_good(paths)
     assert torch.equal(as_held(saved, "model", path, ["weight"], {})["weight"], MATRIX + saved["value"])
     return saved["value"], path
@@ -49,7 +46,7 @@ def loaded(paths: list[Path]) -> tuple[int, Path]:
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
-def ends(save: Callable[[], None], operation: int, size: int) -> bool:
+def ends(save, operation, size):
     """Whether a process ends `save`. It is killed at its file operation of this number, or by a file of this size."""
     if (child := os.fork()) == 0:
         left = iter(range(operation))
@@ -66,8 +63,8 @@ def ends(save: Callable[[], None], operation: int, size: int) -> bool:
 
 
 @pytest.mark.parametrize(("name", "cut"), [("best_{:08d}", True), ("step_{:08d}", False), ("step_00000001", True)])
-def test_killed_at_any_moment_a_whole_snapshot_is_left(tmp_path: Path, caplog: Any, name: str, cut: bool) -> None:
-    def save_and_prune() -> None:
+def test_killed_at_any_moment_a_whole_snapshot_is_left(tmp_path, caplog, name, cut):
+    def save_and_prune():
         save(tmp_path, name.format(value + 1), value + 1, cut)
         files.prune(tmp_path, 1)
 
@@ -91,7 +88,7 @@ def test_killed_at_any_moment_a_whole_snapshot_is_left(tmp_path: Path, caplog: A
     assert "passed over" not in caplog.text
 
 
-def test_the_best_one_that_the_newest_snapshot_knows_stays_until_there_is_a_newer_one(tmp_path: Path) -> None:
+def test_the_best_one_that_the_newest_snapshot_knows_stays_until_there_is_a_newer_one(tmp_path):
     for name, left in (
         ("step_1", ["step_1"]),
         ("best_2", ["best_2", "step_1"]),
@@ -105,13 +102,13 @@ def test_the_best_one_that_the_newest_snapshot_knows_stays_until_there_is_a_newe
         assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
-def flip(path: Path) -> None:
+def flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def told(path: Path, **changed: Any) -> None:
+def told(path, **changed):
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
 
 
@@ -120,7 +117,7 @@ class Evil:
 
 
 SHARD = "shard-00003-model-00001-of-00001.safetensors"
-DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
+DAMAGES = [
     (STATE, lambda path: path.write_bytes(path.read_bytes()[:-1]), "its state.pt is cut off or changed"),
     (STATE, flip, "its state.pt is cut off or changed"),
     (SHARD, Path.unlink, "[Errno 2] No such file or directory: "),
@@ -133,9 +130,7 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
 ]
 
 
-def test_damaged_snapshots_are_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_snapshots_are_passed_over(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "secret").write_bytes(b"8 bytes.")
     for step in range(len(DAMAGES) + 1):
@@ -151,8 +146,8 @@ def test_damaged_snapshots_are_passed_over(
         load_first_good(damaged)
 
 
-def test_the_ranks_of_a_machine_share_one_copy_of_what_they_read(tmp_path: Path) -> None:
-    def own_memory() -> int:
+def test_the_ranks_of_a_machine_share_one_copy_of_what_they_read(tmp_path):
+    def own_memory():
         (kilobytes,) = re.findall(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())
         return int(kilobytes) * 2**10
 
@@ -162,7 +157,7 @@ def test_the_ranks_of_a_machine_share_one_copy_of_what_they_read(tmp_path: Path)
     assert own_memory() - before < 2**24
 
 
-def test_what_resume_a_mode_and_python_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_resume_a_mode_and_python_name(tmp_path, monkeypatch):
     run, none = tmp_path / "run", tmp_path / "none"
     step, best = (save(run / "snapshots", name, 3) for name in ("step_00000007", "best_00000003"))
     save(none / "snapshots", "best_00000001", 1)  # nothing to go on from
@@ -184,12 +179,10 @@ def test_what_resume_a_mode_and_python_name(tmp_path: Path, monkeypatch: pytest.
             snapshots_to_try(name, which, "evaluate")
 
 
-def test_any_window_of_a_tensor_in_parts_can_be_read_and_what_is_missing_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_window_of_a_tensor_in_parts_can_be_read_and_what_is_missing_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(state, "FILE_BYTES", 40)
     for dtype in (torch.float64, torch.bfloat16, torch.bool, torch.uint16, torch.complex128):
-        folder, matrix, names = tmp_path / str(dtype), MATRIX.remainder(5).to(dtype), set[str]()
+        folder, matrix, names = tmp_path / str(dtype), MATRIX.remainder(5).to(dtype), set()
         for rank in range(4):
             names |= {*save_shards({f"a/{n}": in_four(matrix, rank) for n in range(3)}, folder, rank)}
         assert names == {path.name for path in folder.iterdir()}

@@ -10,7 +10,7 @@ SRC = ROOT / "src" / "lockstep"
 # What each package may import besides itself, `errors` and what imports nothing of this project. `train.py` and the
 # modules of EXEMPT may import everything.
 PLAIN = {"compat", "errors", "files"}
-ALLOWED = {name: set[str]() for name in (*PLAIN, "config", "failures")} | {
+ALLOWED = {name: set() for name in (*PLAIN, "config", "failures")} | {
     "distributed": {"failures"},
     "runs": {"failures"},  # reads and writes run folders for train.py and runs.py, without torch
     "sweeps": {"runs", "distributed", "failures"},  # a job of a sweep is a run
@@ -37,7 +37,7 @@ WITHOUT_TORCH += tuple(f"distributed.{name}" for name in ("environment", "host",
 MODULES = {".".join(path.relative_to(SRC).with_suffix("").parts): path for path in sorted(SRC.rglob("*.py"))}
 
 
-def imports(tree: ast.AST, top_level_only: bool = False) -> set[str]:
+def imports(tree, top_level_only=False):
     names = set()
     for node in getattr(tree, "body", []) if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -47,7 +47,7 @@ def imports(tree: ast.AST, top_level_only: bool = False) -> set[str]:
     return names
 
 
-def test_imports_point_one_way_and_the_command_line_needs_no_torch() -> None:
+def test_imports_point_one_way_and_the_command_line_needs_no_torch():
     for name, path in MODULES.items():
         package, tree = name.split(".")[0], ast.parse(path.read_text())
         if name.startswith(WITHOUT_TORCH):
@@ -64,7 +64,7 @@ def test_imports_point_one_way_and_the_command_line_needs_no_torch() -> None:
         assert found - ALLOWED[package] - PLAIN - {package, ALSO.get(name)} == set(), name
 
 
-def test_no_test_file_imports_another_one() -> None:
+def test_no_test_file_imports_another_one():
     for path in (ROOT / "tests").rglob("test_*.py"):
         found = imports(ast.parse(path.read_text()))
         assert not [name for name in found if name.split(".")[-1].startswith("test_") or name == "conftest"], path
@@ -74,7 +74,7 @@ OBJECT_COLLECTIVE = re.compile(r"(gather|broadcast|scatter|send|recv)_object(_li
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 
-def test_nothing_is_unpickled() -> None:
+def test_nothing_is_unpickled():
     """A rank that unpickles what came over a wire, or from a file, runs whatever a stranger has put there."""
     for name, path in MODULES.items():
         nodes = [*ast.walk(tree := ast.parse(path.read_text()))]

@@ -9,9 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,16 +34,16 @@ VARIABLES |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "0"}
 CORES = cpu_count()
 
 
-def _talk(folder: str) -> None:
+def _talk(folder):
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ["LOCAL_RANK"] = "0"  # as torchrun --virtual-local-rank says to all: ranks count themselves
     with join_world("auto", **OPTIONS) as world:
 
-        def download() -> None:
+        def download():
             time.sleep(0.3)
             Path(folder, "downloaded").open("x").close()  # "x": a second download would fail
 
-        def refuse() -> None:
+        def refuse():
             raise ConfigError(f"refused on rank {rank}")
 
         assert (world.rank, world.size, world.local_rank, world.local_size) == (rank, size, rank, size)
@@ -65,7 +63,7 @@ def _talk(folder: str) -> None:
             world.once_per_machine(refuse)
         assert {name: os.environ.get(name) for name in VARIABLES} == VARIABLES
         assert torch.get_num_threads() == max(1, len(os.sched_getaffinity(0)) // size)
-        backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         assert (world.timeout, backend.options._timeout.total_seconds()) == (17, 17.0)
         sent = {"wide": torch.full((2, rank + 1), 0.1, dtype=torch.float64).t(), "mask": torch.tensor([True])}
         found = [(one["wide"].shape, one["mask"].dtype) for one in world.gather_tensors(sent)]
@@ -82,11 +80,11 @@ def _talk(folder: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_ranks_speak(size: int, tmp_path: Path) -> None:
+def test_ranks_speak(size, tmp_path):
     in_world(size, _talk, str(tmp_path))
 
 
-def test_other_data_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
+def test_other_data_on_one_rank_is_refused_on_all(tmp_path):
     words, configs = ["model=mlp", "model.width=16", "logger=[]", "dataset=pair"], []
     for half in ("train", "test"):
         words += [f"dataset.{half}._target_=support.damage.digits_of_rank", f"+dataset.{half}.train={half == 'train'}"]
@@ -101,16 +99,16 @@ def test_other_data_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*/*/snapshots/*"))
 
 
-def _known_ranks(temporary: str) -> int:
+def _known_ranks(temporary):
     """How many ranks share the folder of this one."""
     tempfile.tempdir = temporary
     with join_world("gloo", 30) as world:
         watch(world, f"{temporary}/run", 30.0, "stop")
         world.barrier()
-        return len([*heartbeat.folder.glob("rank*.json")])  # type: ignore[union-attr]
+        return len([*heartbeat.folder.glob("rank*.json")])
 
 
-def test_ranks_of_one_machine_share_a_folder_that_the_last_one_removes(tmp_path: Path) -> None:
+def test_ranks_of_one_machine_share_a_folder_that_the_last_one_removes(tmp_path):
     assert in_world(3, _known_ranks, str(tmp_path)) == [3, 3, 3]
     assert list(tmp_path.iterdir()) == []
 
@@ -212,7 +210,7 @@ def test_jobs_meet_at_ports_of_their_own_and_an_environment_that_cannot_be_used_
             read_rank_info(env)
 
 
-def _hold_and_fork(folder: str) -> None:
+def _hold_and_fork(folder):
     held, problem = lock(Path(folder))
     assert held is not None, problem
     if (child := os.fork()) != 0:
@@ -238,7 +236,7 @@ def test_a_forked_worker_does_not_keep_the_lock_of_a_killed_rank(tmp_path):
 
 
 def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch, caplog):
-    def refuse(*args: object) -> None:
+    def refuse(*args):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
@@ -247,14 +245,14 @@ def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch, caplog
 
 
 @pytest.fixture
-def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SlurmLauncher]:
+def launcher(tmp_path, monkeypatch):
     """launcher(words of the command, overrides, **settings of launch), for the run folder `a folder`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a folder").mkdir()
     usual = {"nodes": 2, "ntasks_per_node": 1, "warning": 60, "options": [], "setup": [], "dry_run": False}
     usual |= dict.fromkeys(["cpus_per_task", "partition", "account", "time"]) | {"run_dir": "a folder"}
 
-    def make(*words: str, overrides: Sequence[str] = (), **settings: Any) -> SlurmLauncher:
+    def make(*words, overrides=(), **settings):
         hydra_cfg = OmegaConf.create({"overrides": {"task": list(overrides)}})
         monkeypatch.setattr(HydraConfig, "get", lambda: hydra_cfg)
         monkeypatch.setattr(sys, "argv", [TRAIN, *words])

@@ -13,8 +13,6 @@ import contextlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,22 +34,22 @@ PURGED_AFTER = 50  # kernels: the notes of tensors that are gone are dropped
 
 of_data = torch.tensor  # which copies from the host, and waits
 real_to, real_numpy = torch.Tensor.to, torch.Tensor.numpy
-notes: dict[int, tuple[StorageWeakRef, torch.device | None]] = {}  # {address of a storage: it, where it is said to be}
-of_gloo = set[str]()  # names of groups whose tensors are on the CPU
+notes = {}  # {address of a storage: it, where it is said to be}
+of_gloo = set()  # names of groups whose tensors are on the CPU
 local = threading.local()
 kind = ["cuda"]  # or mps
 
 
 class Seen:
-    def __init__(self) -> None:
-        self.waits = Counter[str]()  # {"file.py:line": how often the host would have waited there}, while `counting`
-        self.products = Counter[str]()  # {type: matrix products in it}
-        self.collectives: list[tuple[Any, ...]] = []  # of nccl, each as (name, (type, number of values), ...)
+    def __init__(self):
+        self.waits = Counter()  # {"file.py:line": how often the host would have waited there}, while `counting`
+        self.products = Counter()  # {type: matrix products in it}
+        self.collectives = []  # of nccl, each as (name, (type, number of values), ...)
         self.weights_moved = 0  # bytes of parameters that came from the host to a GPU
         self.counting, self.step = False, 0  # how many steps have begun
-        self.bound: torch.device | None = None  # that nccl was started on at once
+        self.bound = None  # that nccl was started on at once
 
-    def wait(self, *_: Any, **__: Any) -> None:
+    def wait(self, *_, **__):
         ends = ("modules/_functions.py", "amp/grad_scaler.py")
         places = (each for each in callers() if "/src/lockstep/" in each[0] or each[0].endswith(ends))
         if self.counting:
@@ -62,14 +60,14 @@ class Seen:
 seen = Seen()
 
 
-def callers() -> Iterator[tuple[str, str]]:
+def callers():
     frame = sys._getframe(2)
     while frame.f_back is not None:
         frame = frame.f_back
         yield frame.f_code.co_filename, frame.f_code.co_name
 
 
-def called_by_c10d() -> bool:
+def called_by_c10d():
     """Its C++ sorts tensors by what it takes for their devices, and copies between them."""
     own = ("torch/_", "torch/utils/", __file__)
     caller = next(file for file, _ in callers() if not any(each in file for each in own))
@@ -79,34 +77,34 @@ def called_by_c10d() -> bool:
 # Where a tensor is.
 
 
-def real_device(tensor: Any) -> torch.device:
+def real_device(tensor):
     with torch._C.DisableTorchFunction():  # a mode would call what stands in its place
         return torch._C.TensorBase.device.__get__(tensor)
 
 
-def plain(tensor: Any) -> Any:
+def plain(tensor):
     return tensor if type(tensor) in PLAIN else getattr(tensor, "_local_tensor", getattr(tensor, "elem", tensor))
 
 
-def is_noted(tensor: Any) -> bool:
+def is_noted(tensor):
     return bool(real_device(tensor).type == "cpu" and tensor.layout is torch.strided)
 
 
-def device_of(tensor: Any, unknown: Any = CPU) -> Any:
+def device_of(tensor, unknown=CPU):
     """unknown: for a tensor that C++ has made, and that no kernel has used yet."""
     tensor = plain(tensor)
     note = notes.get(tensor.untyped_storage()._cdata) if is_noted(tensor) else None
     return real_device(tensor) if note is None else note[1] or unknown
 
 
-def tag(tensor: Any, device: torch.device | None) -> Any:
+def tag(tensor, device):
     if is_noted(plain(tensor)):
         storage = plain(tensor).untyped_storage()
         notes[storage._cdata] = StorageWeakRef(storage), device
     return tensor
 
 
-def full_device(device: Any) -> torch.device:
+def full_device(device):
     found = torch.device(kind[0], device) if isinstance(device, int) else torch.device(device)
     if found.type == "mps":
         return torch.device("mps", 0)
@@ -114,7 +112,7 @@ def full_device(device: Any) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if numberless else found
 
 
-def require_known_type(tensor: Any, device: torch.device | None) -> Any:
+def require_known_type(tensor, device):
     if device is not None and device.type == "mps" and tensor.dtype in (torch.float64, torch.complex128):
         raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
     return tensor
@@ -122,16 +120,16 @@ def require_known_type(tensor: Any, device: torch.device | None) -> Any:
 
 class Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Any, device: Any) -> Any:
+    def forward(ctx, tensor, device):
         ctx.back = device_of(tensor)
         return tag(tensor.clone(), device)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
+    def backward(ctx, gradient):
         return tag(gradient.clone(), ctx.back), None
 
 
-def to(tensor: Any, *args: Any, non_blocking: bool | None = None, device: Any = None, **options: Any) -> Any:
+def to(tensor, *args, non_blocking=None, device=None, **options):
     """Tensor.to. A copy between a GPU and the host waits, but with non_blocking."""
     target, dtypes = None, [options.pop("dtype")] if options.get("dtype") else []
     for word in (*args, device):
@@ -156,21 +154,21 @@ def to(tensor: Any, *args: Any, non_blocking: bool | None = None, device: Any = 
     return tag(out.detach().clone(), target)
 
 
-def to_list(tensor: Any) -> Any:
+def to_list(tensor):
     with torch._C.DisableTorchFunction():
         on_cpu = to(tensor, CPU).detach()
         return real_numpy(on_cpu.float() if on_cpu.dtype == torch.bfloat16 else on_cpu).tolist()
 
 
-def to_numpy(tensor: Any, *args: Any, **options: Any) -> Any:
+def to_numpy(tensor, *args, **options):
     if device_of(tensor).type == "cuda":
         raise TypeError("can't convert cuda device type tensor to numpy. Use Tensor.cpu() first")
     with torch._C.DisableTorchFunction():
         return real_numpy(tensor, *args, **options)
 
 
-def factory(make: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, device: Any = None, pin_memory: bool = False, **options: Any) -> Any:
+def factory(make):
+    def call(*args, device=None, pin_memory=False, **options):
         where = CPU if device is None else full_device(device)
         if make is of_data and where.type == "cuda":
             seen.wait()
@@ -200,7 +198,7 @@ METHODS = {
 class Kernels(TorchDispatchMode):
     calls = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types):
             return NotImplemented  # the local tensors come next
         kwargs, (space, _, name) = dict(kwargs or {}), func._schema.name.partition("::")
@@ -236,7 +234,7 @@ class Kernels(TorchDispatchMode):
         return out
 
     @staticmethod
-    def collective(name: str, args: Any, tensors: Any, devices: Any) -> torch.device:
+    def collective(name, args, tensors, devices):
         """Where its tensors are. RuntimeError if some are not where its backend takes them from."""
         objects = (value for value in args if isinstance(value, torch.ScriptObject))
         group = next((dist.ProcessGroup.unbox(one) for one in objects if "ProcessGroup" in str(one._type())), None)
@@ -248,7 +246,7 @@ class Kernels(TorchDispatchMode):
         return full_device(where)
 
     @staticmethod
-    def require_one_device(name: str, args: Any, kwargs: Any, tensors: Any, devices: Any, home: torch.device) -> None:
+    def require_one_device(name, args, kwargs, tensors, devices, home):
         """Count a wait of the host. Raises RuntimeError for tensors of two devices."""
         if name == "copy_":
             is_async = kwargs.get("non_blocking") or args[2:3] == (True,)
@@ -271,17 +269,17 @@ class Kernels(TorchDispatchMode):
 # Batch norm over several GPUs, as torch's kernels compute it.
 
 
-def by_channel(vector: Any, x: Any) -> Any:
+def by_channel(vector, x):
     return vector.view(1, -1, *[1] * (x.dim() - 2))
 
 
-def batch_norm_stats(x: Any, eps: float) -> Any:
+def batch_norm_stats(x, eps):
     wide = x.float() if x.dtype.itemsize < 4 else x
     var, mean = torch.var_mean(wide, [0, *range(2, x.dim())], unbiased=False)
     return mean, (var + eps).rsqrt()
 
 
-def batch_norm_gather_stats_with_counts(x, mean, invstd, running_mean, running_var, momentum, eps, counts) -> Any:
+def batch_norm_gather_stats_with_counts(x, mean, invstd, running_mean, running_var, momentum, eps, counts):
     """As the kernel adds up one rank after the other: a first count of 0 makes NaN."""
     total = var = count = torch.zeros_like(counts[0])
     for one, inverse, values in zip(mean, invstd, counts, strict=True):
@@ -295,18 +293,18 @@ def batch_norm_gather_stats_with_counts(x, mean, invstd, running_mean, running_v
     return total, (var + eps).rsqrt()
 
 
-def batch_norm_elemt(x: Any, weight: Any, bias: Any, mean: Any, invstd: Any, eps: float) -> Any:
+def batch_norm_elemt(x, weight, bias, mean, invstd, eps):
     out = (x - by_channel(mean, x)) * by_channel(invstd, x)
     return (out if weight is None else out * by_channel(weight, x) + by_channel(bias, x)).type(x.dtype)
 
 
-def batch_norm_backward_reduce(dy: Any, x: Any, mean: Any, invstd: Any, weight: Any, *_: Any) -> Any:
+def batch_norm_backward_reduce(dy, x, mean, invstd, weight, *_):
     terms = dy, dy * (x - by_channel(mean, x))
     sum_dy, sum_dy_xmu = (term.sum([0, *range(2, x.dim())]).type(mean.dtype) for term in terms)
     return sum_dy, sum_dy_xmu, sum_dy_xmu * invstd, sum_dy.clone()
 
 
-def batch_norm_backward_elemt(dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, count) -> Any:
+def batch_norm_backward_elemt(dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, count):
     count, scale = count.sum(), invstd if weight is None else invstd * weight
     slope = (x - by_channel(mean, x)) * by_channel(invstd**2 * sum_dy_xmu / count, x)
     return ((dy - by_channel(sum_dy / count, x) - slope) * by_channel(scale, x)).type(dy.dtype)
@@ -318,7 +316,7 @@ ONLY_ON_CUDA = {name: kernel for name, kernel in globals().items() if name.start
 # torch.cuda.
 
 
-def do_nothing(*_: Any, **__: Any) -> None:
+def do_nothing(*_, **__):
     pass
 
 
@@ -328,44 +326,44 @@ class Event:
     step = 0
     __init__ = do_nothing
 
-    def record(self, stream: Any = None) -> "Event":
+    def record(self, stream=None):
         self.step = seen.step
         return self
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         if self.step == seen.step:
             seen.wait()
 
 
-class Stream(contextlib.nullcontext[None]):
+class Stream(contextlib.nullcontext):
     stream_id, device_index, device_type = 0, 0, 1  # FSDP2 of torch 2.15 passes them on
     wait_stream = wait_event = do_nothing
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_, **__):
         super().__init__()
 
-    def is_capturing(self) -> bool:
+    def is_capturing(self):
         return False
 
-    def record_event(self, event: Any = None) -> Event:
+    def record_event(self, event=None):
         return (event or Event()).record()
 
 
-class Device(contextlib.nullcontext[None]):
-    def __init__(self, index: Any) -> None:
+class Device(contextlib.nullcontext):
+    def __init__(self, index):
         super().__init__()
         self.idx = index
 
 
-def synchronize(device: Any = None) -> None:
+def synchronize(device=None):
     if device is not None and torch.device(device).type != "cuda":
         raise ValueError(f"Expected a cuda device, but got: {device}")
     seen.wait()
 
 
-def grouped(lists: Any, with_indices: bool = False) -> Any:
+def grouped(lists, with_indices=False):
     """Of optimizers, which ask C++, and that sees the CPU."""
-    found: dict[Any, Any] = {}
+    found = {}
     for number, tensor in enumerate(lists[0]):
         of_kind, numbers = found.setdefault((device_of(tensor), tensor.dtype), ([[] for _ in lists], []))
         numbers.append(number)
@@ -375,35 +373,35 @@ def grouped(lists: Any, with_indices: bool = False) -> Any:
     return found
 
 
-def with_kernels(run: Callable[..., Any]) -> Callable[..., Any]:
+def with_kernels(run):
     """For other threads: gloo's callbacks, which nccl runs at once, and those of data_parallel."""
 
-    def call(*args: Any) -> Any:
+    def call(*args):
         with Kernels():
             return run(*args)
 
     return call
 
 
-def gather(tensors: Any, dim: Any, index: Any) -> Any:
+def gather(tensors, dim, index):
     with torch.autocast("cpu", enabled=False):
         return torch.cat([to(tensor, full_device(index or 0), non_blocking=True) for tensor in tensors], dim or 0)
 
 
-def broadcast_to(tensors: Any, numbers: Any, _: Any) -> Any:
+def broadcast_to(tensors, numbers, _):
     return [[tag(tensor.detach().clone(), full_device(number)) for tensor in tensors] for number in numbers]
 
 
-def sums_on(rows: Any, number: Any, *_: Any) -> Any:
+def sums_on(rows, number, *_):
     columns = zip(*rows, strict=True)
     return tuple(sum(to(tensor, full_device(number), non_blocking=True) for tensor in column) for column in columns)
 
 
-def no_pinned_memory(*_: Any) -> None:
+def no_pinned_memory(*_):
     raise RuntimeError("Cannot pin memory: there is no CUDA")
 
 
-def pretend(gpus: int, backend_name: str, of: str = "cuda") -> None:
+def pretend(gpus, backend_name, of="cuda"):
     """From here on this process has `gpus` GPUs. backend_name: of its world. of: cuda, or mps for Apple's one."""
     current, kind[0] = [0], of
     begin_autocast, start, new_group = torch.autocast.__init__, dist.init_process_group, dist.new_group
@@ -411,28 +409,28 @@ def pretend(gpus: int, backend_name: str, of: str = "cuda") -> None:
     as_tensor, is_autocast_enabled, backward = torch.as_tensor, torch.is_autocast_enabled, torch.autograd.backward
     autocast_dtype, make_generator = torch.get_autocast_dtype, torch.Generator
 
-    def autocast(self: Any, device_type: str, dtype: Any = None, *args: Any, **options: Any) -> None:
+    def autocast(self, device_type, dtype=None, *args, **options):
         if device_type == kind[0]:  # its type is float16 at the beginning of each thread
             device_type = "cpu"
             dtype = local.dtype = dtype or getattr(local, "dtype", torch.float16)
         begin_autocast(self, device_type, dtype, *args, **options)
 
-    def init_process_group(name: str, device_id: Any = None, **options: Any) -> None:
+    def init_process_group(name, device_id=None, **options):
         start("gloo", **options)
         seen.bound = device_id
         if name == "gloo":
-            of_gloo.add(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+            of_gloo.add(dist.group.WORLD.group_name)
 
-    def pretended_group(*args: Any, backend: Any = None, **options: Any) -> Any:
+    def pretended_group(*args, backend=None, **options):
         group = new_group(*args, backend="gloo", **options)
         if backend == "gloo":
             of_gloo.add(group.group_name)
         return group
 
-    def backward_from(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
+    def backward_from(tensors, grad_tensors=None, *args, **options):
         """The gradient of an edge is made where C++ takes the tensor for: it is that of a loss."""
         if isinstance(tensors, torch.autograd.graph.GradientEdge) and grad_tensors is None:
-            dtype = tensors.node._input_metadata[tensors.output_nr].dtype  # type: ignore[attr-defined]
+            dtype = tensors.node._input_metadata[tensors.output_nr].dtype
             where = CPU if backend_name == "gloo" and of == "cuda" else torch.device(of, current[0])
             grad_tensors = torch.ones((), dtype=dtype, device=where)
         backward(tensors, grad_tensors, *args, **options)
@@ -463,7 +461,7 @@ def pretend(gpus: int, backend_name: str, of: str = "cuda") -> None:
     of_torch["is_autocast_enabled"] = lambda *_: is_autocast_enabled("cpu")
     of_tensor = METHODS | {"_make_wrapper_subclass": lambda *args, **options: wrap(*args, **options | {"device": CPU})}
     of_c = {"_group_tensors_by_device_and_dtype": grouped, "_gather": gather, "_broadcast_coalesced": broadcast_to}
-    changes: list[tuple[Any, dict[str, Any]]] = [
+    changes = [
         (torch.cuda, cuda),
         (torch.accelerator, accelerator),
         (torch, of_torch),

@@ -4,9 +4,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lockstep.data import loader
 from lockstep.training import exchange, loop
@@ -38,7 +36,7 @@ POWERSGD = {"gradient_sync.py:one_bucket_at_a_time": 0.4, "a thread of gloo": 0.
 # For the smaller batch at an epoch's end torch sets up its stages anew.
 SMALLER_BATCH = {"pipeline.py:_run": 0.15} | COMPARED
 
-SCENARIOS: dict[str, tuple[int, list[str], dict[str, float]]] = {
+SCENARIOS = {
     "one GPU": (1, [], {}),
     "ddp": (2, ["sync_bn=off"], COMPARED),
     "accumulation, clipping, averages": (2, [*ALL, ema(0.9), "optimizer=adamw", "sync_bn=off"], COMPARED),
@@ -83,12 +81,12 @@ MPS = {
 }
 
 
-def small_training(folder: Path, *words: str, backend: str = "nccl") -> Any:
+def small_training(folder, *words, backend="nccl"):
     base = [word for word in BASE if word != FEW or "dataset=random" not in words]
     return composed(f"run_dir={folder}", *base, f"backend.name={backend}", *words)
 
 
-def trained_on_gpus(configs: Sequence[Any], gpus: int = GPUS, of: str = "cuda") -> list[dict[str, Any]]:
+def trained_on_gpus(configs, gpus=GPUS, of="cuda"):
     """Of each training {"error": "file:line Error: words" of what has failed, "waits": {place: of the host in a step,
     after the first one}, "collectives", "products", "weights_moved": as `device.Seen` has them}. They are for the same
     kind of device and backend."""
@@ -97,20 +95,20 @@ def trained_on_gpus(configs: Sequence[Any], gpus: int = GPUS, of: str = "cuda") 
     device.pretend(gpus, "gloo" if of == "mps" else configs[0].backend.name, of)
     batches, end_epoch, seen = loader.Loader.batches, loop.end_epoch, device.seen
 
-    def counted(*args: Any, **options: Any) -> Any:
+    def counted(*args, **options):
         for batch in batches(*args, **options):
             seen.counting = seen.step > 0
             seen.step += 1
             yield batch
 
-    def uncounted(*args: Any) -> Any:
+    def uncounted(*args):
         seen.counting = False
         return end_epoch(*args)
 
-    loader.Loader.batches, loop.end_epoch = counted, uncounted  # type: ignore[method-assign]
+    loader.Loader.batches, loop.end_epoch = counted, uncounted
     found = []
     for cfg in configs:
-        seen.__init__()  # type: ignore[misc]
+        seen.__init__()
         error = ""
         try:
             train(cfg)
@@ -125,7 +123,7 @@ def trained_on_gpus(configs: Sequence[Any], gpus: int = GPUS, of: str = "cuda") 
     return found
 
 
-def worked(cfg: Any, gpus: int, of: str = "cuda") -> None:
+def worked(cfg, gpus, of="cuda"):
     """What the mode of a command does, on pretended GPUs, or on the CPU if there are none."""
     if gpus:
         device.pretend(gpus, "gloo" if of == "mps" else cfg.backend.name, of)

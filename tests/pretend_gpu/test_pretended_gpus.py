@@ -5,9 +5,7 @@ import csv
 import json
 from collections import defaultdict
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,10 +22,10 @@ from support.worlds import distance, in_world, train, train_all, weights
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[dict[str, Any]], Path, Path]]:
+def trained(tmp_path_factory):
     """{scenario: what each rank has seen, and the run folders of the GPUs and the CPU}. A world of each number of ranks
     trains all of them, but for the one over gloo."""
-    parent, worlds = tmp_path_factory.mktemp("trained"), defaultdict[Any, list[str]](list)
+    parent, worlds = tmp_path_factory.mktemp("trained"), defaultdict(list)
     for name, (ranks, words, _) in SCENARIOS.items():
         worlds[ranks, "backend.name=gloo" in words].append(name)
     found = {}
@@ -45,7 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[di
 
 @pytest.mark.timeout(1800)  # of the first one, which trains them all
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_training_on_gpus_is_that_of_the_cpu_and_the_host_waits_for_nothing(trained: Any, name: str) -> None:
+def test_a_training_on_gpus_is_that_of_the_cpu_and_the_host_waits_for_nothing(trained, name):
     (ranks, _, waits), (found, gpu, cpu) = SCENARIOS[name], trained[name]
     assert [rank["error"] for rank in found] == [""] * ranks
     for rank in found if name != "async_parameter_server" else []:  # each of its ranks copies weights and gradients
@@ -66,7 +64,7 @@ def test_a_training_on_gpus_is_that_of_the_cpu_and_the_host_waits_for_nothing(tr
         assert distance(weights(cpu), weights(gpu)) < (1e-2 if rounds else 1e-6)
 
 
-def test_what_gpus_have_trained_is_resumed_evaluated_predicted_and_exported(tmp_path: Path) -> None:
+def test_what_gpus_have_trained_is_resumed_evaluated_predicted_and_exported(tmp_path):
     gpu, cpu, words = tmp_path / "gpu", tmp_path / "cpu", ["sync_bn=on", ema(0.9)]
     for pause in ("1", "null"):
         found = in_world(2, trained_on_gpus, [small_training(gpu, *words, f"trainer.pause_after={pause}")])
@@ -86,8 +84,8 @@ def test_what_gpus_have_trained_is_resumed_evaluated_predicted_and_exported(tmp_
     assert {tensor.device.type for tensor in [*program.state_dict.values(), *program.constants.values()]} == {"cpu"}
 
 
-def test_trainings_on_apples_gpu_have_the_weights_of_the_cpu_and_go_on_and_are_evaluated_there(tmp_path: Path) -> None:
-    def trainings(place: str, backend: str, *more: str) -> list[Any]:
+def test_trainings_on_apples_gpu_have_the_weights_of_the_cpu_and_go_on_and_are_evaluated_there(tmp_path):
+    def trainings(place, backend, *more):
         words = ["logger=[tensorboard]", "logging.every=2", *more]
         return [small_training(tmp_path / place / name, *MPS[name], *words, backend=backend) for name in MPS]
 
@@ -106,7 +104,7 @@ def test_trainings_on_apples_gpu_have_the_weights_of_the_cpu_and_go_on_and_are_e
     assert distance(weights(tmp_path / "cpu" / "mixup"), weights(moved)) < 1e-5
 
 
-def losses_of_pixels() -> list[float]:
+def losses_of_pixels():
     """The distance of a loss and of its gradient on a GPU from the CPU's, with deterministic kernels."""
     device.pretend(1, "nccl")
     task = CrossEntropy(class_weights=[1, 2, 3])
@@ -122,25 +120,25 @@ def losses_of_pixels() -> list[float]:
     return [abs(loss.item() - expected.item()), (on_gpu.grad.cpu() - slope).abs().max().item()]
 
 
-def test_a_class_for_each_pixel_has_deterministic_kernels() -> None:
+def test_a_class_for_each_pixel_has_deterministic_kernels():
     assert in_world(1, losses_of_pixels) == [pytest.approx([0, 0], abs=1e-6)]
 
 
-def places_of_data() -> list[str]:
+def places_of_data():
     """Where 1000 bytes of samples, and 8000 of their targets, are on a GPU with just room, and with a byte less."""
     device.pretend(1, "nccl")
     data, found = Tensors(torch.zeros(1000, 1, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int64)), []
     for free in (36000, 35999):
-        torch.cuda.mem_get_info = lambda device=None, free=free: (free, free)  # type: ignore[assignment,misc]
+        torch.cuda.mem_get_info = lambda device=None, free=free: (free, free)
         found.append(data.to(torch.device("cuda:0")).inputs.device.type)
     return found
 
 
-def test_data_stays_with_the_host_if_a_gpu_has_no_room() -> None:
+def test_data_stays_with_the_host_if_a_gpu_has_no_room():
     assert in_world(1, places_of_data) == [["cuda", "cpu"]]
 
 
-def device_of(backend: str, gpus: int, of: str) -> str:
+def device_of(backend, gpus, of):
     """Of this rank; of backend=nccl the one that it is started on at once."""
     device.pretend(gpus, "nccl" if backend == "nccl" else "gloo", of)
     with join_world(backend) as world:
@@ -148,7 +146,7 @@ def device_of(backend: str, gpus: int, of: str) -> str:
         return str(device.seen.bound if backend == "nccl" else world.device)
 
 
-def test_each_rank_takes_a_device_of_its_own() -> None:
+def test_each_rank_takes_a_device_of_its_own():
     for backend, gpus, of, devices in (
         ("auto", 2, "cuda", ["cuda:0", "cuda:1"]),
         ("auto", 1, "cuda", ["cuda:0", "cuda:0"]),  # where a starter may show each rank one alone, it is that one
@@ -161,22 +159,22 @@ def test_each_rank_takes_a_device_of_its_own() -> None:
 
 
 class TakesDict(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.left, self.right = torch.nn.Linear(3, 2), torch.nn.Linear(4, 2)
 
-    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        out: torch.Tensor = self.left(inputs["left"]) + self.right(inputs["right"])
+    def forward(self, inputs):
+        out = self.left(inputs["left"]) + self.right(inputs["right"])
         return out
 
 
-def distance_of_parts_from_whole(samples: int) -> float:
+def distance_of_parts_from_whole(samples):
     device.pretend(2, "nccl")
     inputs = {name: torch.rand(samples, size, device="cuda:0") for name, size in (("left", 3), ("right", 4))}
     net = UnevenDataParallel(TakesDict().to("cuda:0"), first_share=0.5)
-    distance: float = (net(inputs) - net.module(inputs)).abs().max().item()
+    distance = (net(inputs) - net.module(inputs)).abs().max().item()
     return distance
 
 
-def test_data_parallel_cuts_several_inputs() -> None:
+def test_data_parallel_cuts_several_inputs():
     assert in_world(1, distance_of_parts_from_whole, 7) == [pytest.approx(0, abs=1e-6)]

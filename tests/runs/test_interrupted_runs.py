@@ -21,11 +21,7 @@ def alive(pids):
 
 @pytest.mark.parametrize(
     ("launch", "who", "number"),
-    [
-        ("env", "parent", signal.SIGTERM),
-        ("spawn", "parent", signal.SIGINT),
-        ("torchrun", "rank", signal.SIGUSR1),
-    ],
+    [("env", "parent", signal.SIGTERM), ("spawn", "parent", signal.SIGINT), ("torchrun", "rank", signal.SIGUSR1)],
 )
 def test_after_a_signal_all_ranks_save_the_same_step_and_exit_with_75(start, tmp_path, launch, who, number):
     run = start(*LONG, f"launch={launch}")

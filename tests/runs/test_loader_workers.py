@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from support.commands import ROOT, children, wait_for
 HANGS = 77
 
 
-class Readers(torch.utils.data.Dataset[Any]):
+class Readers(torch.utils.data.Dataset):
     """Sample n is n, its target the process that read it. Sample HANGS takes for ever."""
 
     def __len__(self):

@@ -72,7 +72,7 @@ def steps_between_synchronisations(configs):
     """Trainings in this rank -> after which steps of each the ranks synchronised."""
     from lockstep.strategies.async_server import ServedStep
 
-    bring, found = ServedStep._bring_weights, list[list[int]]()
+    bring, found = ServedStep._bring_weights, []
 
     def noted(step, after):
         found[-1].append(after)

@@ -1,24 +1,20 @@
 """Configs composed and checked as the command line does."""
 
 import pickle
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
-from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from lockstep import cli
 from lockstep.compat import hydra_version_base
 from lockstep.config.check import check, instantiate, with_own_arguments
-from lockstep.config.record import ConfigRecord, record_config
-from lockstep.config.schema import RunConfig
+from lockstep.config.record import record_config
 from lockstep.launchers.base import EnvLauncher
 from lockstep.modes.base import Parts
 from support.commands import ROOT, WHOLE
@@ -38,7 +34,7 @@ NEEDS = {
 }
 
 
-def composed(*overrides: str, whole: bool = True) -> RunConfig:
+def composed(*overrides, whole=True):
     """The config of `python src/train.py <overrides>`, with run_dir=. unless given.
 
     whole: nothing is held out of the training data, unless `overrides` say what, and each evaluation reads the test
@@ -48,21 +44,21 @@ def composed(*overrides: str, whole: bool = True) -> RunConfig:
     return _checked(as_composed(*words), words)
 
 
-def _checked(cfg: DictConfig, words: Sequence[str] = ()) -> RunConfig:
+def _checked(cfg, words=()):
     cfg = with_own_arguments(cfg, words)
     config = check(cfg)
     object.__setattr__(config, "composed", cfg)  # with its interpolations, for `with_values` and `record_of`
     return config
 
 
-def words_of(*overrides: str, whole: bool = True) -> list[str]:
+def words_of(*overrides, whole=True):
     """The words of `composed`."""
     own = ("loader.validation", "loader.fold", "dataset.validation")
     has_own = not whole or any(word.startswith(own) or word.endswith("OnTest") for word in overrides)
     return ["run_dir=.", *([] if has_own else WHOLE), *overrides]
 
 
-def as_composed(*words: str) -> DictConfig:
+def as_composed(*words):
     """What Hydra makes of the words: interpolations as they are, nothing checked.
 
     Options are composed once, which takes 0.1 s. Hydra's own function then sets the values.
@@ -78,20 +74,20 @@ def as_composed(*words: str) -> DictConfig:
     return cfg
 
 
-def _is_value(override: Override) -> bool:
+def _is_value(override):
     key = override.key_or_group
     return not (key.startswith("hydra") or "/" in key or (ROOT / "conf" / key).is_dir())
 
 
 @cache
-def _composed_once(*overrides: str) -> bytes:
+def _composed_once(*overrides):
     """Pickled, which copies twice as fast as deepcopy."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
         return pickle.dumps(compose("config", overrides=list(overrides)))
 
 
-def composed_with_hydra() -> Any:
+def composed_with_hydra():
     """The config of `python src/train.py`, with Hydra's own node `hydra`."""
     cli.register_resolvers()
     GlobalHydra.instance().clear()
@@ -99,22 +95,22 @@ def composed_with_hydra() -> Any:
         return compose("config", return_hydra_config=True)
 
 
-def record_of(config: RunConfig) -> ConfigRecord:
+def record_of(config):
     """What `src/train.py` hands to a rank beside `config`, as if no override had been typed."""
-    hydra_cfg: Any = OmegaConf.create({"overrides": {"task": []}, "runtime": {"choices": {}}})
+    hydra_cfg = OmegaConf.create({"overrides": {"task": []}, "runtime": {"choices": {}}})
     cfg = getattr(config, "composed", None) or OmegaConf.create(asdict(config))
     return record_config(cfg, config, hydra_cfg, ["src/train.py"])
 
 
-def parts_of(config: RunConfig) -> Parts:
+def parts_of(config):
     """What a rank gets beside them; nothing is checked."""
     strategy, sync = instantiate(config.strategy), instantiate(config.gradient_sync)
     return Parts(EnvLauncher(), instantiate(config.mode), strategy, sync)
 
 
-def with_values(config: RunConfig, *overrides: str) -> RunConfig:
+def with_values(config, *overrides):
     """A copy of a config with other values (trainer.epochs=3)."""
-    changed = config.composed.copy()  # type: ignore[attr-defined]
+    changed = config.composed.copy()
     for override in overrides:
         key, _, value = override.partition("=")
         OmegaConf.update(changed, key, yaml.safe_load(value))

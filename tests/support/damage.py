@@ -4,7 +4,6 @@ import math
 import os
 
 import torch
-from torch import Tensor
 
 from lockstep.data import Tensors
 from lockstep.models.tutorial import mlp
@@ -59,7 +58,7 @@ def digits_of_rank(train, half, fault):
     return Tensors(data.inputs.flip(0), data.targets.flip(0))
 
 
-class FloatDigits(torch.utils.data.Dataset[tuple[Tensor, int]]):
+class FloatDigits(torch.utils.data.Dataset):
     """The digits as floating-point images. All pixels of those numbered `broken` have this value."""
 
     def __init__(self, train, broken, value=math.nan):

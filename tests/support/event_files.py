@@ -2,7 +2,7 @@
 
 import io
 import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 MEASURED = ("speed/", "time/", "world/")  # tags of times and memory, which differ between equal runs
 
@@ -25,7 +25,7 @@ def scalars(folder):
 class Row(NamedTuple):
     """A run in TensorBoard's HParams table. metrics: {tag: last value}."""
 
-    hyperparameters: dict[str, Any]
+    hyperparameters: dict
     metrics: dict[str, float]
     status: str
 

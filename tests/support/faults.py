@@ -13,13 +13,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lockstep.data import Pair
 from lockstep.distributed.environment import read_rank_info
@@ -91,7 +88,7 @@ def _wait_in_kernel():
     os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, path, os.O_RDONLY, 0)])
 
 
-FAULTS: dict[str, Callable[[], Any]] = {
+FAULTS = {
     "none": lambda: None,
     "raise": lambda: _raise("a mistake in the model"),
     "unicode": lambda: _raise("größer als erlaubt: \u2603\n" * 50),
@@ -168,7 +165,7 @@ class FaultyModel(torch.nn.Module):
         break_at("build", 1)
 
     def forward(self, inputs):
-        outputs: Tensor = self.net(inputs)
+        outputs = self.net(inputs)
         if self.training != torch.is_grad_enabled():  # in the first step copies pass a part of the batch once more
             return outputs
         self.passes[self.training] += 1

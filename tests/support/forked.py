@@ -39,7 +39,7 @@ ROOM = 16384  # bytes for the command line of a copy, in that of the server
 _one_at_a_time = threading.Lock()  # commands may be started in several threads
 
 
-def can_be_forked(command: list[str], env: dict[str, str]) -> bool:
+def can_be_forked(command, env):
     """Whether a copy does the same as the command. env: the variables that its test adds."""
     own = [key for key in env if key.startswith(READ_AT_THE_START) and key != "PYTHONPATH"]
     is_known = command[:2] == [sys.executable, TRAIN] or command[:3] == [sys.executable, *OF_TORCHRUN]
@@ -56,9 +56,9 @@ class ForkedProcess:
     prepared_by: a module whose function `prepare` the server calls first.
     """
 
-    def __init__(self, command: list[str], cwd: Path, env: dict[str, str], prepared_by: str = "") -> None:
+    def __init__(self, command, cwd, env, prepared_by=""):
         self.args = command
-        self.returncode: int | None = None
+        self.returncode = None
         self.answers, of_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         reader, writer = os.pipe()
         self.reader, self.output, self.is_read = reader, b"", False
@@ -70,16 +70,16 @@ class ForkedProcess:
         os.close(writer)
         self.pid = int(self.answers.recv(16))
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self._ended(0)
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         code = self._ended(timeout)
         if code is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0)
         return code
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+    def communicate(self, timeout=None):
         """The output up to its end, when all processes that hold it have ended."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.is_read:
@@ -94,24 +94,24 @@ class ForkedProcess:
         self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return self.output.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n"), None
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def kill(self) -> None:
+    def kill(self):
         self.send_signal(signal.SIGKILL)
 
-    def terminate(self) -> None:
+    def terminate(self):
         self.send_signal(signal.SIGTERM)
 
-    def _ended(self, timeout: float | None) -> int | None:
+    def _ended(self, timeout):
         if self.returncode is None and select.select([self.answers], [], [], timeout)[0]:
             self.returncode = int(self.answers.recv(16))
             self.answers.close()
         return self.returncode
 
 
-def python_in(folder: Path) -> Path:
+def python_in(folder):
     """A folder for PATH whose `python src/train.py`, typed in a script of a shell with an open output, is forked."""
     _, address = _server("")
     file = folder / "python"
@@ -137,7 +137,7 @@ sys.exit(code if code >= 0 else 128 - code)
 
 
 @cache
-def _server(prepared_by: str) -> tuple[socket.socket, bytes]:
+def _server(prepared_by):
     """The socket of this process's server, which ends when the socket is closed, and where it hears other processes."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -151,9 +151,9 @@ def _server(prepared_by: str) -> tuple[socket.socket, bytes]:
         return ours, listener.getsockname()
 
 
-def _serve(requests: socket.socket, listener: socket.socket, prepared_by: str) -> None:
+def _serve(requests, listener, prepared_by):
     _import_all(prepared_by)
-    running: dict[int, tuple[int, int]] = {}  # {pidfd: (pid, answers)}
+    running = {}  # {pidfd: (pid, answers)}
     while True:
         ready, _, _ = select.select([requests, listener, *running], [], [])
         for ended in [one for one in ready if isinstance(one, int)]:
@@ -186,7 +186,7 @@ def _serve(requests: socket.socket, listener: socket.socket, prepared_by: str) -
         running[os.pidfd_open(pid)] = pid, answers
 
 
-def _import_all(prepared_by: str) -> None:
+def _import_all(prepared_by):
     sys.path[0] = str(SOURCE)
     for name in MODULES:
         importlib.import_module(name)
@@ -197,7 +197,7 @@ def _import_all(prepared_by: str) -> None:
     del sys.path[0]
 
 
-def _become(words: list[str], folder: str, env: dict[str, str], output: int, errors: int) -> None:
+def _become(words, folder, env, output, errors):
     """Turn this copy into the command. Never returns."""
     os.setsid()
     os.chdir(folder)
@@ -226,7 +226,7 @@ def _become(words: list[str], folder: str, env: dict[str, str], output: int, err
         os._exit(70)  # train.py ends its process itself
 
 
-def _show_command_line(words: list[str | bytes]) -> None:
+def _show_command_line(words):
     """In /proc, for tests and for the command that a report shows, the words are those of this process."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
@@ -234,7 +234,7 @@ def _show_command_line(words: list[str | bytes]) -> None:
     ctypes.memmove(start, line[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
 
-def _start_copy(path: str, words: list[str], kept: list[int], start_anew=multiprocessing.util.spawnv_passfds) -> int:
+def _start_copy(path, words, kept, start_anew=multiprocessing.util.spawnv_passfds):
     """Start, for multiprocessing, what imports what this process has: as a copy of it. Returns its pid.
 
     kept: the descriptors that it gets.

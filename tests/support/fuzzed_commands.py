@@ -5,7 +5,7 @@ import json
 import math
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import yaml
 from hypothesis import strategies as st
@@ -40,7 +40,7 @@ TARGETS = (
 )
 TARGETS += "lockstep.strategies.ddp.DDP lockstep.nothing math.pi a..b . lockstep.tasks.tasks.Regression torch.optim.SGD"
 # Small, so that a run with them is, too.
-POOL: list[Any] = [None, True, False, -1, 0, 1, 2, 3, 8, 0.5, 0.01, 1.0, 1e-6, -0.5, 1e5, math.nan, math.inf, 10**12]
+POOL = [None, True, False, -1, 0, 1, 2, 3, 8, 0.5, 0.01, 1.0, 1e-6, -0.5, 1e5, math.nan, math.inf, 10**12]
 POOL += [2**64, "text", "auto", "90s", "2steps", "1epochs", "null", [], [1], [0.1], [1, 8, 8], ["norm"], [0.9, 0.999]]
 wild = st.sampled_from(WILD) | st.text(st.characters(exclude_characters="\0"), max_size=6)
 prefixes = st.sampled_from(["", "", "", "", "", "+", "++"])
@@ -69,14 +69,14 @@ def _typed_keys():
     key of every run."""
     found, flat = [], flatten(OmegaConf.to_container(composed_with_hydra(), resolve=False))
     for section, kind in get_type_hints(RunConfig, include_extras=True).items():
-        inner: Any = get_type_hints(kind, include_extras=True) if is_dataclass(kind) else {}
+        inner = get_type_hints(kind, include_extras=True) if is_dataclass(kind) else {}
         keys = {f"{section}.{field.name}": inner[field.name] for field in fields(kind)} if inner else {section: kind}
         found += [("", key, kind, flat.get(key)) for key, kind in keys.items()]
     for group, option in CHOICES:
-        node: Any = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
+        node = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
         node, prefix = (node[option], f"logger.{option}") if group == "logger" else (node.get(group, node), group)
         if str(node.get("_target_")).startswith(CHECKED_BY_TYPE):
-            target: Any = locate(group, node["_target_"])
+            target = locate(group, node["_target_"])
             kinds = inspect.get_annotations(target.__init__ if isinstance(target, type) else target, eval_str=True)
             values = {name: value for name, value in node.items() if name in kinds}
             found += [(f"{group}={option}", f"{prefix}.{name}", kinds[name], value) for name, value in values.items()]

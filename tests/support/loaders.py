@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ class Position:
     samples: int = 0
 
 
-def loader(data: Any, rank: int = 0, size: int = 1, micro: int = 1, batch: int = BATCH, **options: Any) -> Loader:
+def loader(data, rank=0, size=1, micro=1, batch=BATCH, **options):
     """Of float64 inputs, by default images, normalised. options: of `Order` and of `Loader`."""
     order = {name: options.pop(name) for name in ("draws", "weights", "shards", "window") if name in options}
     converter = InputConverter(torch.float64, mean=options.pop("mean", [0.4] * 3), std=[0.2])

@@ -72,7 +72,6 @@ class WithConstants(nn.Module):
     """A linear layer, buffers that no step changes, a counter of samples, and weights that nothing uses."""
 
     LARGE = 2**24 + 1  # float32 cannot hold it
-    seen: Tensor
 
     def __init__(self, shape, classes):
         super().__init__()
@@ -152,15 +151,13 @@ def lazy_layers(shape, classes):
 class Drawing(nn.Module):
     """It draws for samples and for a whole batch, and with `late` only after 3 steps."""
 
-    steps: Tensor
-
     def __init__(self, shape, classes, late=False):
         super().__init__()
         self.layer, self.head, self.late = nn.Linear(math.prod(shape), 16), nn.Linear(16, classes), late
         self.register_buffer("steps", torch.tensor(0))
 
     def forward(self, images):
-        hidden: Tensor = self.layer(images.flatten(1))
+        hidden = self.layer(images.flatten(1))
         if self.training and not self.late:
             hidden = F.leaky_relu(hidden) * torch.distributions.Beta(2.0, 2.0).sample()
             hidden = hidden + torch.normal(0.0, 0.1, size=hidden.shape, dtype=hidden.dtype)
@@ -254,9 +251,6 @@ class OddTensors(nn.Module):
 class MadeInForward(nn.Module):
     """Makes a buffer in its first forward pass, enlarges another, and keeps what it counts in its extra state."""
 
-    bank: Tensor
-    cache: Tensor | None
-
     def __init__(self, shape, classes, extra="set"):
         super().__init__()
         self.layer, self.seen, self.extra = nn.Linear(math.prod(shape), classes), 0, extra
@@ -268,7 +262,7 @@ class MadeInForward(nn.Module):
             self.register_buffer("mask", torch.full((inputs[0].numel(),), 0.5))
         if self.cache is None:
             self.cache = torch.ones(())
-        outputs: Tensor = self.layer(inputs.flatten(1) * self.mask + self.cache + self.seen / 100)
+        outputs = self.layer(inputs.flatten(1) * self.mask + self.cache + self.seen / 100)
         if self.training:
             self.seen += 1
             self.bank = torch.cat([self.bank, outputs.detach().mean(0, keepdim=True)])

@@ -3,14 +3,11 @@
 import os
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from lockstep.data.source import Splits, Tensors
@@ -20,32 +17,32 @@ from support.digits import digits
 BROKEN = 5  # the sample that `Broken` cannot read
 
 
-class Points(Dataset[Any]):
+class Points(Dataset):
     """Sample n is a point (4,) in float64. Its class is 0 or 1."""
 
-    def __init__(self, count: int = 23) -> None:
+    def __init__(self, count=23):
         generator = torch.Generator().manual_seed(7)
         self.points = torch.randn(count, 4, generator=generator, dtype=torch.float64)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.points)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return self.points[index], int(self.points[index, 0] > 0)
 
 
-def points(name: str, change: Callable[[Tensor, int, int], Any]) -> Any:
+def points(name, change):
     """A class of points, found here by its name, whose samples are change(point, class, number)."""
     read = lambda self, index: change(*Points.__getitem__(self, index), index)  # noqa: E731
     return type(name, (Points,), {"__module__": __name__, "__getitem__": read})
 
 
-def noisy(point: Tensor) -> Tensor:
+def noisy(point):
     """With noise from all three generators that transforms draw from."""
     return point + torch.rand(1, dtype=torch.float64) + float(np.random.rand()) + random.random()
 
 
-def readable(point: Tensor, number: int) -> Tensor:
+def readable(point, number):
     if number == BROKEN:
         raise OSError("image file is truncated")
     return point
@@ -70,41 +67,41 @@ Gone = points("Gone", lambda point, label, n: None if n == BROKEN else (point, l
 class Uneven(Points):
     """Three quarters of the noisy points are of class 0, and the first ones weigh most."""
 
-    def __init__(self, count: int = 97) -> None:
+    def __init__(self, count=97):
         super().__init__(count)
         self.targets = [int(number % 4 == 0) for number in range(count)]
         self.weights = torch.linspace(3, 1, count)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return noisy(self.points[index]), self.targets[index]
 
 
-def first_two(samples: list[Any]) -> tuple[Tensor, Tensor]:
+def first_two(samples):
     return torch.stack([sample[0] for sample in samples]), torch.tensor([sample[1] for sample in samples])
 
 
-def scaled(samples: list[Any]) -> tuple[Tensor, Tensor]:
+def scaled(samples):
     """A collate function that draws a number for the batch, as one for images of several sizes does."""
     points, labels = first_two(samples)
     return points * torch.rand(()) * float(np.random.rand()) * random.random(), labels
 
 
-def mixed(samples: list[Any]) -> tuple[Tensor, Tensor]:
+def mixed(samples):
     """A collate function that mixes the samples of a batch, as torchvision's documentation has MixUp."""
     points, labels = first_two(samples)
     return points.lerp(points[torch.randperm(len(points))], float(np.random.beta(1.0, 1.0))), labels
 
 
-def twice(samples: list[Any]) -> tuple[Tensor, Tensor]:
+def twice(samples):
     return first_two([*samples, *samples])
 
 
-def without_the_first(samples: list[Any]) -> tuple[Tensor, Tensor]:
+def without_the_first(samples):
     """A collate function that leaves a sample out, as some leave out those that cannot be read."""
     return first_two(samples[1:] or samples)
 
 
-def random_labels(train: bool) -> Tensors:
+def random_labels(train):
     data, generator = digits(train), torch.Generator().manual_seed(int(train))
     return Tensors(data.inputs, torch.randint(10, (len(data),), generator=generator))
 
@@ -112,7 +109,7 @@ def random_labels(train: bool) -> Tensors:
 class StopsInTheTest(Tensors):
     """Test digits that end their reader with a signal, once, when a file `stop` says so and the training is over."""
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitem__(self, index):
         if index == 5 and Path("run/model.pt").exists() and Path("stop").exists():
             number = int(Path("stop").read_text())
             Path("stop").unlink()
@@ -122,6 +119,6 @@ class StopsInTheTest(Tensors):
 
 
 class Stopping(Digits):
-    def splits(self) -> Splits:
+    def splits(self):
         train, test, _ = super().splits()
         return Splits(train, StopsInTheTest(test.inputs, test.targets))

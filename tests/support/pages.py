@@ -17,23 +17,23 @@ _FILES = re.compile(r"```(?:python|yaml)\n((?:# @package _global_\n)?# (?:my_wor
 _FILE = re.compile(r"^(# @package _global_\n)?# ((?:my_work|conf)/\S+)\n", re.MULTILINE)
 
 
-def prose(page: Path) -> str:
+def prose(page):
     return _CODE_BLOCK.sub("", page.read_text())
 
 
-def code_spans(page: Path) -> list[str]:
+def code_spans(page):
     return [" ".join(span.split()) for span in _CODE_SPAN.findall(prose(page))]
 
 
-def command_lines(page: Path) -> list[str]:
+def command_lines(page):
     return "\n".join(COMMANDS.findall(page.read_text())).replace("\\\n", " ").splitlines()
 
 
-def section(page: str, heading: str) -> str:
+def section(page, heading):
     return page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
-def example_files(text: str) -> list[tuple[str, str]]:
+def example_files(text):
     """[(path, content)] of the examples that begin with their path, such as `# my_work/model.py`, also several a block.
 
     Hydra reads a package from the first line of a file only, so it stands above the path.
@@ -45,7 +45,7 @@ def example_files(text: str) -> list[tuple[str, str]]:
     return found
 
 
-def copy_examples(page: str, home: Path) -> None:
+def copy_examples(page, home):
     """Fill a home folder: mywork/, with every file of the page, and lockstep/, with this repository's sources."""
     for name, text in example_files(page):
         path = home / "mywork" / name
@@ -56,7 +56,7 @@ def copy_examples(page: str, home: Path) -> None:
         (home / "lockstep" / folder).symlink_to(ROOT / folder)
 
 
-def environment(home: Path) -> dict[str, object]:
+def environment(home):
     """Of a shell in which the commands of a page are typed: `~` is `home`, and `python src/train.py` starts soon."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     if can_be_forked([sys.executable, TRAIN], {}):
@@ -64,5 +64,5 @@ def environment(home: Path) -> dict[str, object]:
     return {"HOME": home, "PATH": path, "LOCKSTEP_DATA": home / "data"}  # decoded images go there
 
 
-def python_blocks(page: Path) -> list[str]:
+def python_blocks(page):
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)

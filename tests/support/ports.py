@@ -8,7 +8,7 @@ from functools import cache
 BLOCKS = range(20_000, 32_000, 200)  # below the ports that the kernel gives out by itself
 
 
-def free_port() -> int:
+def free_port():
     """A free port that no other process gets before it is used, also of another pytest command."""
     held, numbers = _block()
     while True:
@@ -18,7 +18,7 @@ def free_port() -> int:
 
 
 @cache
-def _block() -> tuple[socket.socket, "itertools.count[int]"]:
+def _block():
     """A socket at the first port of the block that this process has as long as it lives."""
     for start in BLOCKS:
         with suppress(OSError):

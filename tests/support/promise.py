@@ -2,11 +2,8 @@
 
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from lockstep.runs.record import read_run
 from lockstep.snapshots.files import list_snapshots
@@ -32,7 +29,7 @@ NET = [
     "trainer.batch_size=61", "loader.validation=null", "evaluation.test=every", "logger=[]",
 ]  # fmt: skip
 PLAN = "strategy.parallelize_plan=[{1:colwise},{4:rowwise}]"
-SYSTEMS: list[tuple[str, int, list[str]]] = [
+SYSTEMS = [
     ("nn.DataParallel", 1, ["strategy=data_parallel"]),
     ("BalancedDataParallel", 1, ["strategy=data_parallel", "strategy.first_share=0.5"]),
     ("DistributedDataParallel", 2, ["strategy=ddp", "gradient_sync=all_reduce"]),
@@ -59,41 +56,35 @@ NODES = {  # of two machines with a rank each
 }  # fmt: skip
 
 
-def in_ranks(size: int, folder: Path, *overrides: str) -> Path:
+def in_ranks(size, folder, *overrides):
     in_world(size, train, composed(f"run_dir={folder}", *TRAINING, *overrides))
     return folder
 
 
-def by_command(command: list[str], folder: Path, *overrides: str) -> Path:
+def by_command(command, folder, *overrides):
     folder.mkdir()
     Command([*command, *TRAINING, f"hydra.run.dir={folder}", *overrides], folder, new_process=True).finish()
     return folder
 
 
-def weights_apart(one: Path, other: Path) -> float:
+def weights_apart(one, other):
     """The largest difference of a weight, relative to the largest weight of its tensor."""
     first, second = (torch.load(folder / "model.pt", weights_only=True) for folder in (one, other))
     floating = [name for name in first if first[name].is_floating_point()]
     return max(((first[name] - second[name]).abs().max() / first[name].abs().max()).item() for name in floating)
 
 
-def _losses(folder: Path) -> Tensor:
+def _losses(folder):
     """The mean training loss so far in its epoch after every step but the last, and then the test loss."""
     states = [contents(path) for path in reversed(list_snapshots(folder / "snapshots"))]
     means = [state["meter"]["totals"][0] / state["meter"]["totals"][-1] for state in states]
     return torch.tensor([*means[:-1], read_run(folder)["test"]["metrics"]["loss"]], dtype=torch.float64)
 
 
-def table(
-    folder: Path,
-    sizes: Sequence[int] = (2, 3, 4, 8),
-    accumulations: Sequence[int] = (1, 2, 4),
-    starters: Mapping[str, list[str]] = STARTERS,
-    epochs: int = 3,
-) -> Iterator[tuple[str, str, float, float]]:
+def table(folder, sizes=(2, 3, 4, 8), accumulations=(1, 2, 4), starters=STARTERS, epochs=3):
     """Yields (what, precision, loss difference, weight difference), as they are measured."""
 
-    def differences(one: Path, other: Path) -> tuple[float, float]:
+    def differences(one, other):
         """(of the losses, of the weights) between two run folders: the largest relative differences."""
         mine, theirs = _losses(one), _losses(other)
         assert len(mine) == len(theirs) == STEPS * epochs
@@ -119,10 +110,10 @@ def table(
     yield "stopped in mid-epoch on 4, 2, 1 and 3 ranks", "fp64", *differences(alone, folder / "stops")
 
 
-def systems(folder: Path) -> Iterator[tuple[str, int, str, float]]:
+def systems(folder):
     """Yields (system of the tutorials, ranks, command, weight difference to one process), as they are measured."""
 
-    def trained(number: int, *commands: list[str]) -> float:
+    def trained(number, *commands):
         place = folder / f"system{number}"
         place.mkdir()
         words = [*NET, f"hydra.run.dir={place}"]
@@ -143,6 +134,6 @@ def systems(folder: Path) -> Iterator[tuple[str, int, str, float]]:
         yield name, 2, _shown(command), trained(number, *nodes)
 
 
-def _shown(command: list[str]) -> str:
+def _shown(command):
     words = {sys.executable: "python", TRAIN: "src/train.py"}
     return " ".join(words.get(word, word) for word in command).replace("python -m torch.distributed.run", "torchrun")

@@ -1,16 +1,12 @@
 """Training written out in plain torch, in one process. Lockstep's runs are compared with it."""
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.data.partition import generator
-
-Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -23,23 +19,23 @@ class Reference:
     trajectory: list[Tensor] = field(default_factory=list)  # all parameters in one vector
 
     @property
-    def weights(self) -> Tensor:
+    def weights(self):
         return self.trajectory[-1]
 
 
 def train_reference(
-    model: nn.Module,
-    data: tuple[Tensor, Tensor],
-    loss_function: Loss,
-    make_optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
+    model,
+    data,
+    loss_function,
+    make_optimizer,
     *,
-    epochs: int,
-    batch_size: int,
-    seed: int = 0,
-    max_steps: float = math.inf,
-    max_grad_norm: float = math.inf,
-    lr_factor: Callable[[int], float] = lambda step: 1.0,
-) -> Reference:
+    epochs,
+    batch_size,
+    seed=0,
+    max_steps=math.inf,
+    max_grad_norm=math.inf,
+    lr_factor=lambda step: 1.0,
+):
     """Train `model` on `data`. loss_function: a mean over samples. lr_factor: of each step, numbered from 0."""
     samples, targets = data
     result, optimizer = Reference(model), make_optimizer(model.parameters())
@@ -59,11 +55,11 @@ def train_reference(
     return result
 
 
-def parameter_vector(model: nn.Module) -> Tensor:
+def parameter_vector(model):
     return torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
 
 
-def saved_parameters(folder: Path, model: nn.Module) -> Tensor:
+def saved_parameters(folder, model):
     """The parameters of a run's model.pt in one vector, in the order of `model`'s."""
     saved = torch.load(folder / "model.pt", weights_only=True)
     return torch.cat([saved[name].flatten() for name, _ in model.named_parameters()])

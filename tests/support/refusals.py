@@ -5,7 +5,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lockstep import cli
 from lockstep.build import build_parts
 from lockstep.config.check import check_nodes, explain, instantiate_as
-from lockstep.config.schema import RunConfig
 from lockstep.data.build import prepare_first
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
@@ -13,7 +12,7 @@ from lockstep.modes.base import Mode
 from support.configs import composed
 
 
-def answer(*typed: str) -> str | None:
+def answer(*typed):
     """The sentence that `python src/train.py <typed>` is refused with, and a library's own text below it. None if a
     training would start. With -m: of the first job that is refused."""
     try:
@@ -27,7 +26,7 @@ def answer(*typed: str) -> str | None:
     return None
 
 
-def accepted(*typed: str) -> RunConfig:
+def accepted(*typed):
     """The config of `python src/train.py <typed>`, which passes every check of `main`, in its order."""
     config = composed(*cli.with_overrides_of_run(list(typed)), whole=False)
     check_nodes(config.launch, "launch")
@@ -39,7 +38,7 @@ def accepted(*typed: str) -> RunConfig:
     return config
 
 
-def jobs(typed: tuple[str, ...]) -> list[list[str]]:
+def jobs(typed):
     """The words of each job: those of the command itself without -m. A --config-dir is searched, as Hydra does."""
     words = [
         f"hydra.searchpath=[file://{word.partition('=')[2]}]" if word.startswith("--config-dir=") else word

@@ -3,8 +3,6 @@
 import io
 import json
 import tarfile
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -12,7 +10,7 @@ from PIL import Image
 PIXELS = 8  # of a side of a picture
 
 
-def write_tars(folder: Path, name: str, sizes: Sequence[int], first: int = 0) -> list[Path]:
+def write_tars(folder, name, sizes, first=0):
     """Tar files of so many samples each. Sample n has its number as n.txt, n % 2 as n.cls, and n.npy; a picture as
     n.png, which is light where the class is 1; and n.json with all of it."""
     paths = []

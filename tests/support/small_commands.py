@@ -38,14 +38,14 @@ class Answer:
     output: str
     seconds: float
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"exit {self.code} after {self.seconds:.1f} s:\n{self.output}"
 
     @property
-    def sentences(self) -> list[str]:
+    def sentences(self):
         return [line for line in self.output.splitlines() if line.startswith("lockstep: ")]
 
-    def problem(self) -> str | None:
+    def problem(self):
         """What is wrong with this end of a command. None for a run that started, or one sentence with what to type.
 
         A run whose loss is not finite has started. It may end with another code, and has a sentence as well.
@@ -72,7 +72,7 @@ class Answer:
         return None if re.search(r"\btype \S", self.sentences[0]) else "a sentence without what to type"
 
 
-def answer_of(words: list[str], folder: Path, limit: float = 120, **env: str) -> Answer:
+def answer_of(words, folder, limit=120, **env):
     """`python src/train.py <words>` in `folder`, killed after `limit` seconds, and what it has left behind, too."""
     start = time.monotonic()
     command = [sys.executable, TRAIN, *words]
@@ -86,19 +86,19 @@ def answer_of(words: list[str], folder: Path, limit: float = 120, **env: str) ->
     return Answer(HUNG if code is None else code, output, time.monotonic() - start)
 
 
-def prepare() -> None:
+def prepare():
     """In the server, before it forks the commands."""
     from torchvision.datasets import cifar
 
     torch.set_num_threads(1)  # a process whose threads have computed cannot fork
     train = Digits().splits().train
     halves = [Tensors(train.inputs[part], train.targets[part]) for part in (slice(FEW // 2), slice(FEW // 2, FEW))]
-    Digits.splits = lambda self: Splits(*halves)  # type: ignore[method-assign]
+    Digits.splits = lambda self: Splits(*halves)
     cifar.check_integrity = lambda *args: True  # the files that a test makes have other checksums
     os.register_at_fork(after_in_child=_limit_memory)
 
 
-def _limit_memory() -> None:
+def _limit_memory():
     if resource.getrlimit(resource.RLIMIT_AS)[1] != resource.RLIM_INFINITY:  # a rank, which has its command's limit
         return
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

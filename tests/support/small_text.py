@@ -1,11 +1,9 @@
 """A short text, and a small GPT that trains on it."""
 
-from pathlib import Path
-
 WORDS = "the quick brown fox jumps over the lazy dog, and the dog does not mind. " * 4
 
 
-def small_gpt(folder: Path, *more: str) -> list[str]:
+def small_gpt(folder, *more):
     (folder / "text.txt").write_text(WORDS)
     data = ["dataset=text", f"dataset.path={folder / 'text.txt'}", f"dataset.classes={len(set(WORDS))}"]
     data += [f"dataset.tokens_dir={folder / 'tokens'}", "dataset.samples=26", "dataset.block=8"]

@@ -2,14 +2,13 @@
 
 import ipaddress
 import os
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 LISTEN = "0A"  # the state's number in /proc/net/tcp
 
 
-def listening_addresses(pids: Iterable[int]) -> set[str]:
+def listening_addresses(pids):
     """{"127.0.0.1:29500"} of the TCP sockets at which these processes listen."""
     found = set()
     for process in (Path(f"/proc/{pid}") for pid in pids):
@@ -23,14 +22,14 @@ def listening_addresses(pids: Iterable[int]) -> set[str]:
     return found
 
 
-def is_loopback(place: str) -> bool:
+def is_loopback(place):
     """Whether "address:port" is reached from this machine only."""
     address = ipaddress.ip_address(place.rpartition(":")[0])
     mapped = getattr(address, "ipv4_mapped", None)
     return bool((mapped or address).is_loopback)
 
 
-def _address(digits: str) -> str:
+def _address(digits):
     """The kernel prints words of 32 bits in the machine's byte order."""
     words = [bytes.fromhex(digits[start : start + 8])[::-1] for start in range(0, len(digits), 8)]
     return str(ipaddress.ip_address(b"".join(words)))

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from support.commands import Command, processes_of
+from support.commands import processes_of
 
 MARK = "LOCKSTEP_DRILL"  # every process of a command inherits it
 SHARED_MEMORY = Path("/dev/shm")
@@ -26,15 +26,15 @@ test_signals test_slurm_jobs test_waits
 class Traces:
     """Of one command, which gets `environment`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.temporary = Path(tempfile.mkdtemp(prefix="drill-"))  # short: the path of a socket has at most 107 bytes
         self.environment = {"TMPDIR": str(self.temporary), MARK: self.temporary.name}
         self.shared_before = _shared()
 
-    def left(self, command: Command) -> list[str]:
+    def left(self, command):
         """The words of its processes that do not end soon, names in TMPDIR, and new ones in /dev/shm that stay there
         and are no living process's. To be called after the command's end; removes TMPDIR."""
-        alive, own, shared = list[str](), list[str](), set[str]()
+        alive, own, shared = [], [], set()
         if command.process.poll() is not None:
             deadline = time.monotonic() + PROCESSES_END
             while (alive := self._alive(command.process.pid)) and time.monotonic() < deadline:
@@ -47,7 +47,7 @@ class Traces:
         shutil.rmtree(self.temporary, ignore_errors=True)
         return [*alive, *own, *shared]
 
-    def _alive(self, session: int) -> list[str]:
+    def _alive(self, session):
         found, entry, together = [], f"\0{MARK}={self.temporary.name}\0".encode(), processes_of(session)
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended, or is somebody else's
@@ -56,11 +56,11 @@ class Traces:
         return found
 
 
-def _shared() -> set[str]:
+def _shared():
     return {name for name in os.listdir(SHARED_MEMORY) if not name.startswith(f"sem.{OF_WORLDS}")}
 
 
-def _mapped() -> set[str]:
+def _mapped():
     """The names in /dev/shm of which a process has a mapping."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):

@@ -138,7 +138,7 @@ def cached(self, x):
 
 
 def counted_by_a_hook(self):
-    calls: list[int] = []
+    calls = []
 
     def hook(module, inputs, outputs):
         calls.extend([1] * module.training)
@@ -233,7 +233,7 @@ def waves(self, y):
     return y
 
 
-BATCHES: list[int] = []
+BATCHES = []
 
 
 def collate(samples):
@@ -260,7 +260,7 @@ class Outside(torch.optim.Optimizer):
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
-        self.velocity: dict[nn.Parameter, torch.Tensor] = {}
+        self.velocity = {}
 
     @torch.no_grad()
     def step(self, closure=None):

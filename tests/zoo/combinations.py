@@ -152,7 +152,7 @@ NEVER = [
 # {what a refusal says: the two values, of two axes, that it is of; an empty set is any value}
 CUT_BY_ONE = {"Complex", "OddParameters", "scripted", "spectral_norm", "old_spectral_norm", "weight_norm", "orthogonal"}
 SOME_UNUSED = {"Unused", "Experts", "LateExperts", "Reentrant"}
-REFUSALS: dict[str, tuple[set[str], set[str]]] = {
+REFUSALS = {
     "max_norm=": ({"EmbeddedMaxNorm"}, SEVERAL | {"resume", "evaluate"}),
     "find_unused_parameters=true": (SOME_UNUSED, SEVERAL - {"two, unused"} | {"resume", *VIRTUAL}),
     "adds up gradients of one real type": ({"Complex", "OddParameters"}, set(VIRTUAL)),
@@ -226,7 +226,7 @@ ONCE = [
 
 def drawn(count, seed, **fixed):
     """So many combinations, drawn by `seed`. fixed: values of some axes."""
-    draws, found = random.Random(str(seed)), list[Combination]()
+    draws, found = random.Random(str(seed)), []
     while len(found) < count:
         made = Combination(*(fixed.get(axis) or draws.choice(values) for axis, values in AXES.items()))
         if not _is_never(made):

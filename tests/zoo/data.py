@@ -4,10 +4,8 @@ import os
 import random
 import tempfile
 from collections import namedtuple
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +18,6 @@ from lockstep.data import DataSource, Splits, Tensors
 
 TRAIN, TEST, CLASSES, SIDE = 22, 11, 4, 6
 IGNORED = 255
-Of = Callable[[bool], Tensor]  # of the training data, or of the test data
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,8 @@ def several_amounts(train):
     return F.avg_pool2d(values(train), 3).flatten(1)
 
 
-KINDS: dict[str, Callable[[bool], Any]] = {}
-TRUTHS: dict[str, Callable[[bool], Truth]] = {}
+KINDS = {}
+TRUTHS = {}
 
 
 def keep(name, make=None, *words, images=values, targets=labels, task="classification", draws=False, holds_out=False):
@@ -87,7 +84,7 @@ def of(images=values, targets=labels):
     return lambda train: TensorDataset(images(train), targets(train))
 
 
-class Items(Dataset[Any]):
+class Items(Dataset):
     """Sample number i is make(images, class numbers, i)."""
 
     def __init__(self, images, classes, make):

@@ -3,7 +3,6 @@
 import copy
 import random
 from collections import OrderedDict
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -21,15 +20,14 @@ WIDTH = 12  # values of a vector, and of a place in a sequence
 CHANNELS = 4
 SIDE = 6  # an image, or map, is SIDE x SIDE; a sequence has SIDE places
 
-Body = Callable[[], nn.Module]
-BODIES: dict[str, tuple[str, Body]] = {}
+BODIES = {}
 """{name: (what the body takes and gives, of FORMS, and what makes it)}."""
 
 torch.manual_seed(7)  # as a file of somebody's may do when it is imported
 np.random.seed(7)
 random.seed(7)
 
-FORMS: dict[str, tuple[tuple[int, ...], Body, int]] = {  # shape of an image, first layer, values that the head gets
+FORMS = {  # shape of an image, first layer, values that the head gets
     "vector": ((SIDE * SIDE,), partial(nn.Linear, SIDE * SIDE, WIDTH), WIDTH),
     "sequence": ((SIDE, SIDE), partial(nn.Linear, SIDE, WIDTH), WIDTH * SIDE),
     "map": ((1, SIDE, SIDE), partial(nn.Conv2d, 1, CHANNELS, 3, padding=1), CHANNELS * SIDE * SIDE),
@@ -355,9 +353,7 @@ keep_all(
     CountingBuffer=made(counting, layer=linear, calls=lambda: torch.tensor(0)),
     AlwaysCounting=made(partial(counting, always=True), layer=linear, calls=lambda: torch.tensor(0)),
     Teacher=made(
-        taught,
-        lambda self: setattr(self, "teacher", copy.deepcopy(self.layer).requires_grad_(False)),
-        layer=linear,
+        taught, lambda self: setattr(self, "teacher", copy.deepcopy(self.layer).requires_grad_(False)), layer=linear
     ),
     RunningScale=made(running_scale, layer=linear, mean=partial(torch.zeros, WIDTH)),
     Codebook=made(quantised, codes=lambda: torch.linspace(-1, 1, 8)[:, None].repeat(1, WIDTH)),

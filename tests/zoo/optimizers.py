@@ -1,14 +1,9 @@
 """The optimizers of the zoo: wrappers, and state of odd kinds."""
 
 from collections import deque
-from collections.abc import Iterable
-from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import SGD, Optimizer
-
-Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
 class Lookahead(Optimizer):
@@ -49,7 +44,7 @@ class Counting(SGD):
         super().__init__(params, lr, momentum=0.9)
 
     def step(self, closure=None):
-        state: Any = self.state
+        state = self.state
         state.setdefault("all", {"steps": 0})["steps"] += 1
         for group in self.param_groups:
             for parameter in group["params"]:

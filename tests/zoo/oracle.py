@@ -43,7 +43,7 @@ def trained(kind, numbers, model):
     model: with the first weights.
     """
     truth = data.TRUTHS[kind](True)
-    fast, slow = list[nn.Parameter](), list[nn.Parameter]()
+    fast, slow = [], []
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and not (numbers.frozen and name.startswith(numbers.frozen)))
         (slow if numbers.slow and name.startswith(numbers.slow) else fast).append(parameter)
@@ -55,7 +55,7 @@ def trained(kind, numbers, model):
     else:
         optimizer = torch.optim.SGD(groups, momentum=0 if numbers.one_cycle else 0.9)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    count, average = len(truth.images), dict[str, Tensor]()
+    count, average = len(truth.images), {}
     total = EPOCHS * -(-count // numbers.batch)
     one_cycle = OneCycleLR(optimizer, peaks, total_steps=total + 1, cycle_momentum=False) if numbers.one_cycle else None
     model.train()
