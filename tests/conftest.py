@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,10 +11,12 @@ import pytest
 import torch
 
 from support.commands import TRAIN, WHOLE, Command
+from support.forked import share_server
 from support.traces import FILES, OF_WORLDS, Traces
 
-# Threads of OpenMP sleep while they wait for each other. Several tests run at once, and threads that spin would take
-# the cores from each other: on two busy cores a training of one process took three to six times its CPU time.
+# Several tests run at once, and threads take the cores from each other: these small nets take twice the CPU time on two
+# threads. Where there are more they sleep while they wait: on two busy cores spinning took three to six times the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The semaphores of worlds stay until pytest ends. Tests of what a command leaves in /dev/shm know them by their names.
@@ -27,11 +28,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # The longest files, those of drills and those of `make test`, by their seconds. They run first, so that no core is
 # idle while another one runs the last of them.
 LONG = "test_same_numbers test_zoo test_slurm_jobs test_hangs test_faults test_kills test_bench test_promise "
-LONG += "test_pretended_gpus test_pages test_own_work test_sweeps test_modes test_every_data_set"
+LONG += "test_pages test_pretended_gpus test_own_work test_every_data_set test_python_api test_resume test_starters"
+
+
+def pytest_configure(config):
+    if getattr(config.option, "numprocesses", None) and config.args != ["tests/fast"]:
+        share_server()
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Mark the tests in which something is broken on purpose, and put the longest files first."""
     files = LONG.split()
     items.sort(key=lambda item: files.index(item.path.stem) if item.path.stem in files else len(files))
@@ -41,19 +47,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def seed():
     """Tensors of a test are alike in every run of it: no test fails once in three hundred runs by its values."""
     torch.manual_seed(0)
 
 
 @pytest.fixture
-def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Command]]:
+def start(tmp_path, request):
     """start(*words, **environment) -> a running Command, in an empty folder."""
-    started: list[Command] = []
+    started = []
     new_process = request.node.get_closest_marker("new_process") is not None
     is_whole = request.node.get_closest_marker("whole") is not None
 
-    def start_command(*words: str, cwd: Path = tmp_path, **env: object) -> Command:
+    def start_command(*words, cwd=tmp_path, **env):
         if is_whole and TRAIN in words:  # what is typed may say otherwise
             place = words.index(TRAIN) + 1
             # Data with a validation split, or those of a trained run.
@@ -70,18 +76,18 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[.
 
 
 @pytest.fixture
-def short_folder() -> Iterator[Path]:
+def short_folder():
     """A Unix socket in a folder of pytest's would have too long a path."""
     with TemporaryDirectory() as folder:
         yield Path(folder)
 
 
 @pytest.fixture
-def start_faulty(start: Callable[..., Command]) -> Iterator[Callable[..., Command]]:
+def start_faulty(start):
     """As start, for a command that the test breaks: it leaves no process and no file."""
-    watched: list[tuple[Command, Traces]] = []
+    watched = []
 
-    def start_command(*words: str, **env: object) -> Command:
+    def start_command(*words, **env):
         traces = Traces()
         watched.append((start(*words, **traces.environment | env), traces))
         return watched[-1][0]
@@ -92,10 +98,10 @@ def start_faulty(start: Callable[..., Command]) -> Iterator[Callable[..., Comman
 
 
 @pytest.fixture
-def train(start: Callable[..., Command]) -> Callable[..., Command]:
+def train(start):
     """train(*overrides, code=0, **environment) -> a finished `python src/train.py`."""
 
-    def train_command(*overrides: str, code: int | None = 0, **env: object) -> Command:
+    def train_command(*overrides, code=0, **env):
         return start(sys.executable, TRAIN, *overrides, **env).finish(code)
 
     return train_command

@@ -13,7 +13,7 @@ from support.logged import read_rows
 from support.worlds import in_world, same_bits, train_all
 
 SHORT = ["model=linear", "trainer.epochs=2", "hydra.run.dir=run"]
-START = "rank 0 of 1: gloo on cpu, 2 threads, started by python"
+START = "rank 0 of 1: gloo on cpu, 1 thread, started by python"
 TRACED = "trainer.profiler={_target_:lockstep.training.profile.Profiler,after:3,steps:2}"
 sys.path.insert(0, str(ROOT / "bench"))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.forked import ForkedProcess, can_be_forked
+from support.forked import SHARED, ForkedProcess, can_be_forked
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "src" / "train.py")
@@ -23,6 +23,7 @@ ON_TEST = "dataset._target_=support.digits.OnTest"  # all digits are trained on,
 BY_LOSS = "task._target_=support.models.ByLoss"  # of all tasks the one whose loss is the objective
 TIMEOUT = 150  # seconds for a command to end
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "GROUP_RANK")
+RANK_VARIABLES += (SHARED,)  # pytest in a command has a server of its own
 
 
 def own_data(target):

@@ -36,6 +36,9 @@ MODULES += ("pydantic.type_adapter",)
 OF_TORCHRUN = ["-m", "torch.distributed.run"]
 ROOM = 16384  # bytes for the command line of a copy, in that of the server
 
+SHARED = "LOCKSTEP_TEST_SERVER"
+
+_held = []  # sockets: a server ends when its own is closed
 _one_at_a_time = threading.Lock()  # commands may be started in several threads
 
 
@@ -65,8 +68,10 @@ class ForkedProcess:
         request = json.dumps([command[1:], str(cwd), env]).encode()
         with of_server:
             with _one_at_a_time:
-                server, _ = _server(prepared_by)
-            socket.send_fds(server, [request], [writer, writer, of_server.fileno()])
+                address = server_address(prepared_by)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+                server.connect(address)
+                socket.send_fds(server, [request], [writer, writer, of_server.fileno()])
         os.close(writer)
         self.pid = int(self.answers.recv(16))
 
@@ -113,10 +118,9 @@ class ForkedProcess:
 
 def python_in(folder):
     """A folder for PATH whose `python src/train.py`, typed in a script of a shell with an open output, is forked."""
-    _, address = _server("")
     file = folder / "python"
     folder.mkdir()
-    file.write_text(f"#!{sys.executable} -IS\n{TYPED.format(python=sys.executable, address=address)}")
+    file.write_text(f"#!{sys.executable} -IS\n{TYPED.format(python=sys.executable, address=server_address())}")
     file.chmod(0o755)
     return folder
 
@@ -136,9 +140,17 @@ sys.exit(code if code >= 0 else 128 - code)
 """
 
 
+def share_server():
+    """Start a server that the workers of pytest share: they inherit the variable that says where it listens."""
+    if hasattr(os, "pidfd_open"):
+        os.environ[SHARED] = server_address().hex()
+
+
 @cache
-def _server(prepared_by):
-    """The socket of this process's server, which ends when the socket is closed, and where it hears other processes."""
+def server_address(prepared_by=""):
+    """Where the server listens: the shared one, or one of this process, which it starts and which ends with it."""
+    if SHARED in os.environ and not prepared_by:
+        return bytes.fromhex(os.environ[SHARED])
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("")  # at a name that is no file
@@ -148,14 +160,15 @@ def _server(prepared_by):
         code = f"__file__ = {__file__!r}; exec(compile(open(__file__).read(), '<forked>', 'exec'))"
         words = [sys.executable, "-c", code, *map(str, kept), prepared_by, "-" * ROOM]
         subprocess.Popen(words, pass_fds=kept, stdin=subprocess.DEVNULL, start_new_session=True)
-        return ours, listener.getsockname()
+        _held.append(ours)
+        return listener.getsockname()
 
 
-def _serve(requests, listener, prepared_by):
+def _serve(starter, listener, prepared_by):
     _import_all(prepared_by)
     running = {}  # {pidfd: (pid, answers)}
     while True:
-        ready, _, _ = select.select([requests, listener, *running], [], [])
+        ready, _, _ = select.select([starter, listener, *running], [], [])
         for ended in [one for one in ready if isinstance(one, int)]:
             pid, answers = running.pop(ended)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -163,19 +176,18 @@ def _serve(requests, listener, prepared_by):
                 os.write(answers, str(code).encode())
             os.close(answers)
             os.close(ended)
-        if requests in ready:
-            request, descriptors, _, _ = socket.recv_fds(requests, 2**18, 3)
-            if not request:
-                os._exit(0)
-        elif listener in ready:
-            with listener.accept()[0] as typed:
-                request, descriptors, _, _ = socket.recv_fds(typed, 2**18, 3)
-        else:
+        if starter in ready:  # it has ended
+            os._exit(0)
+        if listener not in ready:
+            continue
+        with listener.accept()[0] as asked:
+            request, descriptors, _, _ = socket.recv_fds(asked, 2**18, 3)
+        if not request:  # who has asked has ended
             continue
         output, errors, answers = descriptors
         pid = os.fork()
         if pid == 0:
-            for file in (requests, listener):
+            for file in (starter, listener):
                 file.close()
             for descriptor in (answers, *running, *[answers for _, answers in running.values()]):
                 os.close(descriptor)

@@ -4,10 +4,8 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,7 @@ lockstep.loggers.console lockstep.modes.train torch.utils.tensorboard pydantic.t
 support.models support.own_data support.reference support.configs support.worlds pytest zoneinfo PIL.Image"""
 
 
-def in_world(size: int, function: Callable[..., Any], *args: Any, limit: float = TIMEOUT) -> list[Any]:
+def in_world(size, function, *args, limit=TIMEOUT):
     """[function(*args) as rank r of a gloo world, for each r], in processes forked from a server that has torch loaded.
 
     They may take `limit` seconds together.
@@ -35,7 +33,7 @@ def in_world(size: int, function: Callable[..., Any], *args: Any, limit: float =
     processes = [context.Process(target=_rank, args=(rank, *shared)) for rank in range(size)]
     for process in processes:
         process.start()
-    answers: dict[int, Any] = {}
+    answers = {}
     deadline = time.monotonic() + limit
     try:
         while len(answers) < size:
@@ -55,7 +53,7 @@ def in_world(size: int, function: Callable[..., Any], *args: Any, limit: float =
     return [answers[rank] for rank in range(size)]
 
 
-def _rank(rank: int, size: int, port: int, results: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(rank, size, port, results, function, args):
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     results.put((rank, function(*args)))
@@ -67,38 +65,40 @@ def _rank(rank: int, size: int, port: int, results: Any, function: Callable[...,
     os._exit(0)
 
 
-def train(config: Any) -> float | None:
+def train(config):
     """A whole training in this rank, with its console output hidden. Returns the objective; where nothing is chosen,
     rank 0 returns that of the last weights on the test set."""
+    from lockstep.distributed import world
     from lockstep.modes.train import Train
     from lockstep.runs.record import read_run
     from support.configs import parts_of, record_of
 
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    world.cpu_count = lambda: 1  # one thread, as OMP_NUM_THREADS says to commands
     objective = Train().work(config, record_of(config), parts_of(config))
     if objective is None and os.environ["RANK"] == "0":
         objective = read_run(Path(config.run_dir))["objective"]["last"]
     return objective
 
 
-def train_all(configs: list[Any]) -> list[float | None]:
+def train_all(configs):
     return [train(config) for config in configs]
 
 
-def delay_exchanges() -> None:
+def delay_exchanges():
     """As on a GPU, what the ranks of this process tell each other is read at the next exchange."""
     from lockstep.training import exchange
 
     create = exchange.Exchange.__init__
 
-    def delayed(self: Any, *arguments: Any, **options: Any) -> None:
+    def delayed(self, *arguments, **options):
         create(self, *arguments, **options | {"delayed": True})
 
     exchange.LONG = float("inf")  # a slow machine reads at once
-    exchange.Exchange.__init__ = delayed  # type: ignore[method-assign]
+    exchange.Exchange.__init__ = delayed
 
 
-def refusal(config: Any) -> str:
+def refusal(config):
     """The sentence with which a training is refused in this rank."""
     from lockstep.errors import ConfigError
 
@@ -109,11 +109,11 @@ def refusal(config: Any) -> str:
     raise AssertionError("it was not refused")
 
 
-def refusals(configs: Sequence[Any]) -> list[str]:
+def refusals(configs):
     return [refusal(config) for config in configs]
 
 
-def weights(folder: Path) -> Any:
+def weights(folder):
     """All weights and buffers of a run's model.pt in one float64 vector."""
     import torch
 
@@ -121,11 +121,11 @@ def weights(folder: Path) -> Any:
     return torch.cat([value.double().flatten() for value in saved.values()])
 
 
-def distance(one: Any, other: Any) -> float:
+def distance(one, other):
     return float((one - other).norm() / one.norm())
 
 
-def same_bits(one: Path, other: Path) -> bool:
+def same_bits(one, other):
     import torch
 
     first, second = (torch.load(folder / "model.pt", weights_only=True) for folder in (one, other))
