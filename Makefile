@@ -109,10 +109,10 @@ fuzz: $(DEV) ## made-up commands with a new seed each time (FUZZ=2000): a run or
 	LOCKSTEP_FUZZ_EXAMPLES=$(FUZZ) $(PYTHON) -m pytest -q -m drill tests/drills/test_fuzz.py $(ARGS)
 
 promise: $(DEV) ## a table: the same numbers on 1, 2, 3, 4 and 8 ranks, by every launcher
-	PYTHONPATH=src:tests $(PYTHON) tests/promise_table.py $(ARGS)
+	PYTHONPATH=src:tests $(PYTHON) -m support.promise $(ARGS)
 
 zoo: $(DEV) ## what people bring in many combinations, each compared with plain torch (ZOO=700 drawn ones more)
-	PYTHONPATH=src:tests $(PYTHON) tests/zoo_table.py $(ZOO) $(ARGS)
+	PYTHONPATH=src:tests $(PYTHON) -m zoo.combinations $(ZOO) $(ARGS)
 
 coverage: $(DEV) ## the share of lines that the tests run, ranks included
 	$(PYTHON) -m coverage erase

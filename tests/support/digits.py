@@ -10,7 +10,6 @@ from lockstep.data.vision import Digits, RandomPairs
 FEW = "dataset._target_=support.digits.Few"
 FEW_ON_TEST = "dataset._target_=support.digits.FewOnTest"
 PAIRS_ON_TEST = "dataset._target_=support.digits.PairsOnTest"
-TYPED = "{_target_:support.digits.digits,train:%s}"  # a node of dataset=pair
 
 
 def digits(train=True):

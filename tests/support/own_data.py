@@ -80,12 +80,6 @@ def first_two(samples):
     return torch.stack([sample[0] for sample in samples]), torch.tensor([sample[1] for sample in samples])
 
 
-def scaled(samples):
-    """A collate function that draws a number for the batch, as one for images of several sizes does."""
-    points, labels = first_two(samples)
-    return points * torch.rand(()) * float(np.random.rand()) * random.random(), labels
-
-
 def mixed(samples):
     """A collate function that mixes the samples of a batch, as torchvision's documentation has MixUp."""
     points, labels = first_two(samples)

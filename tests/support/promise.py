@@ -1,15 +1,19 @@
-"""One training on other numbers of ranks, from other launchers and with stops, measured against one rank."""
+"""One training on other numbers of ranks, from other launchers and with stops, measured against one rank.
 
-import shutil
+`make promise` prints a table. Each line shows the largest relative difference of any logged loss (in float64, as the
+snapshots keep them) and of any weight, relative to the largest weight of its tensor.
+"""
+
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 
 from lockstep.runs.record import read_run
 from lockstep.snapshots.files import list_snapshots
-from support.commands import LAUNCHERS, PYTHON_TRAIN, TORCHRUN, TRAIN, Command
+from support.commands import LAUNCHERS, TRAIN, Command
 from support.configs import composed
-from support.ports import free_port
 from support.run_folders import contents
 from support.worlds import in_world, train
 
@@ -23,37 +27,6 @@ TRAINING = [
 STARTERS = {"torch.distributed.launch": [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2", TRAIN]}
 STARTERS |= {name: LAUNCHERS[name] for name in ("torchrun", "launch=torchrun", "launch=spawn", "mpirun")}
 STEPS = 24  # of an epoch
-# What the tutorials build or name: (system, ranks, words). All train one net, a plain sequence of layers.
-NET = [
-    "model=mlp", "model.depth=3", "model.width=32", "model.dropout=0", "trainer.precision=fp64", "trainer.epochs=1",
-    "trainer.batch_size=61", "loader.validation=null", "evaluation.test=every", "logger=[]",
-]  # fmt: skip
-PLAN = "strategy.parallelize_plan=[{1:colwise},{4:rowwise}]"
-SYSTEMS = [
-    ("nn.DataParallel", 1, ["strategy=data_parallel"]),
-    ("BalancedDataParallel", 1, ["strategy=data_parallel", "strategy.first_share=0.5"]),
-    ("DistributedDataParallel", 2, ["strategy=ddp", "gradient_sync=all_reduce"]),
-    ("the same, sums in shared memory", 3, ["gradient_sync=shared_memory"]),
-    ("ring all-reduce", 3, ["gradient_sync=ring"]),
-    ("parameter server", 3, ["gradient_sync=parameter_server"]),
-    ("asynchronous server, one worker", 2, ["strategy=async_parameter_server"]),
-    ("model parallel", 1, ["strategy=model_parallel"]),
-    ("model parallel and DDP", 2, ["strategy=model_parallel"]),
-    ("pipeline", 2, ["strategy=pipeline"]),
-    ("fully sharded (ZeRO)", 2, ["strategy=fsdp"]),
-    ("tensor parallel", 2, ["strategy=tensor_parallel", PLAN]),
-    ("virtual ranks", 2, ["strategy=virtual_ranks"]),
-]
-NODES = {  # of two machines with a rank each
-    "torchrun on two nodes": [
-        *TORCHRUN, "--nnodes=2", "--node_rank={node}", "--nproc_per_node=1", "--master_addr=127.0.0.1",
-        "--master_port={port}", TRAIN,
-    ],
-    "mp.spawn on two nodes": [
-        *PYTHON_TRAIN, "launch=spawn", "launch.nnodes=2", "launch.node_rank={node}", "launch.nproc_per_node=1",
-        "launch.master_addr=127.0.0.1", "launch.master_port={port}",
-    ],
-}  # fmt: skip
 
 
 def in_ranks(size, folder, *overrides):
@@ -110,30 +83,13 @@ def table(folder, sizes=(2, 3, 4, 8), accumulations=(1, 2, 4), starters=STARTERS
     yield "stopped in mid-epoch on 4, 2, 1 and 3 ranks", "fp64", *differences(alone, folder / "stops")
 
 
-def systems(folder):
-    """Yields (system of the tutorials, ranks, command, weight difference to one process), as they are measured."""
-
-    def trained(number, *commands):
-        place = folder / f"system{number}"
-        place.mkdir()
-        words = [*NET, f"hydra.run.dir={place}"]
-        for each in [Command([*command, *words], place, new_process=len(commands) > 1) for command in commands]:
-            each.finish(limit=600)  # a busy machine
-        return weights_apart(folder / "system0", place)
-
-    trained(0, PYTHON_TRAIN)
-    for number, (name, ranks, words) in enumerate(SYSTEMS, start=1):
-        launch = ["launch=fork", f"launch.nproc_per_node={ranks}"] if ranks > 1 else []
-        yield name, ranks, _shown([*PYTHON_TRAIN, *launch, *words]), trained(number, [*PYTHON_TRAIN, *launch, *words])
-    for number, (name, command) in enumerate(STARTERS.items(), start=len(SYSTEMS) + 1):
-        if shutil.which(command[0]):
-            yield name, 2, _shown(command), trained(number, command)
-    for number, (name, command) in enumerate(NODES.items(), start=100):
-        port = free_port()
-        nodes = [[word.format(node=node, port=port) for word in command] for node in (0, 1)]
-        yield name, 2, _shown(command), trained(number, *nodes)
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        print("| against one rank | precision | losses differ by | weights differ by | at most |")
+        print("|---|---|---|---|---|")
+        for what, precision, losses, weights in table(Path(folder)):
+            print(f"| {what} | {precision} | {losses:.1e} | {weights:.1e} | {LIMITS[precision]:.0e} |", flush=True)
 
 
-def _shown(command):
-    words = {sys.executable: "python", TRAIN: "src/train.py"}
-    return " ".join(words.get(word, word) for word in command).replace("python -m torch.distributed.run", "torchrun")
+if __name__ == "__main__":
+    main()

@@ -293,7 +293,6 @@ UNUSED, TWICE = "strategy.find_unused_parameters=true", "trainer.gradient_accumu
 ENDS = "its run ends with an error"
 SQUEEZED = ["gradient_sync=powersgd", "gradient_sync.start_step=2", "gradient_sync.rank=1"]
 SHARE, KEEPS = "depends on a rank's share", "keeps what no snapshot has"
-CALLS = constant(torch.zeros, ())
 BY_BATCH_NORM = layers("BatchNormed", linear(4, 3), constant(nn.BatchNorm1d, 3), linear(3, 2))
 DROPPED = layers("Dropped", linear(4, 8), constant(nn.Dropout, 0.5), linear(8, 8), linear(8, 2))
 MIXES = net("Mixes", before=lambda self, x: 0.7 * x + 0.3 * x.roll(1, 0) if self.training else x)
@@ -400,8 +399,6 @@ RIGHT = [
     ("a compiled gpt", [*TEXT, "model.dropout=0", "trainer.compile=true"]),
     ("a convnet by a plateau", ["scheduler=plateau", "loader.validation=0.1"]),
 ]
-# Nets of other kinds than float64, for whole commands.
-net("OnlyFloat32", before=lambda self, x: x.float())
-net("Infinite", after=lambda self, y: y + (y - y).sqrt())  # its gradients are not finite
+# For a whole command.
 HALF = net("Half", lambda self: self.layer.bfloat16(), eye=lambda: torch.eye(3).to_sparse())
 HALF.forward = lambda self, x: self.layer(x.bfloat16()).float()

@@ -2,6 +2,7 @@
 
 A combination is one value of each axis. In those of `covering(2)` any two values of two axes meet; `drawn` draws as
 many as are asked for. The right numbers are those of `oracle`, which is plain torch in one process.
+`make zoo` prints a table.
 Where a net or its data draws, they are those of the run on one rank without the options that change nothing.
 """
 
@@ -10,8 +11,12 @@ import json
 import math
 import random
 import shutil
+import sys
+import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
@@ -420,3 +425,29 @@ def nothing(combination, place, right): ...
 
 
 AFTERWARDS = {made.__name__: made for made in (nothing, resume, evaluate, export, load)}
+
+
+def main():
+    """Words: how many combinations are drawn, and a seed."""
+    count, seed = (int(word) for word in (*sys.argv[1:], "0", "0")[:2])
+    torch.set_num_threads(1)
+    chosen, wrong = [*ONCE, *covering(2), *drawn(count, seed)], []
+    results = {axis: {value: Counter() for value in values} for axis, values in AXES.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        for outcome in Zoo(Path(folder)).outcomes(chosen, at_once=2):
+            for axis, value in zip(AXES, outcome.combination, strict=True):
+                results[axis].setdefault(value, Counter())[outcome.result] += 1
+            if outcome.result == "wrong":
+                wrong.append(outcome)
+                print(f"{outcome.combination}\n{outcome.why}\n", flush=True)
+    print(f"| {'what':28} | equal | ran | refused | wrong |\n|---|---|---|---|---|")
+    for axis, values in results.items():
+        for value, found in values.items():
+            shown = " | ".join(f"{found[result]:5}" for result in ("equal", "ran", "refused", "wrong"))
+            print(f"| {axis + ' ' + value:28} | {shown} |")
+    print(f"{len(chosen)} combinations, {len(wrong)} wrong")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lockstep.data import DataSource, Splits, Tensors
+from lockstep.tasks.base import Task
 
 TRAIN, TEST, CLASSES, SIDE = 22, 11, 4, 6
 IGNORED = 255
@@ -132,6 +133,18 @@ class Source(DataSource):
 
     def splits(self):
         return Splits(*(make(self.kind, train) for train in (True, False, False)))
+
+
+class Weighted(Task):
+    """Cross entropy, whose mean is over the weights. Targets (N, 2) are class numbers and weights."""
+
+    counts = "weights"
+
+    def __call__(self, outputs, targets):
+        return {"loss": F.cross_entropy(outputs, targets[:, 0].long(), reduction="none") * targets[:, 1]}
+
+    def count(self, targets):
+        return targets[:, 1].sum()
 
 
 class OtherOrder(TensorDataset):
