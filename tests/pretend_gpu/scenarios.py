@@ -46,7 +46,6 @@ SCENARIOS = {
     "sync_bn, a view of a share without samples": (2, [*EMPTY, *VIEW], ALONE),
     "bf16": (2, ["trainer.precision=bf16", "sync_bn=off"], COMPARED),
     "fp16, fused": (2, FP16, COMPARED),
-    "fp16, unfused": (2, [*FP16, "optimizer.fused=false"], UNFUSED),
     "fp16, muon": (2, [*FP16, "optimizer=muon_sgd"], UNFUSED),
     # torch looks at the range of class numbers in one_hot, but not of those on a real GPU.
     "mixup": (2, ["sync_bn=off", MIX], COMPARED | {"augment.py:__call__": 2}),
@@ -54,7 +53,6 @@ SCENARIOS = {
     "gradient_sync=ring": (2, ["gradient_sync=ring", "sync_bn=off"], COMPARED),
     "fsdp": (2, ["strategy=fsdp", "sync_bn=off"], COMPARED),
     "fsdp, bf16": (2, ["strategy=fsdp", "model=mlp", "trainer.precision=bf16"], COMPARED),
-    "fsdp with replicas": (4, ["strategy=fsdp", "strategy.replicate=2", "sync_bn=off"], COMPARED),
     "tensor_parallel": (2, ["strategy=tensor_parallel", "model=mlp", PLAN], COMPARED),
     "pipeline": (2, ["strategy=pipeline", "model=mlp"], SMALLER_BATCH),
     "virtual_ranks": (2, ["strategy=virtual_ranks", "trainer.deterministic=true"], COMPARED),

@@ -1,5 +1,6 @@
 """trainer.precision=bf16-true: weights and optimizer state in bfloat16, losses in float32. And the warning of bf16."""
 
+import io
 from functools import partial
 
 import pytest
@@ -9,14 +10,17 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.distributed.host import has_native_bf16
+from lockstep.failures.explain import explain_exception
+from lockstep.failures.record import exception_record
 from lockstep.models.tutorial import linear
+from lockstep.modes.export import net_as
 from lockstep.training.setup import cast
-from support.commands import PYTHON_TRAIN, ema
+from support.commands import ema
 from support.configs import composed
 from support.digits import digits
 from support.reference import saved_parameters, train_reference
 from support.run_folders import newest_snapshot
-from support.worlds import distance, in_world, same_bits, train_all
+from support.worlds import distance, in_world, same_bits, train, train_all
 
 BASE = ["trainer.precision=bf16-true", "trainer.epochs=1", "logger=[]", "optimizer=adamw", "snapshot.every=10steps"]
 
@@ -64,18 +68,22 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one_and_all_is_bfloat16(tmp_p
     assert types_in(saved["ema"].values()) == {torch.float32}
 
 
-def test_a_trained_net_is_loaded_and_exported(start, tmp_path):
-    start(*PYTHON_TRAIN, *BASE, "model=convnet", "hydra.run.dir=run").finish()
+def advice_of_a_failure(config):
+    with pytest.raises(Exception, match="FSDP expects uniform original parameter dtype") as raised:
+        train(config)
+    return explain_exception(exception_record(raised.value))[1]
+
+
+def test_a_trained_net_is_loaded_and_exported_and_batch_norm_under_fsdp_is_explained(tmp_path):
+    in_world(1, train_all, [composed(*BASE, "model=convnet", f"run_dir={tmp_path / 'run'}")])
     images = digits(False).inputs[:8]
-    net = lockstep.load(str(tmp_path / "run"))
+    net = lockstep.load(tmp_path / "run")
     outputs = net(images)
     assert (outputs.dtype, next(net.parameters()).dtype) == (torch.bfloat16, torch.bfloat16)
-    start(*PYTHON_TRAIN, "mode=export", "resume=run", "mode.file=net.pt2").finish()
-    exported = torch.export.load(tmp_path / "net.pt2").module()(images)
+    exported = torch.export.load(io.BytesIO(net_as(net, images, "torch_export"))).module()(images)
     assert torch.allclose(exported.float(), outputs.float(), atol=0.05)
-    refused = start(*PYTHON_TRAIN, *BASE, "model=convnet", "strategy=fsdp", "launch=fork").finish(1)
-    assert "FSDP expects uniform original parameter dtype" in refused.output
-    assert "type strategy=ddp" in refused.output
+    config = composed(*BASE, "model=convnet", "strategy=fsdp", f"run_dir={tmp_path / 'fsdp'}")
+    assert all("type strategy=ddp" in advice for advice in in_world(2, advice_of_a_failure, config))
 
 
 def test_what_is_cast_and_what_stays_and_bf16_on_a_cpu_without_it_gets_a_warning(train):

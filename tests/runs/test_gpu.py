@@ -55,7 +55,7 @@ def train_on_first_gpu(cfg):
 
 # Those of one process want two GPUs, and the ranks of the parameter server take steps in any order.
 TRAININGS = [name for name in SCENARIOS if not name.startswith(("model_parallel", "data_parallel", "async_"))]
-NOT_ALONE = ("pipeline", "tensor_parallel", "fsdp with replicas")
+NOT_ALONE = ("pipeline", "tensor_parallel")
 # gloo of torch 2.11 cannot send, scatter or gather tensors of a GPU: the process aborts, or gets SIGSEGV.
 NOT_OVER_GLOO = ("gradient_sync=ring", "gradient_sync=powersgd", "pipeline", "tensor_parallel", "fsdp")
 CASES = [(name, 1) for name in TRAININGS if name not in NOT_ALONE]

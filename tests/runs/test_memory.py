@@ -53,8 +53,8 @@ class Wide(nn.Module):
 
 
 NETS = {
-    "layer*": ["model=convnet", "trainer.max_steps=8"],
-    "1": [f"model._target_={__name__}.drawing", "~model.shape", "~model.classes", "trainer.max_steps=8"],
+    "layer*": ["model=convnet", "trainer.max_steps=4"],
+    "1": [f"model._target_={__name__}.drawing", "~model.shape", "~model.classes", "trainer.max_steps=4"],
 }
 WAYS = {
     1: [["trainer.gradient_accumulation_steps=2"], ["strategy=virtual_ranks", "strategy.count=2"]],

@@ -189,7 +189,7 @@ def test_what_a_module_draws_or_seeds_before_the_net_is_built_changes_no_weight(
     assert torch.equal(weights(tmp_path / "run"), expected.double())
 
 
-@pytest.mark.parametrize("starter", ["python", "launch=spawn", "torchrun"])
+@pytest.mark.parametrize("starter", ["python", "launch=spawn"])
 def test_a_config_folder_alone_makes_what_is_beside_it_importable(start, typed, tmp_path, starter):
     """In ranks, in the other processes that read data, and again where the run is used."""
     elsewhere = tmp_path / "elsewhere"

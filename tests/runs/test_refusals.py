@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN
+from support.commands import PYTHON_TRAIN
 
 
 def assert_refused(run, *said):
@@ -59,8 +59,8 @@ def test_what_a_rank_alone_can_know_is_one_sentence_too(train, typed, said):
 
 
 def test_a_launcher_inside_a_launcher_is_refused(start):
-    run = start(*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "launch=torchrun").finish(1)
-    assert "a launcher inside torchrun would start every rank several times; type launch=env" in run.output
+    run = start(*PYTHON_TRAIN, "launch=torchrun", RANK=0, WORLD_SIZE=2, TORCHELASTIC_RUN_ID="none").finish(2)
+    assert "a launcher inside torchrun would start every rank several times; type launch=env" in run.sentence
 
 
 def test_an_occupied_port_is_named_with_a_free_one(start):

@@ -68,7 +68,7 @@ def _killed():
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     with join_world("gloo", 30) as world:
         world.barrier()
-        if attempt < 10 and world.rank == 1:
+        if attempt < 3 and world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         world.barrier()
     return attempt
@@ -78,7 +78,7 @@ def _left_behind():
     of_python = threading.active_count()
     for start_method in ("spawn", "fork"):
         assert LocalLauncher(start_method, 2).launch(_sum_of_ranks) == (1.0, start_method, 2, "x" * 2**20)
-    assert LocalLauncher("fork", 2, max_restarts=10).launch(_killed) == 10
+    assert LocalLauncher("fork", 2, max_restarts=3).launch(_killed) == 3
     left = [name for name in os.listdir(multiprocessing.util.get_temp_dir()) if name.startswith("ranks-")]
     wait_for(lambda: threading.active_count() == of_python, "end of the threads")
     return listening_addresses([os.getpid()]), left

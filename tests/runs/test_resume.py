@@ -29,16 +29,18 @@ def progress(folder):
     return newest_snapshot(folder)["progress"]
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_what_a_model_and_an_optimizer_draw_is_the_same_after_a_resume_in_mid_epoch(tmp_path, late):
-    own = ["logger=[]", "model=linear", "model._target_=support.models.Drawing", f"+model.late={late}"]
-    own += ["optimizer._target_=support.models.Langevin", FEW, "trainer.epochs=2"]
-    own += ["snapshot.every=1steps", "snapshot.keep_last=20"]
-    whole = tmp_path / "whole"  # with `late`, step 4 is the first one that draws
-    starts = {tmp_path / str(step): f"resume={whole}/snapshots/step_{step:08}" for step in (2, 3, 5, 8)}
-    resumed = [composed(f"run_dir={folder}", *own, resume) for folder, resume in starts.items()]
-    in_world(1, train_all, [composed(f"run_dir={whole}", *own), *resumed])
-    assert all(same_bits(whole, folder) for folder in starts)
+def test_what_a_model_and_an_optimizer_draw_is_the_same_after_a_resume_in_mid_epoch(tmp_path):
+    own = ["logger=[]", "model=linear", "model._target_=support.models.Drawing", FEW, "trainer.epochs=2"]
+    own += ["optimizer._target_=support.models.Langevin", "snapshot.every=1steps", "snapshot.keep_last=20"]
+    configs, pairs = [], []
+    for late, steps in ((False, (2, 8)), (True, (3, 5))):  # with `late`, step 4 is the first one that draws
+        whole = tmp_path / f"{late}"
+        starts = {tmp_path / f"{late}{step}": f"resume={whole}/snapshots/step_{step:08}" for step in steps}
+        typed = {whole: "resume=null"} | starts
+        configs += [composed(f"run_dir={at}", *own, f"+model.late={late}", resume) for at, resume in typed.items()]
+        pairs += [(whole, folder) for folder in starts]
+    in_world(1, train_all, configs)
+    assert all(same_bits(*pair) for pair in pairs)
 
 
 def test_a_run_that_paused_or_begins_at_a_snapshot_goes_on_with_the_bits_of_an_unbroken_one(tmp_path):

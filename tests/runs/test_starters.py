@@ -50,7 +50,7 @@ def test_one_process_leaves_everything(alone):
     assert shown in alone.epochs[1]
 
 
-@pytest.mark.parametrize("starter", ["torchrun", "launch=spawn", "launch=fork", "mpirun"])
+@pytest.mark.parametrize("starter", ["launch=spawn", "launch=fork", "mpirun"])
 def test_two_ranks_of_any_starter_equal_one_process(start, alone, starter):
     skip_without_mpirun(starter)
     run = start(*LAUNCHERS[starter], *SHORT).finish()

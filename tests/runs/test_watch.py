@@ -1,16 +1,32 @@
-"""What watch.nan does with a batch whose loss or gradient is NaN."""
+"""What watch.nan does with a batch whose loss or gradient is NaN; and weights that differ between ranks: they are
+found, named, and kept out of snapshots."""
 
 import pytest
 import torch
 
 from lockstep.data.partition import generator
-from lockstep.errors import TrainingDiverged
+from lockstep.errors import RanksDiffer, TrainingDiverged
 from lockstep.training.nonfinite import are_finite
-from support.commands import ema
+from support.commands import STARTERS, ema
 from support.configs import composed
+from support.digits import FEW
 from support.event_files import scalars
 from support.run_folders import contents
+from support.small_text import small_gpt
 from support.worlds import delay_exchanges, in_world, train
+
+
+def train_all(configs):
+    """The sentence that ends each run, or "". A run that ends with RanksDiffer is the last one of its ranks."""
+    ends = []
+    for config in configs:
+        try:
+            train(config)
+            ends.append("")
+        except (RanksDiffer, TrainingDiverged) as error:
+            ends.append(str(error))
+    return ends
+
 
 BROKEN, BATCH, SAMPLES = 100, 64, 1437  # BROKEN: the number of a sample that is NaN
 DATA = ["dataset=pair", "logger=[tensorboard]", "trainer.epochs=2"]
@@ -23,18 +39,6 @@ MARKED = [*SMALL, "model=mlp", "model._target_=support.damage.MarkedMLP", "+data
 def step_of_sample(number):
     """The step, counted from 1, that trains on a sample."""
     return torch.randperm(SAMPLES, generator=generator(0, 0)).tolist().index(number) // BATCH + 1
-
-
-def train_all(configs):
-    """The sentence of each run that diverged, "" of the others."""
-    ends = []
-    for cfg in configs:
-        try:
-            train(cfg)
-            ends.append("")
-        except TrainingDiverged as error:
-            ends.append(str(error))
-    return ends
 
 
 def test_a_run_stops_at_the_step_and_names_the_samples(tmp_path):
@@ -73,8 +77,7 @@ def test_where_reading_would_wait_the_next_log_finds_the_step(tmp_path):
         assert sentence.startswith("the loss is nan at step 11; ")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_skip_leaves_out_the_update_and_nothing_else(tmp_path, ranks):
+def test_skip_leaves_out_the_update_and_nothing_else(tmp_path):
     step, skip = step_of_sample(BROKEN), "watch.nan=skip"
     every = [ema(0.9), "logging.every=1", "snapshot.every=1steps", "snapshot.keep_last=100"]
     many = [*DATA, "+dataset.test.broken=[]"]
@@ -88,7 +91,7 @@ def test_skip_leaves_out_the_update_and_nothing_else(tmp_path, ranks):
             ("many", [*many, f"+dataset.train.broken={list(range(900))}"]),
         )
     ]
-    for *ended, everything in in_world(ranks, train_all, configs):
+    for *ended, everything in in_world(2, train_all, configs):
         assert ended == ["", "", ""]
         assert "as in the 10 steps before" in everything
     folder = tmp_path / "skip" / "snapshots"
@@ -116,3 +119,52 @@ def same(one, other):
     if isinstance(one, dict):
         return all(same(one[key], other[key]) for key in one if key != "param_groups")
     return bool(one == other)
+
+
+FEW_DIGITS = ["model=mlp", "model.width=16", "logger=[]", FEW, "trainer.batch_size=16", "trainer.epochs=2"]
+
+
+def damaged(rank, at_step, parameter, change):
+    options = {"rank": rank, "at_step": at_step, "parameter": parameter, "change": change}
+    words = ["optimizer._target_=support.damage.DamagedSGD", "++optimizer.fused=null"]
+    return [*words, *(f"+optimizer.{key}={value}" for key, value in options.items())]
+
+
+def test_a_damaged_weight_of_one_rank_is_named_and_kept_out_of_snapshots(tmp_path):
+    saves = "snapshot.every=12steps"
+    rows = {
+        "first": [*damaged(0, 14, 3, "bit"), saves, "watch.weights_every=10"],
+        "off": [*damaged(1, 3, 1, 5.0), "watch.weights_every=0"],
+        "whole": [*damaged(1, 1000, 1, 5.0), "watch.weights_every=1", ema(0.9)],
+        "save": [*damaged(2, 7, 0, 5.0), saves, "watch.weights_every=1000"],
+    }
+    first, *others = [composed(f"run_dir={tmp_path / name}", *FEW_DIGITS, *words) for name, words in rows.items()]
+    for (stopped,) in in_world(3, train_all, [first]):
+        assert stopped.startswith(
+            "the weights differ between ranks at step 20: rank 1 has other values in 4.bias than rank 0; rank 2 has "
+            "other values in 4.bias than rank 0; type the command again to go on from the last snapshot"
+        )
+    for *went_on, save in in_world(3, train_all, others):
+        assert save.startswith("the weights differ between ranks at step 12: rank 2 has other values in 1.weight than")
+        assert went_on == ["", ""]
+    assert sorted(path.name for path in (tmp_path / "first" / "snapshots").iterdir()) == ["step_00000012"]
+    assert not list((tmp_path / "save").glob("snapshots/*/state.pt"))
+
+
+@pytest.mark.parametrize(("strategy", "parameter"), [("fsdp", "1.weight than rank"), ("tensor_parallel", "block1.at")])
+def test_copies_of_a_part_are_compared(tmp_path, strategy, parameter):
+    words = [f"strategy={strategy}", "strategy.replicate=2", "watch.weights_every=2", f"run_dir={tmp_path / 'run'}"]
+    if strategy == "fsdp":
+        words += [*FEW_DIGITS, *damaged(3, 2, 0, "bit")]
+    else:
+        text = small_gpt(tmp_path, "trainer.precision=fp32")
+        words = [word for word in text if word != "optimizer=adamw"] + words + damaged(3, 2, 3, "bit")
+    for (sentence,) in in_world(4, train_all, [composed(*words)]):
+        said = f"the weights differ between ranks at step 2: rank 3 has other values in {parameter}"
+        assert sentence.startswith(said)
+
+
+def test_two_ranks_stop_and_the_command_ends_with_one_sentence(start):
+    run = start(*STARTERS["launch=fork"], "watch.weights_every=5", *FEW_DIGITS, *damaged(1, 6, 1, 5.0)).finish(1)
+    assert "rank 1 has other values in 1.bias than rank 0" in run.sentence
+    assert "Traceback" not in run.output
