@@ -53,6 +53,7 @@ class SizedStream(Stream):
 
 numbered = partial(Tensors, torch.zeros(9, 2, 5), torch.arange(9) % 4)
 labelled = partial(Tensors, torch.zeros(9, 4), torch.ones(9, 6))
+valued = partial(Tensors, torch.zeros(9, 4), torch.ones(9, 1))
 pairs = partial(TensorDataset, torch.zeros(23, 4), torch.arange(23) % 2)
 
 
@@ -69,6 +70,7 @@ TOLD = [
     ("Names", [3, 7, 7], 3, [RESIZED]),
     ("numbered", [2, 5], 4, []),
     ("labelled", [4], 6, ["task=multi_label"]),
+    ("valued", [4], 1, ["task=regression"]),
     ("pairs", [4], 2, []),
 ]
 

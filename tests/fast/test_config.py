@@ -112,6 +112,7 @@ NET = "model._target_=test_config.Net"
 NOT_THERE = "PYTHONPATH=<the folder of nothere_at_all.py> before the command, or pip install nothere_at_all"
 BROKEN = [
     ("import nothere_at_all", "No module named 'nothere_at_all'", NOT_THERE),
+    ("raise SystemExit(3)", "SystemExit: 3", "model._target_=<module>.<class>"),
     ("1 / 0", "ZeroDivisionError: division by zero", "model._target_=<module>.<class>"),
     ("def", "SyntaxError: invalid syntax", "model._target_=<module>.<class>"),
 ]
@@ -124,6 +125,7 @@ def test_an_error_of_the_import_is_in_the_sentence(tmp_path, monkeypatch):
         said = str(answer(f"model._target_=broken_{number}.Net"))
         assert reason in said
         assert said.endswith(f"; type {advice}")
+    assert str(answer("model._target_=src.nets.Net")).endswith("; type model._target_=nets.Net")
 
 
 def test_what_a_constructor_raises_is_what_is_raised():

@@ -34,6 +34,11 @@ FOUND_BY_RANKS = [
     (["step=cuda_graph"], "step=cuda_graph records what one rank computes on a GPU; type step=default"),
     (["launch=torchrun", "model=resnet18", "model.name=foo"], "no net model.name=foo; type model.name="),
     (["launch=torchrun", "dataset.classes=5"], "and the classes are 0 to 4; type dataset.classes="),
+    (["launch=fork", "task.class_weights=[1,2]"], "has 2 weights, and there are 10 classes; type task.class_weights="),
+    (
+        ["launch=fork", "+evaluation.metrics.mean={_target_:torchmetrics.MeanMetric}", "monitor=val/mean"],
+        "torchmetrics.MeanMetric does not say whether more of it is better; type monitor=val/loss, or",
+    ),
     (["launch=fork", "Words"], "CrossEntropy takes logits (N, classes, ...) and class numbers (N, ...), whole ones"),
     (
         ["+evaluation.metrics.f1={_target_:torchmetrics.F1Score,task:multiclass,num_classes:3}"],

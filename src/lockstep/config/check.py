@@ -147,10 +147,10 @@ def locate(key: str, path: object) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:  # a module of the user's may raise anything
         missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
         advice = f"{key}._target_=<module>.<class>"
-        if missing and names[1:] and (missing == names[0] or not str(path).startswith(missing)):
+        if names[0] == "src" and names[1:]:  # which is on the path itself
+            advice = f"{key}._target_={'.'.join(names[1:])}"
+        elif missing and names[1:] and (missing == names[0] or not str(path).startswith(missing)):
             advice = f"PYTHONPATH=<the folder of {missing}.py> before the command, or pip install {missing}"
-            if missing == "src":  # which is on the path itself
-                advice = f"{key}._target_={'.'.join(names[1:])}"
         elif inspect.ismodule(found) and (meant := get_close_matches(names[-1], dir(found), 1)):
             advice = f"{key}._target_={found.__name__}.{meant[0]}"
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
