@@ -325,7 +325,7 @@ def test_rows_that_are_trained_on_alone_tell_the_scale(tmp_path):
     for keys, said in (
         ({"target": "a"}, "some rows have no a"),
         ({"target": "z"}, "there is no column z among .*a, c, y, s, g"),
-        ({"numbers": None, "categories": []}, r"c have values .*dataset.categories=\[c\], or dataset.numbers=\[.*a,f\]"),
+        ({"numbers": None, "categories": []}, r"c have values .*categories=\[c\], or dataset.numbers=\[.*a,f\]"),
         ({"target": "f"}, "f has fractions, and classes are wanted: type dataset.labels=numbers"),
     ):
         with pytest.raises(ValueError, match=said):
