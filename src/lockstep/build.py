@@ -259,9 +259,7 @@ def direction_of(config: RunConfig, task: Task, objective: str) -> str:
     is_higher_better = getattr(instantiate(node), "higher_is_better", None)
     if is_higher_better is None:
         what = f"monitor={objective}: {node['_target_']} does not say whether more of it is better"
-        raise ConfigError(
-            f"{what}; type monitor=val/loss, or name a class derived from it with higher_is_better = True"
-        )
+        raise ConfigError(f"{what}; type monitor=val/loss, or name a class of its kind with higher_is_better = True")
     return "max" if is_higher_better else "min"
 
 

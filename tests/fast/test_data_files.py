@@ -313,6 +313,7 @@ def test_rows_that_are_trained_on_alone_tell_the_scale(tmp_path):
     frame["y"], frame["s"], frame["g"] = [10, 9] * 40, ["train", "train", "val", "test"] * 20, np.arange(80) // 4
     frame.loc[::7, "a"], frame["f"] = np.nan, frame.a + 0.5
     frame.to_csv(path := str(tmp_path / "rows.csv"))
+    frame[:0].to_csv(f"{path}.empty")
     splits = Table(path=path, **OF_TABLE).splits()
     scaler = StandardScaler().fit(frame[["a"]][frame.s == "train"])
     values = np.nan_to_num(scaler.transform(frame[["a"]][frame.s == "test"]))
@@ -326,7 +327,8 @@ def test_rows_that_are_trained_on_alone_tell_the_scale(tmp_path):
         ({"target": "a"}, "some rows have no a"),
         ({"target": "z"}, "there is no column z among .*a, c, y, s, g"),
         ({"numbers": None, "categories": []}, r"c have values .*categories=\[c\], or dataset.numbers=\[.*a,f\]"),
+        ({"path": path + ".empty", "split_column": None}, "of 0 rows the share test=0.25 cannot be taken"),
         ({"target": "f"}, "f has fractions, and classes are wanted: type dataset.labels=numbers"),
     ):
         with pytest.raises(ValueError, match=said):
-            Table(path=path, **OF_TABLE | keys).splits()
+            Table(**{"path": path} | OF_TABLE | keys).splits()

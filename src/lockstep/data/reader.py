@@ -128,11 +128,8 @@ class SampleReader(Dataset[Any]):
                 sample = applied(sample)
         except Exception as error:
             why = f"{type(error).__name__}: {first_line(error)}"
-            by = (
-                f" by {getattr(applied, '__name__', type(applied).__name__)}, which gets (inputs, target), as v2's do"
-                if applied
-                else ""
-            )
+            name = getattr(applied, "__name__", type(applied).__name__)
+            by = f" by {name}, which gets (inputs, target), as v2's transforms do" if applied else ""
             raise RuntimeError(f"sample {self.whole(number)} of the {self.name} cannot be read{by} ({why})") from error
         return sample
 

@@ -9,6 +9,7 @@ from annotated_types import Gt, Lt
 
 from lockstep.data.source import DataSource, Splits, Tensors
 from lockstep.data.split import hold_out
+from lockstep.errors import ConfigError
 
 
 class Rows(Tensors):
@@ -66,7 +67,10 @@ class Table(DataSource):
             values["weights"] = torch.tensor(frame[self.weight_column].to_numpy(np.float64))
         if self.split_column is None:
             whole = Tensors(torch.empty(len(frame)), values["targets"], groups=values.get("groups"))
-            held_out = hold_out(whole, self.test, None, 0, "auto")[1]
+            try:
+                held_out = hold_out(whole, self.test, None, 0, "auto")[1]
+            except ConfigError:  # whose words are of loader.validation
+                raise ValueError(f"of {len(frame)} rows the share test={self.test} cannot be taken") from None
             split = np.where(np.isin(np.arange(len(frame)), held_out.indices), "test", "train")
         else:
             split = frame[self.split_column].to_numpy(str)
