@@ -118,7 +118,7 @@ def test_the_samples_of_a_step_that_fails_are_named_by_their_numbers_in_the_data
             "(another rank|Traceback)",
         ),
         # An exit with 0 before the training.
-        ("model._target_=own.ImportExit", 1, "exit code 0", "finished"),
+        ("model._target_=own.ImportExit", 2, "SystemExit: 0); type model._target_=", "finished"),
         ("model._target_=own.ExitNet launch=fork", 1, "exit code 0", "finished"),
         ("dataset._target_=own.ExitData launch=torchrun", 1, "exit code 0", "finished"),
     ],

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf, errors, open_dict
 from lockstep.compat import hydra_may_call_all
 from lockstep.config.schema import CONF, FROM_DATA, GET_FIRST, PASSED, Node, RunConfig
 from lockstep.errors import ConfigError, first_line, printable, show
+from lockstep.files import is_users
 
 GROUPS = [folder for folder in CONF.iterdir() if folder.is_dir() and folder.name not in ("hydra", "local")]
 OPTIONS = {group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in GROUPS}
@@ -153,7 +154,9 @@ def locate(key: str, path: object) -> Callable[..., Any]:
             advice = f"PYTHONPATH=<the folder of {missing}.py> before the command, or pip install {missing}"
         elif inspect.ismodule(found) and (meant := get_close_matches(names[-1], dir(found), 1)):
             advice = f"{key}._target_={found.__name__}.{meant[0]}"
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        frames = [at for at in traceback.extract_tb(error.__traceback__) if is_users(at.filename)]
+        place = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+        reason = f"{place}{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"{key}._target_={path} cannot be imported ({reason}); type {advice}") from error
     return found  # type: ignore[no-any-return]
 
