@@ -163,7 +163,9 @@ def filtered(runs: Sequence[Row], filters: Sequence[str]) -> list[Row]:
     """The runs for which all of `filters` hold, such as "optimizer.lr=0.1" or "tags=baseline", an item of a list."""
     for text in filters:
         key, equals, typed = (part.strip() for part in text.partition("="))
-        check_names(runs, [key if equals else f"{key}="], "--filter")
+        check_names(runs, [key], "--filter")
+        if not equals:
+            raise ConfigError(f"--filter {key} has no value; type --filter {key}=<value>")
         runs = [run for run in runs if _is_value(run.get(key), typed)]
     return list(runs)
 
@@ -214,8 +216,9 @@ def _text(row: Row, name: str) -> str:
     if not is_there(value):
         return "-"
     if name not in ("objective", "test"):
-        is_whole = isinstance(value, float) and (name == "speed" or value.is_integer())
-        return f"{value:.0f}" if is_whole else f"{value:.6g}" if isinstance(value, float) else as_word(value)
+        if isinstance(value, float):
+            return f"{value:.0f}" if name == "speed" or value.is_integer() else f"{value:.6g}"
+        return as_word(value)
     low, high = ("low", "high") if name == "objective" else ("test_low", "test_high")
     text = f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
     if row.get(low) is not None:

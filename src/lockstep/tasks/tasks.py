@@ -92,8 +92,9 @@ class CrossEntropy(Task):
 
     def check_targets(self, targets: Any, numbers: Any, classes: int | None) -> None:
         super().check_targets(targets, numbers, classes)
-        if self.target_weights is not None and len(self.target_weights) != (classes or len(self.target_weights)):
-            what = f"task.class_weights has {len(self.target_weights)} weights, and there are {classes} classes"
+        weights = self.target_weights
+        if weights is not None and classes is not None and len(weights) != classes:
+            what = f"task.class_weights has {len(weights)} weights, and there are {classes} classes"
             raise ConfigError(f"{what}; type task.class_weights=null, or a weight for each class")
         if not isinstance(targets, Tensor) or targets.is_floating_point() or classes is None:
             return
