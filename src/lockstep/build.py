@@ -234,7 +234,7 @@ def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, prog
     shared |= {"scaler": scaler, "meter": meter, "progress": progress, "average": average}
     # Ranks that compute the same samples draw for their own parts of the model.
     by_sample = not trainer.compile and strategy.data_share_of(world.size) == world.size
-    own = {"draws": Draws(config.seed, world.device, by_sample), "max_grad_norm": trainer.max_grad_norm}
+    own = {"draws": Draws(config.seed, world.device, by_sample, progress), "max_grad_norm": trainer.max_grad_norm}
     skip = SkipNonFinite(strategy) if config.watch.nan == "skip" else None
     step = instantiate_as(Step, config.step, "step", **shared, **own, skip=skip, ignores=not loaders.train.is_whole)
     nodes = [*config.callbacks, *([] if trainer.profiler is None else [trainer.profiler])]

@@ -14,6 +14,7 @@ import torchvision
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.data.loader import Progress
 from lockstep.errors import ConfigError
 from lockstep.models.library import timm_model, torchvision_model
 from lockstep.models.tutorial import convnet
@@ -326,14 +327,14 @@ DRAWS = {
 
 
 def passes(function, inputs, edges):
-    draws, outputs, gradients = Draws(0, torch.device("cpu"), True), [], []
+    draws, outputs, gradients = Draws(0, torch.device("cpu"), True, Progress()), [], []
     for begin, end in pairwise(edges):
         torch.manual_seed(7)
         part = inputs[begin:end].clone().requires_grad_()
         with draws.of(begin, end - begin, len(inputs)):
             output = function(part)
             output.square().sum().backward()
-        assert draws.has_drawn
+        assert draws.progress.has_drawn
         outputs.append(output.detach().reshape(end - begin, -1))
         gradients.append(part.grad)
     return torch.cat(outputs), torch.cat(gradients)
@@ -353,7 +354,7 @@ def test_masks_of_samples_layers_and_steps_are_independent():
     masks = []
     for step in range(3):
         torch.manual_seed(step)
-        with Draws(0, torch.device("cpu"), True).of(0, 100, 100):
+        with Draws(0, torch.device("cpu"), True, Progress()).of(0, 100, 100):
             masks += [F.dropout(torch.ones(100, 2000)).sign() for _ in range(3)]
     drawn = torch.cat(masks) * 2 - 1  # (900, 2000)
     together = drawn @ drawn.T / 2000
@@ -364,7 +365,7 @@ def test_what_decides_about_a_layer_or_a_parameter_is_the_same_on_all_ranks_and_
     coins, masks, orders, weights, weight = set(), [], [], [], nn.Parameter(torch.ones(6, 4))
     for start, rows in ((0, 7), (7, 9)):
         torch.manual_seed(7)
-        with Draws(0, torch.device("cpu"), True).of(start, rows, 16):
+        with Draws(0, torch.device("cpu"), True, Progress()).of(start, rows, 16):
             weights.append(torch.cat([torch.randn_like(weight), F.dropout(weight)]).detach())
             whole = torchvision.ops.stochastic_depth(torch.ones(rows, 5, 6), 0.5, "batch")
             coins.add((float(torch.rand(())), float(torch.rand(1)), float(whole.sum()) > 0))

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.data.loader import LoadedPart
+from lockstep.data.loader import Batch, LoadedPart, Progress
 from lockstep.data.partition import generator, seeded
 from lockstep.models.tutorial import mlp
 from lockstep.training.rng import Draws
@@ -53,9 +53,8 @@ def images(normalised=True):
 @contextmanager
 def drawing(place, rows):
     """Inside the block noise is that of a step of one process. place: (epoch, step)."""
-    draws = Draws(0, torch.device("cpu"), True)
-    draws.begin_epoch(place[1])
-    with draws.of_part(place[1], LoadedPart(0, 0, None, None, torch.arange(rows)), rows):
+    draws = Draws(0, torch.device("cpu"), True, Progress(step=place[1]))
+    with draws.of_part(LoadedPart(0, 0, None, None, torch.arange(rows)), Batch(0, rows, [])):
         yield
 
 

@@ -54,6 +54,9 @@ class Progress:
     best_step: int | None = None
     evals_since_best: int = 0
     evaluation_pending: bool = False  # the run stopped after its last step, and before the evaluation of it
+    has_drawn: bool = False  # whether a forward or backward pass has drawn random numbers
+    skipped: int = 0  # updates that watch.nan=skip has left out
+    skipped_in_a_row: int = 0  # since one was taken
 
     def advance(self, batch: Batch) -> None:
         """An optimizer step over `batch` is done."""

@@ -59,8 +59,6 @@ class FindLr(Mode):
             run.strategy.module.train()
             heartbeat.enter("mode", epoch=1)
             for batch in run.loaders.train.batches(run.progress):
-                if run.progress.samples == 0:
-                    run.step.draws.begin_epoch(run.progress.step)
                 run.meter.clear()
                 run.step(batch)
                 run.progress.advance(batch)

@@ -57,11 +57,9 @@ def collect(run: Run, totals: Tensor) -> tuple[dict[str, Any] | None, Shards]:
         "groups_as_built": [hyperparameters_of(group) for group in run.hyperparameters],
         "schedule": run.schedule.state_dict(),
         "step": run.step.state_dict(),
-        "has_drawn": run.step.draws.has_drawn,
         "scaler": run.scaler.state_dict(),
         "meter": {"names": run.meter.names, "totals": totals, "logged": run.meter.logged},
         "measured": [run.objective, run.direction, run.average is not None],
-        "skipped": [0, 0] if run.step.skip is None else [run.step.skip.skipped, run.step.skip.in_a_row],
         "progress": asdict(run.progress),
         "seconds": run.clock.seconds,
     }
@@ -151,10 +149,7 @@ def restore(run: Run, saved: dict[str, Any], path: Path) -> None:
     progress.ahead = run.place - progress.step  # with another batch size
     run.schedule(run.place)
     run.scaler.load_state_dict(own["scaler"] or run.scaler.state_dict())  # empty after a run without loss scaling
-    if run.step.skip is not None:
-        run.step.skip.restore(*own["skipped"])
     run.step.load_state_dict(own["step"])
-    run.step.draws.restore(own["has_drawn"])
     if own["meter"]["names"] == run.meter.names:  # else the epoch's training metrics begin here
         run.meter.restore(**own["meter"])
 

@@ -25,7 +25,7 @@ class GraphedStep(Step):
             raise ConfigError("step=cuda_graph records what one rank computes on a GPU; type step=default")
         if self.scales or self.skip is not None:  # the host would have to wait for a value
             raise ConfigError("step=cuda_graph cannot leave out updates; type watch.nan=stop trainer.precision=bf16")
-        self.draws = Draws(self.draws.seed, device, by_sample=False)
+        self.draws = Draws(self.draws.seed, device, False, self.progress)
         for group in groups:
             if "capturable" in group:
                 group["capturable"] = True
@@ -51,7 +51,7 @@ class GraphedStep(Step):
         for now, place in zip(tensors_in(batch.parts), tensors_in(self.recorded), strict=True):
             place.copy_(now, non_blocking=True)
         for part in batch.parts:
-            self.draws.of_part(self.progress.step, part, batch.count)
+            self.draws.of_part(part, batch)
         assert self.graph is not None
         self.graph.replay()
         for values, counts in self.measured:

@@ -132,7 +132,7 @@ class Exchange:
             if means:  # where all updates were left out, nothing is counted
                 logged["train/running_loss"] = means["loss"]
             if run.step.skip is not None:
-                logged["watch/skipped_steps"] = run.step.skip.skipped
+                logged["watch/skipped_steps"] = run.progress.skipped
             self.loggers.log(logged, step)
         if is_over:
             run.clock.end_at(run.progress.step)

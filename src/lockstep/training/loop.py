@@ -91,7 +91,6 @@ def begin_epoch(run: Run, exchange: Exchange) -> None:
     progress.evaluation_pending = False
     run.strategy.module.train()
     if progress.samples == 0:
-        run.step.draws.begin_epoch(progress.step)
         run.meter.clear()
     exchange.begin_epoch()
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from lockstep.data.loader import Progress
 from lockstep.data.source import tensors_in
 from lockstep.errors import TrainingDiverged, first_of
 from lockstep.strategies.base import Strategy, local_part
@@ -25,30 +26,26 @@ class SkipNonFinite:
     """watch.nan=skip: leaves the updates out whose gradient is not finite on some rank. The host waits in each step."""
 
     def __init__(self, strategy: Strategy) -> None:
-        self.strategy, self.skipped, self.in_a_row = strategy, 0, 0  # updates left out, and since one was taken
+        self.strategy = strategy
         self.before: list[tuple[Tensor, Tensor]] = []  # buffers, and copies of them: the forward pass changes them
-
-    def restore(self, skipped: int, in_a_row: int) -> None:
-        """Go on from a snapshot's numbers."""
-        self.skipped, self.in_a_row = skipped, in_a_row
 
     def begin(self) -> None:
         """Before the forward pass."""
         self.before = [(buffer, buffer.clone()) for buffer in self.strategy.model.buffers()]
 
     @torch.no_grad()
-    def refuses(self, step: int, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether the update of `step`, counted from 1, is left out; then the buffers are what they were before it.
-        Raises TrainingDiverged, on all ranks, after ten such steps in a row."""
+    def refuses(self, progress: Progress, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether the update of this step is left out; then the buffers are what they were before it. Raises
+        TrainingDiverged, on all ranks, after ten such steps in a row."""
         bad = not are_finite([parameter.grad for parameter in parameters if parameter.grad is not None])
         if not self.strategy.replicas_equal:  # ranks hold other parts
             (bad,) = self.strategy.world.any_of([bad])
         if not bad:
-            self.in_a_row = 0
+            progress.skipped_in_a_row = 0
             return False
-        self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
-        what = f"the gradient is not finite at step {step}"
-        if self.in_a_row > SKIPS_IN_A_ROW:
+        progress.skipped, progress.skipped_in_a_row = progress.skipped + 1, progress.skipped_in_a_row + 1
+        what = f"the gradient is not finite at step {progress.step + 1}"
+        if progress.skipped_in_a_row > SKIPS_IN_A_ROW:
             raise TrainingDiverged(f"{what}, as in the {SKIPS_IN_A_ROW} steps before", SMALLER_STEPS)
         for buffer, copy in self.before:
             if buffer.shape == copy.shape:  # some grow

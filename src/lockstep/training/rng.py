@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lockstep.compat import dispatch_mode
-from lockstep.data.loader import LoadedPart
+from lockstep.data.loader import Batch, LoadedPart, Progress
 from lockstep.data.partition import fold_in, seed_numpy_and_random, seeded
 
 BLOCKS = 8  # of a global batch, at most: each is drawn from a seed of its own
@@ -47,39 +47,31 @@ class Draws(TorchFunctionMode):
     layer, and noise of a weight are the same on all ranks, as in one process. What else has no dimension of the batch
     is drawn by each rank for itself: mode=check names what depends on it. Each draw takes a seed from torch's
     generator, which is seeded alike on all ranks: checkpointed blocks draw the same. by_sample: False: torch's draws
-    are those of a part: of a compiled model, and where several ranks compute the same samples."""
+    are those of a part: of a compiled model, and where several ranks compute the same samples. A model that has drawn
+    nothing yet is looked at in the first step of an epoch alone."""
 
-    def __init__(self, seed: int, device: torch.device, by_sample: bool) -> None:
+    def __init__(self, seed: int, device: torch.device, by_sample: bool, progress: Progress) -> None:
         super().__init__()
-        self.seed, self.by_sample, self.is_mps = seed, by_sample, device.type == "mps"
-        self.has_drawn, self.operators = False, _Operators(self)  # yet
+        self.seed, self.by_sample, self.is_mps, self.progress = seed, by_sample, device.type == "mps", progress
+        self.operators = _Operators(self)
         self.generators: dict[torch.device, torch.Generator] = {}
         self.seeded_each_step = [torch.default_generator]
         if device.type == "cuda":
             self.seeded_each_step.append(torch.cuda.default_generators[device.index or 0])
-        self.first: int | None = None  # the step of this epoch in which a model is looked at that has drawn nothing
 
-    def restore(self, has_drawn: bool) -> None:
-        """Go on from a snapshot in the middle of an epoch: the same draws belong to samples as without the stop."""
-        self.has_drawn = has_drawn
-
-    def begin_epoch(self, step: int) -> None:
-        """step: the first one of the epoch, counted from 0."""
-        self.first = step
-
-    def of_part(self, step: int, part: LoadedPart, count: int) -> AbstractContextManager[Any]:
-        """The block in which `part` of a batch of `count` samples is passed forward and backward. numpy and random give
-        all parts the numbers of one process, which may decide about a layer, or mix a batch."""
-        seed = fold_in(self.seed, step)
+    def of_part(self, part: LoadedPart, batch: Batch) -> AbstractContextManager[Any]:
+        """The block in which `part` of `batch` is passed forward and backward. numpy and random give all parts the
+        numbers of one process, which may decide about a layer, or mix a batch."""
+        seed = fold_in(self.seed, self.progress.step)
         seed_numpy_and_random(seed)
         if not self.by_sample:
-            seed = fold_in(self.seed, step, part.number)
+            seed = fold_in(self.seed, self.progress.step, part.number)
         for generator in self.seeded_each_step:  # torch.manual_seed takes 0.5 ms where torch could use a GPU
             generator.manual_seed(seed)
         if self.is_mps:
             torch.mps.manual_seed(seed)
-        if self.by_sample and (step == self.first or self.has_drawn):
-            return self.of(part.start, len(part.numbers), count)
+        if self.by_sample and (batch.number == 0 or self.progress.has_drawn):
+            return self.of(part.start, len(part.numbers), batch.count)
         return UNWATCHED
 
     def of(self, start: int, rows: int, count: int) -> "Draws":
@@ -101,7 +93,7 @@ class Draws(TorchFunctionMode):
 
     def fill(self, tensor: Tensor, name: str, *numbers: Any, **options: Any) -> Tensor:
         """`tensor` with this rank's rows of what its method `name` would draw into one of the global batch."""
-        self.has_drawn, seed, dimension = True, self.new_seed(), self._batch_dimension(tensor.shape)
+        self.progress.has_drawn, seed, dimension = True, self.new_seed(), self._batch_dimension(tensor.shape)
         if tensor.device not in self.generators:
             self.generators[tensor.device] = torch.Generator(tensor.device)
         generator = self.generators[tensor.device]
@@ -138,7 +130,7 @@ class Draws(TorchFunctionMode):
             before = [generator.get_state() for generator in generators]
             result = func(*args, **kwargs)
             now = [generator.get_state() for generator in generators]
-        self.has_drawn |= not all(map(torch.equal, before, now))
+        self.progress.has_drawn |= not all(map(torch.equal, before, now))
         return result
 
     def new_seed(self) -> int:
@@ -178,6 +170,6 @@ class _Operators(dispatch_mode()):  # type: ignore[misc]
             case (("_sample_dirichlet" | "multinomial" | "_standard_gamma"), (row, *_)):
                 # One draw, as MixUp's, is the same on all ranks: of a row of weights, or of one number.
                 if row.numel() == (1 if name == "_standard_gamma" else row.shape[-1]):
-                    self.draws.has_drawn = True
+                    self.draws.progress.has_drawn = True
                     return func(*args, **kwargs)
         return self.draws.by_rank(func, *args, **kwargs)

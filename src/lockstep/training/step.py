@@ -56,7 +56,7 @@ class Step:
                 parameter.grad = None
         weight = self.begin(batch)
         for part in batch.parts:
-            with self.draws.of_part(self.progress.step, part, batch.count):
+            with self.draws.of_part(part, batch):
                 self.strategy.forward_backward(part, self.loss, weight, part is batch.parts[-1])
         self.update()
 
@@ -68,7 +68,7 @@ class Step:
         if loss is not None:
             self._fill_in()
         for part in batch.parts:
-            with self.draws.of_part(self.progress.step, part, batch.count):
+            with self.draws.of_part(part, batch):
                 self.strategy.forward_backward(part, loss or self.loss, weight, part is batch.parts[-1], outputs)
 
     def begin(self, batch: Batch) -> Tensor:
@@ -124,7 +124,7 @@ class Step:
         chosen = self.optimizer if optimizer is None else optimizer
         if self.scales:
             self.scaler.unscale_(chosen)
-        if self.skip is not None and self.skip.refuses(self.progress.step + 1, self.parameters):
+        if self.skip is not None and self.skip.refuses(self.progress, self.parameters):
             self.meter.discard(self.progress.step + 1)
         else:
             if self.max_grad_norm is not None:
