@@ -331,9 +331,7 @@ def loggers(run: Run) -> Loggers:
     if not run.world.is_rank_zero:
         return Loggers([])
     members = [instantiate_as(Logger, node, f"logger.{name}") for name, node in run.config.logger.items()]
-    name = run.objective or f"test/{run.task.monitor}"
-    direction = run.direction if run.objective else run.task.mode(name)
-    return Loggers([RunRecord(Path(run.config.run_dir), (name, direction)), *members])
+    return Loggers([RunRecord(), *members])
 
 
 def run_info(record: ConfigRecord, snapshots: Checkpointer) -> RunInfo:

@@ -69,7 +69,7 @@ def test_a_logger_that_fails_costs_one_warning_and_one_that_cannot_start_is_left
 def test_a_resumed_run_drops_the_points_after_its_snapshot_and_a_fresh_run_in_an_old_folder_all(tmp_path):
     """What was logged before the kill is there: nothing waits in memory."""
     for step, epochs, left in ((0, [1, 2, 3], [2, 4, 6]), (2, [2], [2, 4]), (0, [1], [2])):
-        for logger in (CSVLogger(str(tmp_path)), TensorBoardLogger(str(tmp_path), 1)):
+        for logger in (CSVLogger(), TensorBoardLogger(images=1)):
             logger.start(run_info(tmp_path, step))
             for number in epochs:
                 logger.log({"train/lr": 0.1}, 2 * number)

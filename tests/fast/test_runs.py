@@ -24,7 +24,7 @@ import lockstep
 import runs as runs_py
 from lockstep.errors import ConfigError
 from lockstep.loggers.base import EpochSummary
-from lockstep.runs.record import RunRecord, read_run, settle
+from lockstep.runs.record import RunRecord, read_run
 from lockstep.runs.stats import (
     estimate,
     is_share,
@@ -47,8 +47,9 @@ with suppress(ImportError):  # extras, which a fork may have deleted with their 
 SETTINGS = {"optimizer.lr": 0.1, "trainer.epochs": 5, "seed": 0, "dataset.mean": [0.5], "trainer.compile": False}
 CODE = {"source": "baed35b7596fd0b6", "modules": {}, "commit": "59029b0b3e9e8f7448ae38e6eccc3a42518d3d6b"}
 DATA = {"training_samples": 1437, "training_data": "cda99ef9", "test_samples": 360, "test_data": "90ab"}
-SAME = {"format": 2, "command": "python src/train.py", "flags": [], "sweep": None, "notes": None, "history": []}
-SAME |= {"options": {"model": "mlp"}, "data": DATA, "code": CODE, "steps": 46, "samples_per_second": 5709.4}
+SAME = {"format": 2, "command": "python src/train.py", "flags": [], "sweep": None, "notes": None}
+SAME |= {"options": {"model": "mlp"}, "data": DATA, "code": CODE, "steps": 46}
+SAME |= {"history": [{"epoch": 2, "step": 46, "speed/samples_per_s": 5709.4}]}
 SAME |= {"environment": {"python": "3.11.7", "torch": "2.14.1", "device": "cpu"}}
 
 
@@ -99,16 +100,17 @@ def cells(runs):
 
 def test_a_run_that_is_killed_before_its_first_snapshot_keeps_its_start_and_a_long_history_stays_short(tmp_path):
     for epochs in (1, 2):
-        settle(tmp_path)
-        record = RunRecord(tmp_path, ("val/loss", "min"))
-        record.start(run_info(tmp_path, start=START, config={"epochs": epochs}))
-        record.progress.best, record.progress.best_step = 0.5, 20
+        record, info = RunRecord(), run_info(tmp_path, start=START, config={"epochs": epochs})
+        info.run.objective, info.run.direction = "val/loss", "min"
+        record.start(info)
+        record.progress.best, record.progress.best_step, record.progress.step = 0.5, 20, 20
         metrics = {"train": {"loss": 1.0}, "val": {"loss": 0.5}, "best": {"loss": 0.5}}
         record.epoch(EpochSummary(1, 2, 20, metrics, {"samples": 9.0}))
     test = {"step": 20, "metrics": {"loss": 0.0}}
     record.end(replace(run_info(tmp_path), last={"loss": 0.5}, test=test), "finished")
     run = read_run(tmp_path)
     assert [(one["state"], one["to_step"]) for one in run["starts"]] == [("killed", 0), ("finished", 20)]
+    assert (run["steps"], row_of(run)["speed"]) == (20, 9.0)
     assert run["starts"][0]["config"] == {"epochs": 1}  # what the next start has changed
     values = {"speed/samples_per_s": 9.0, "train/loss": 1.0, "val/loss": 0.5, "best/loss": 0.5}
     assert run["history"] == [{"epoch": 1, "step": 20, **values}]

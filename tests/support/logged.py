@@ -21,6 +21,7 @@ def run_info(folder, step=0, world_size=1, batch_size=64, **changes):
         ),
         batch_size=batch_size,
         objective="val/accuracy",
+        direction="max",
         progress=SimpleNamespace(step=step, epoch=0, samples=0, best=None, best_step=None),
     )
     facts = {"overrides": [], "tags": [], "notes": None, "data": {}, "environment": {}, "sweep": None, "flags": []}

@@ -75,11 +75,6 @@ class Logger:
         """An epoch has ended, and its evaluation if there was one."""
         self.log(summary.flat(), summary.step)
 
-    def test(self, test: Mapping[str, Any], is_logged: bool) -> None:
-        """The number of the run. test: as in RunInfo. is_logged: whether its numbers have been logged before."""
-        if not is_logged:
-            self.log({f"test/{name}": value for name, value in test["metrics"].items()}, test["step"])
-
     def image(self, tag: str, image: Tensor, step: int) -> None:
         """image: (3, height, width), from 0 to 1. step: of the weights that it shows."""
 
@@ -93,10 +88,8 @@ class Logger:
 class CSVLogger(Logger):
     """Numbers as a table: metrics.csv in the run folder, a row for each, with the columns step, tag and value."""
 
-    def __init__(self, run_dir: str) -> None:
-        self.path = Path(run_dir) / "metrics.csv"
-
     def start(self, info: RunInfo) -> None:
+        self.path = Path(info.run.config.run_dir) / "metrics.csv"
         step, lines = info.run.progress.step, list[str]()
         if step and self.path.exists():  # without the header, and what a kill has cut off
             lines = self.path.read_text(encoding="utf-8").split("\n")[1:-1]
@@ -146,9 +139,10 @@ class Loggers(Logger, AbstractContextManager["Loggers"]):
         self._draw()
 
     def test(self, test: Mapping[str, Any], is_logged: bool) -> None:
-        if self.info is not None:
-            self.info = replace(self.info, test=test)
-        self._each("test", test, is_logged)
+        """The number of the run. test: as in RunInfo. is_logged: whether its numbers have been logged before."""
+        self._each("test", test)  # to be recorded
+        if not is_logged:
+            self.log({f"test/{name}": value for name, value in test["metrics"].items()}, test["step"])
 
     def end(self, info: RunInfo, state: str) -> None:
         if info.facts["sweep"] is None:

@@ -14,16 +14,16 @@ from lockstep.runs.record import FINISHED, changes_no_number
 
 
 class TensorBoardLogger(Logger):
-    """Writes event files to `run_dir`. A resumed run begins a file, which hides what came after its snapshot.
+    """Writes event files to the run folder. A resumed run begins a file, which hides what came after its snapshot.
     images: samples that an evaluation shows; 0: no images of it."""
 
-    def __init__(self, run_dir: str, images: Whole) -> None:
-        self.run_dir = run_dir
+    def __init__(self, images: Whole) -> None:
         self.writer: Any = None  # a SummaryWriter, from the start on
 
     def start(self, info: RunInfo) -> None:
-        is_new = not any(Path(self.run_dir).glob("events.out.tfevents.*"))
-        self.writer = SummaryWriter(self.run_dir, purge_step=None if is_new else info.run.progress.step + 1)
+        folder = info.run.config.run_dir
+        is_new = not any(Path(folder).glob("events.out.tfevents.*"))
+        self.writer = SummaryWriter(folder, purge_step=None if is_new else info.run.progress.step + 1)
         if is_new:  # TensorBoard keeps the first hyperparameters that it reads of a run
             metrics = [*info.run.task.better, *info.run.config.evaluation.metrics]
             charts = {name: ("Multiline", [f"^(train|val|test)/{name}$"]) for name in metrics}

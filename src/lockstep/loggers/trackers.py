@@ -25,20 +25,22 @@ class Tracker(Logger):
 
     package = ""
 
-    def __init__(self, run_dir: str, **options: Any) -> None:
-        self.run_dir, self.options = Path(run_dir), options
+    def __init__(self, **options: Any) -> None:
+        self.options = options
         self.api: Any = importlib.import_module(self.package)  # not later: some draw from `random`, as a model may
         self.run: Any = None
 
-    def begin(self, facts: Mapping[str, Any], known: str | None, name: str, group: str | None) -> str:
-        """Begin a run on the service, or go on with the one of the id `known`. group: of its sweep. Returns its id."""
+    def begin(self, facts: Mapping[str, Any], known: str | None, folder: Path, group: str | None) -> str:
+        """Begin a run on the service, or go on with the one of the id `known`. folder: of the run. group: of its sweep.
+        Returns its id."""
         raise NotImplementedError
 
     def start(self, info: RunInfo) -> None:
-        path, sweep = self.run_dir / f"{type(self).__name__}.id", info.facts["sweep"]
+        folder, sweep = Path(info.run.config.run_dir).absolute(), info.facts["sweep"]
+        path = folder / f"{type(self).__name__}.id"
         known = path.read_text() if path.exists() and info.run.progress.step else None
         group = None if sweep is None else Path(sweep).name
-        write_whole(path, self.begin(info.facts, known, self.run_dir.absolute().name, group), sync=False)
+        write_whole(path, self.begin(info.facts, known, folder, group), sync=False)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.run.log(metrics, step=step)
@@ -53,8 +55,8 @@ class WandbLogger(Tracker):
 
     package = "wandb"
 
-    def begin(self, facts: Mapping[str, Any], known: str | None, name: str, group: str | None) -> str:
-        mine = {"dir": self.run_dir, "name": name, "group": group, "id": known, "resume": "allow"}
+    def begin(self, facts: Mapping[str, Any], known: str | None, folder: Path, group: str | None) -> str:
+        mine = {"dir": folder, "name": folder.name, "group": group, "id": known, "resume": "allow"}
         mine |= {key: facts[key] for key in ("config", "tags", "notes")}
         self.run = self.api.init(**mine | self.options)
         self.run.define_metric("*", step_metric="step")  # a resumed run may begin before its last step
@@ -72,18 +74,18 @@ class MLflowLogger(Tracker):
 
     package = "mlflow"
 
-    def __init__(self, run_dir: str, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         # The end of a run waits so long for a lost server.
         own = {"DISABLE_TELEMETRY": "true", "HTTP_REQUEST_TIMEOUT": "10", "HTTP_REQUEST_MAX_RETRIES": "3"}
         os.environ.update({f"MLFLOW_{key}": os.environ.get(f"MLFLOW_{key}", value) for key, value in own.items()})
-        super().__init__(run_dir, **options)  # the import sets the package's level
+        super().__init__(**options)  # the import sets the package's level
         logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # it tells of each table of its database
         self.sent: list[Any] = []  # calls that may be under way
 
-    def begin(self, facts: Mapping[str, Any], known: str | None, name: str, group: str | None) -> str:
+    def begin(self, facts: Mapping[str, Any], known: str | None, folder: Path, group: str | None) -> str:
         self.api.set_experiment(**self.options)
         tags = dict.fromkeys(facts["tags"], "") | ({} if group is None else {"group": group})
-        self.run = self.api.start_run(run_id=known, run_name=name, tags=tags)
+        self.run = self.api.start_run(run_id=known, run_name=folder.name, tags=tags)
         if known is None:
             self.api.log_params(facts["config"])
         return str(self.run.info.run_id)
@@ -110,7 +112,7 @@ class TrackioLogger(Tracker):
 
     package = "trackio"
 
-    def begin(self, facts: Mapping[str, Any], known: str | None, name: str, group: str | None) -> str:
-        name, resume = known or f"{name}-{uuid.uuid4().hex[:8]}", "never" if known is None else "must"
+    def begin(self, facts: Mapping[str, Any], known: str | None, folder: Path, group: str | None) -> str:
+        name, resume = known or f"{folder.name}-{uuid.uuid4().hex[:8]}", "never" if known is None else "must"
         self.run = self.api.init(name=name, group=group, config=facts["config"], resume=resume, **self.options)
         return name

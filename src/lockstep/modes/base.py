@@ -27,7 +27,7 @@ from lockstep.errors import KINDS, ConfigError, StoppedEarly, exits_are_failures
 from lockstep.failures.record import heartbeat, message_of
 from lockstep.files import Contents, write_whole
 from lockstep.launchers.base import Launcher
-from lockstep.runs.record import read_run, settle
+from lockstep.runs.record import read_run
 from lockstep.snapshots.checkpointer import restore_trained
 from lockstep.snapshots.files import snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
@@ -245,8 +245,6 @@ def join(config: RunConfig, record: ConfigRecord, parts: Parts, holds: bool = Tr
         threads, started_by = torch.get_num_threads(), read_rank_info().started_by
         said = f"{get_backend()} on {world.device}, {threads} thread{'s' * (threads > 1)}, started by {started_by}"
         log.info("rank %d of %d: %s", world.rank, world.size, said)
-        if world.is_rank_zero:
-            settle(Path(config.run_dir))
         watch(world, config.run_dir, config.watch.timeout, config.watch.on_hang)
         own = [{k: v for k, v in of.items() if not k.startswith("launch.")} for of in (record.flat, record.shown)]
         require_same_config(world, own[0], own[1], "type the same command on every node")

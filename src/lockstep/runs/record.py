@@ -107,87 +107,71 @@ def seconds_of(run: Run) -> float:
 
 class RunRecord:
     """Rank 0 writes run.json with it: at the start, at most once a second while steps and epochs end, and at the end.
-    It has methods of a Logger, for `Loggers` to call. folder: of this run. objective: its name, such as val/loss,
-    and whether "min" or "max" of it is better; where nothing is chosen, test/loss of the last weights."""
-
-    def __init__(self, folder: Path, objective: tuple[str, str]) -> None:
-        self.folder, self.objective = folder, objective
-        self.run: Run = {}
+    It has methods of a Logger, for `Loggers` to call."""
 
     def start(self, info: Any) -> None:
         """`info.facts` are keys of run.json; "start" has those of this start."""
-        facts, progress = info.facts, info.run.progress
-        before: Run = {"starts": [], "history": [], "samples_per_second": None}
+        facts, run, self.progress = info.facts, info.run, info.run.progress
+        self.folder, step = Path(run.config.run_dir), self.progress.step
+        before: Run = {"starts": [], "history": []}
         with suppress(ConfigError):  # a fresh folder, or a file that is damaged
             before = read_run(self.folder)
         if starts := before["starts"]:  # one has its values of the keys that the next one has changed
             changed = differing(before["config"], facts["config"])
             starts[-1]["config"] = {key: then for key, (then, _) in changed.items()}
-        code, now, self.progress = code_facts(), time.time(), progress
+            if starts[-1]["state"] == RUNNING:  # its rank 0 could not write its end
+                starts[-1]["state"] = KILLED
+        code, now = code_facts(), time.time()
         files = {name: getattr(module, "__file__", None) or "" for name, module in [*sys.modules.items()]}
         users = {name: file for name, file in files.items() if file.endswith(".py") and is_users(file)}
         modules = {name: hashed(Path(file)) for name, file in users.items() if not file.startswith(f"{ROOT}/src/")}
-        (name, mode), step = self.objective, progress.step
+        name = run.objective or f"test/{run.task.monitor}"  # where nothing is chosen, of the last weights
+        mode = run.direction if run.objective else run.task.mode(name)
         self.begun = facts["start"] | {"started": now, "ended": now, "state": RUNNING, "exit_code": None}
         # What earlier starts did after this step is done again.
         earlier = [one | {"to_step": max(one["from_step"], min(one["to_step"], step))} for one in starts]
-        self.begun |= {"pid": os.getpid(), "from_step": step, "to_step": step, "source": code["source"]}
-        self.run = {
+        self.begun |= {"pid": os.getpid(), "from_step": step, "source": code["source"]}
+        self.run: Run = {
             "format": FORMAT,
             **{key: value for key, value in facts.items() if key != "start"},
             "code": code | {"modules": modules},
             "environment": facts["environment"] | versions(),
-            "objective": {"name": name, "mode": mode, "best": progress.best, "step": progress.best_step, "last": None},
+            "objective": {"name": name, "mode": mode, "last": None},
             "history": [row for row in before["history"] if row["step"] <= step] if step else [],
             "test": None,
             "starts": [*earlier, self.begun],
-            "steps": step,
-            "samples_per_second": before["samples_per_second"] if step else None,
         }
         self._write()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self.run["steps"] = max(self.run["steps"], step)
         self._write(now=False)
 
     def epoch(self, summary: Any) -> None:
-        history, metrics = self.run["history"], summary.flat()
-        history.append({"epoch": summary.epoch, "step": summary.step, **metrics})
+        history = self.run["history"]
+        history.append({"epoch": summary.epoch, "step": summary.step, **summary.flat()})
         if len(history) > MOST_ROWS:
             del history[:-1:2]
-        self.run["steps"] = max(self.run["steps"], summary.step)
-        self.run["samples_per_second"] = metrics.get("speed/samples_per_s", self.run["samples_per_second"])
-        self.run["objective"] |= {"best": self.progress.best, "step": self.progress.best_step}
         self._write(now=len(history) <= FIRST_EPOCHS)
 
-    def test(self, test: Any, is_logged: bool) -> None:
+    def test(self, test: Any) -> None:
         self.run["test"] = test  # at once: a kill before the end must not read the test set twice
         self._write()
 
     def end(self, info: Any, state: str) -> None:
         """`info.last`, or the test where nothing is chosen, has the last value of the objective."""
-        numbers = info.last or (info.test or {}).get("metrics", {})
-        self.run["objective"]["last"] = numbers.get(self.objective[0].partition("/")[2])
+        objective, numbers = self.run["objective"], info.last or (self.run["test"] or {}).get("metrics", {})
+        objective["last"] = numbers.get(objective["name"].partition("/")[2])
         self.begun |= {"state": state, "exit_code": info.exit_code}
         self._write(sync=True)
 
     def _write(self, now: bool = True, sync: bool = False) -> None:
         """now: else only if the last time is a second ago."""
         if now or time.time() - self.begun["ended"] > WRITE_SECONDS:
-            self.begun |= {"to_step": self.run["steps"], "ended": time.time()}
+            progress = self.progress
+            self.run["steps"] = self.begun["to_step"] = progress.step
+            self.run["objective"] |= {"best": progress.best, "step": progress.best_step}
+            self.begun["ended"] = time.time()
             write_whole(self.folder / NAME, json.dumps(self.run, indent=1), sync)
-
-
-def settle(folder: Path) -> None:
-    """Write into run.json how the last start ended, which a killed rank 0 could not: the next start removes the failure
-    report that tells it."""
-    with suppress(ConfigError, OSError):  # a fresh folder, a file that is damaged, a full disk
-        run = read_run(folder)
-        last = run["starts"][-1]
-        if last["state"] in (RUNNING, FAILED):
-            last["state"] = KILLED if last["state"] == RUNNING else state_of(run)
-            del run["folder"]
-            write_whole(folder / NAME, json.dumps(run, indent=1), sync=False)
 
 
 @cache

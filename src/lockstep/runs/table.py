@@ -65,6 +65,7 @@ def rows_of(folders: Sequence[str | Path]) -> list[Row]:
 
 def row_of(run: Run) -> Row:
     data, test, objective, starts = run["data"], run["test"] or {}, run["objective"], run["starts"]
+    speeds = [row["speed/samples_per_s"] for row in run["history"] if "speed/samples_per_s" in row]
     name, measured = objective["name"].partition("/")[2], test.get("metrics", {})
     value, held_out = measured.get(name), data.get("validation_samples")
     samples, error = test.get("samples", data.get("test_samples")), test.get("errors", {}).get(name)
@@ -77,7 +78,7 @@ def row_of(run: Run) -> Row:
     row |= zip(("objective", "best_step"), best_of(run), strict=True)
     row |= {"test": value, "test_low": low, "test_high": high}
     row |= {"test_samples": samples if error is None else None}  # of shares that are counted
-    row |= {"steps": run["steps"], "speed": run["samples_per_second"], "seconds": seconds_of(run)}
+    row |= {"steps": run["steps"], "speed": speeds[-1] if speeds else None, "seconds": seconds_of(run)}
     row |= {"ranks": starts[-1]["world_size"], "starts": len(starts), "changed": shlex.join(words)}
     row |= {key: run[key] for key in ("tags", "notes", "command", "folder", "sweep")}
     row |= {"setting": shlex.join([*run["flags"], *(word for word in words if not is_repeat(word))])}
