@@ -6,7 +6,7 @@ keys. docs/modes.md tells what users see.
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,13 +184,12 @@ class RankLogs:
     block is written to the rank's own log."""
 
     def __init__(self) -> None:
-        root = logging.getLogger()
-        self.rank, self.before = read_rank_info().rank, ([*root.handlers], root.level, logging.raiseExceptions)
-        self.files: list[logging.FileHandler] = []
-        self.console: list[logging.Handler] = [logging.StreamHandler(sys.stdout)] if self.rank == 0 else []
+        self.rank, self.files = read_rank_info().rank, list[logging.FileHandler]()
+        self.console = logging.NullHandler() if self.rank else logging.StreamHandler(sys.stdout)
 
     def __enter__(self) -> Self:
-        log_to([*self.files, *self.console], logging.INFO, False)
+        logging.raiseExceptions = False
+        logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[self.console], force=True)
         return self
 
     def open(self, folder: str) -> None:
@@ -205,27 +204,18 @@ class RankLogs:
             raise ConfigError(unwritable(folder, error)) from error
         for file in self.files:
             file.setFormatter(FILE_FORMAT)
-        log_to([*self.files, *self.console], logging.INFO, False)
+            logging.getLogger().addHandler(file)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, StoppedEarly):
             log.info("%s", error)
         elif isinstance(error, Exception):
             heartbeat.fails(error)  # before the log has the traceback, which the report need not repeat
-            # The process that started the ranks prints it on the console.
-            log_to(self.files or [logging.NullHandler()], logging.INFO, False)
+            self.console.setLevel(logging.CRITICAL + 1)  # the process that started the ranks prints it there
             log.error("%s", message_of(error), exc_info=None if isinstance(error, tuple(KINDS)) else error)
-        log_to(*self.before)
-        for handler in (*self.files, *self.console):
+        for file in self.files:
             with suppress(OSError):  # the last lines of a log do not fit on a full disk
-                handler.close()
-
-
-def log_to(handlers: Sequence[logging.Handler], level: int, raises: bool) -> None:
-    """What logging.basicConfig sets, without closing the handlers of before."""
-    root, logging.raiseExceptions = logging.getLogger(), raises
-    root.handlers[:] = handlers
-    root.setLevel(level)
+                file.close()
 
 
 @contextmanager
