@@ -13,6 +13,7 @@ from lockstep.snapshots.files import list_snapshots, step_of
 from support.commands import ON_TEST, PYTHON_TRAIN, WHOLE, ema, wait_for
 from support.digits import FEW
 from support.event_files import Backend, scalars
+from support.faults import MODEL
 from support.logged import read_rows
 from support.run_folders import SLOW, best_snapshot, newest_snapshot, position, read_log
 from support.worlds import same_bits
@@ -170,6 +171,17 @@ def test_a_killed_run_is_told_and_another_default_does_not_replace_what_was_type
     wait_for(lambda: state_of(read_run(tmp_path / "run")) == "killed", "state")
     told = "holds a run with optimizer.lr=0.1, and here it is 0.05; type optimizer.lr=0.1 to go on with it"
     assert told in start(*words, ema(0.5)).finish(2).sentence
+
+
+def test_a_run_that_is_killed_in_its_last_evaluation_has_all_points_of_its_curve(start, tmp_path):
+    typed = [*PYTHON_TRAIN, *MODEL, FEW, "trainer.batch_size=16", "trainer.max_steps=30", "snapshot.every=10steps"]
+    points = {}
+    for name, starts in (("whole", [(0, "")]), ("killed", [(-signal.SIGKILL, "evaluation/kill:0:2"), (0, "")])):
+        for code, fault in starts:
+            start(*typed, "logger=[csv]", f"hydra.run.dir={name}", FAULT=fault).finish(code)
+        points[name] = [row[:2] for row in read_rows(tmp_path / name) if not row[1].startswith("speed/")]
+    assert points["killed"] == points["whole"]
+    assert (30, "val/loss") in points["whole"]
 
 
 def test_max_time_ends_a_run_by_the_clock_and_a_resumed_run_has_the_time_that_is_left(train, tmp_path):

@@ -74,7 +74,8 @@ class Exchange:
             require_same_weights(run)
         if self.snapshots.due_after_step():
             self.drain()
-            self.snapshots.save()
+            if not run.finished:  # the last step is saved when it is evaluated: a kill before repeats both
+                self.snapshots.save()
         self._set_due()
         return run.finished
 
