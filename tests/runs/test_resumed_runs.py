@@ -184,6 +184,25 @@ def test_a_run_that_is_killed_in_its_last_evaluation_has_all_points_of_its_curve
     assert (30, "val/loss") in points["whole"]
 
 
+def test_the_best_weights_are_of_this_run_also_where_it_begins_anew_or_at_another_one(start, tmp_path):
+    typed, flat = [*PYTHON_TRAIN, *MODEL, FEW, "trainer.batch_size=16", "logger=[]"], "optimizer.lr=1e-12"
+    saves, others = ["monitor=val/loss", "snapshot.every=9epochs"], {name: tmp_path / name for name in ("run", "other")}
+
+    def best(name):
+        return [step_of(path) for path in list_snapshots(others[name] / "snapshots", "best")]
+
+    start(*typed, *saves, "hydra.run.dir=run", FAULT="evaluation/kill:0:3").finish(-signal.SIGKILL)
+    assert best("run")[0] == 42  # and no snapshot to go on from
+    again = ["monitor=val/accuracy", flat, "hydra.run.dir=run"]
+    start(*typed, *saves, *again, "trainer.epochs=3").finish()
+    assert (best("run"), read_run(others["run"])["test"]["step"]) == ([21], 21)
+    again = ["monitor=val/accuracy", flat, "hydra.run.dir=other", "resume=run", "trainer.epochs=5"]
+    start(*typed, *again, FAULT="evaluation/kill:0:2").finish(-signal.SIGKILL)
+    shutil.rmtree(others["run"])
+    start(*typed, *again).finish()
+    assert (best("other"), read_run(others["other"])["test"]["step"]) == ([21], 21)
+
+
 def test_max_time_ends_a_run_by_the_clock_and_a_resumed_run_has_the_time_that_is_left(train, tmp_path):
     words = [*WHOLE, "model=mlp", "model.width=16", "trainer.epochs=100000", "snapshot.every=1000epochs"]
     words += ["optimizer.lr=0.1", "launch=fork", "logger=[tensorboard]", "hydra.run.dir=run"]

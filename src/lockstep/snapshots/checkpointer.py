@@ -99,16 +99,20 @@ class Checkpointer:
                 Mirror(str(where), "resume").fetch(self.folder)
             paths = list_snapshots(self.folder) or files.named_snapshots(where)
             if not paths:
+                files.remove_best(self.folder, -1)
                 return None
             saved, path = load_first_good(paths)
             if differ := differences(saved["identity"], self.identity):
                 advice = "type the overrides that it was made with, or to start afresh hydra.run.dir=<a new folder>"
                 raise ConfigError(f"{path} does not fit this run: {differ}; {advice}")
-            for damaged in paths[: paths.index(path)] if path.parent == self.folder else ():
+            progress, is_own = saved["progress"], path.parent == self.folder
+            for damaged in paths[: paths.index(path)] if is_own else ():
                 shutil.move(damaged, damaged.with_name(f"{damaged.name}.damaged"))
-            for best in list_snapshots(self.folder, "best"):  # of steps that are trained again, perhaps otherwise
-                if step_of(best) > saved["progress"]["step"]:
-                    files.remove(best)
+            files.remove_best(self.folder, progress["step"] if is_own else -1)
+            best = path.with_name(f"best_{progress['best_step'] or 0:08d}")
+            if not is_own and best.exists():  # this run may choose it, also when it has been stopped
+                unfinished = shutil.copytree(best, self.folder / f"{best.name}.tmp")
+                unfinished.rename(self.folder / best.name)
             return path
 
         heartbeat.enter("resume")
@@ -257,14 +261,12 @@ class Checkpointer:
 
     def best(self) -> Path | None:
         """The snapshot of the best evaluation. None if that is the last step, and, with a warning, if it is gone or
-        damaged. A run that was resumed from another folder has it there, if none was better since."""
+        damaged."""
         step = self.run.progress.best_step
         if step in (None, self.run.progress.step):
             return None
-        folders = [self.folder] + ([] if self.resumed_from is None else [self.resumed_from.parent])
-        paths = [path for path in (folder / f"best_{step:08d}" for folder in folders) if path.exists()]
         try:
-            return load_first_good(paths)[1]
+            return load_first_good([path for path in list_snapshots(self.folder, "best") if step_of(path) == step])[1]
         except ConfigError:
             what = "the weights of the best evaluation, after step %s, are gone: the last ones stand for them"
             log.warning(what, step)

@@ -114,6 +114,13 @@ def remove(path: Path) -> None:
     shutil.rmtree(path.rename(path.with_name(f"{path.name}.tmp")))  # at once no snapshot, whenever this is killed
 
 
+def remove_best(folder: Path, after: int) -> None:
+    """Remove those after this step: of steps that are trained again, perhaps otherwise, or of another run."""
+    for path in list_snapshots(folder, "best"):
+        if step_of(path) > after:
+            remove(path)
+
+
 def remove_leftovers(folder: Path) -> None:
     """Delete what a killed process left unfinished in `folder`, and put back what it was about to replace."""
     for path in folder.glob("*.old"):
