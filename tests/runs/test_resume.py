@@ -107,6 +107,11 @@ def test_typed_settings_of_an_optimizer_win_and_what_it_counts_goes_on(tmp_path)
     assert (group["lr"], group["steps"]) == (0.02, 12)
 
 
+def one_cycle_of_torch(rate):
+    schedule = f"_target_:torch.optim.lr_scheduler.OneCycleLR,max_lr:{rate},total_steps:9"
+    return ["scheduler=torch", f"scheduler.schedule={{{schedule}}}"]
+
+
 PLATEAU, LARGE = "scheduler=plateau", "trainer.batch_size=180"  # 2 steps an epoch, and 6 with the batch size of SMALL
 TORCH = ["scheduler=torch", "scheduler.schedule={_target_:torch.optim.lr_scheduler.ExponentialLR,gamma:0.9}"]
 CHANGED_SCHEDULES = [
@@ -114,6 +119,7 @@ CHANGED_SCHEDULES = [
     ([PLATEAU], ["scheduler=cosine"]),
     (["scheduler=one_cycle"], TORCH),
     ([LARGE, *TORCH], TORCH),
+    (one_cycle_of_torch(0.1), one_cycle_of_torch(0.02)),  # which keeps its rates in the groups of the optimizer
 ]
 
 
@@ -174,7 +180,7 @@ def test_a_run_that_has_reached_its_end_trains_nothing_and_says_so(tmp_path):
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.glob("snapshots/*/*")} == before
     assert (run / "model.pt").read_bytes() == last
     assert same_bits(run, other)  # a folder without model.pt gets one, of the snapshot's weights
-    assert not (other / "snapshots").exists()
+    assert not steps(other)
 
 
 def refused_after(first, second):

@@ -132,7 +132,8 @@ def restore(run: Run, saved: dict[str, Any], path: Path) -> None:
         built = map(hyperparameters_of, run.hyperparameters)
         for group, before, then, now in zip(groups, own["groups"], own["groups_as_built"], built, strict=True):
             for key, value in before.items():
-                if key != "capturable" and then.get(key) == now.get(key):  # which the step decides
+                is_own = key == "capturable" or (key in group and key not in now)  # by the step; by a schedule: max_lr
+                if not is_own and then.get(key) == now.get(key):
                     like = group.get(key)
                     group[key] = torch.full_like(like, value) if isinstance(like, Tensor) else value
     run.optimizer.load_state_dict(beside | {"state": by_index | beside["state"], "param_groups": groups})
