@@ -26,7 +26,7 @@ from lockstep.modes.trained_net import TrainedNet
 from lockstep.tasks.tasks import MultiLabel, Regression
 from support.commands import ema
 from support.configs import composed, with_values
-from support.event_files import scalars
+from support.event_files import Backend, scalars
 from support.logged import epoch, read_rows, run_info
 from support.worlds import in_world, train_all
 
@@ -68,15 +68,17 @@ def test_a_logger_that_fails_costs_one_warning_and_one_that_cannot_start_is_left
 
 def test_a_resumed_run_drops_the_points_after_its_snapshot_and_a_fresh_run_in_an_old_folder_all(tmp_path):
     """What was logged before the kill is there: nothing waits in memory."""
-    for step, epochs, left in ((0, [1, 2, 3], [2, 4, 6]), (2, [2], [2, 4]), (0, [1], [2])):
+    for lr, step, epochs, left in ((0.1, 0, [1, 2, 3], [2, 4, 6]), (0.1, 2, [2], [2, 4]), (0.3, 0, [1], [2])):
         for logger in (CSVLogger(), TensorBoardLogger(images=1)):
-            logger.start(run_info(tmp_path, step))
+            logger.start(run_info(tmp_path, step, config={"optimizer.lr": lr}))
             for number in epochs:
                 logger.log({"train/lr": 0.1}, 2 * number)
         assert [number for number, _, _ in read_rows(tmp_path)] == left
         assert [number for number, _ in scalars(tmp_path)["train/lr"]] == left
         with (tmp_path / "metrics.csv").open("a") as file:
             file.write("3,test/acc")  # a kill has cut it off
+        (row,) = Backend(tmp_path).rows().values()
+        assert row.hyperparameters["optimizer.lr"] == lr
         time.sleep(1)  # TensorBoard reads files in the order of their names, which have the second
 
 

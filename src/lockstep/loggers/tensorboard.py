@@ -21,9 +21,11 @@ class TensorBoardLogger(Logger):
         self.writer: Any = None  # a SummaryWriter, from the start on
 
     def start(self, info: RunInfo) -> None:
-        folder = info.run.config.run_dir
+        folder, step = info.run.config.run_dir, info.run.progress.step
+        for file in Path(folder).glob("events.out.tfevents.*") if step == 0 else ():  # of a run that begins anew
+            file.unlink()
         is_new = not any(Path(folder).glob("events.out.tfevents.*"))
-        self.writer = SummaryWriter(folder, purge_step=None if is_new else info.run.progress.step + 1)
+        self.writer = SummaryWriter(folder, purge_step=None if is_new else step + 1)
         if is_new:  # TensorBoard keeps the first hyperparameters that it reads of a run
             metrics = [*info.run.task.better, *info.run.config.evaluation.metrics]
             charts = {name: ("Multiline", [f"^(train|val|test)/{name}$"]) for name in metrics}
