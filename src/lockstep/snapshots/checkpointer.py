@@ -147,7 +147,7 @@ class Checkpointer:
         if self.is_due or self.run.finished or (self.unit == "epoch" and self.run.progress.epoch % self.count == 0):
             self.save()
 
-    def stop_before_evaluation(self) -> NoReturn:
+    def stop_after_step(self) -> NoReturn:
         """Save the run as it was after its last step, so that a resumed run evaluates what is due then. Then stop."""
         self.run.await_evaluation()
         self.stop()

@@ -140,7 +140,7 @@ class Exchange:
         if is_due:
             self.snapshots.ask()
         if stop and stops:
-            self.snapshots.stop_before_evaluation()
+            self.snapshots.stop_after_step()
         return bool(stop)
 
 

@@ -50,7 +50,7 @@ def fit(
                 break
         summary = end_epoch(run, exchange)
         if run.finished or run.evaluates_each_time:
-            evaluated = {each.name: each(snapshots.stop_before_evaluation) for each in evaluators}
+            evaluated = {each.name: each(snapshots.stop_after_step) for each in evaluators}
             summary.metrics.update(evaluated)
             if run.objective is not None and run.update_best(evaluated[split][name]):
                 snapshots.save("best")
