@@ -353,17 +353,18 @@ def run_info(record: ConfigRecord, snapshots: Checkpointer) -> RunInfo:
     facts["environment"] = {"threads": torch.get_num_threads(), "device": device}
     facts["classes"] = names if len(names) <= LONGEST else []
     facts["start"] = {"world_size": world.size, "launcher": environment.read_rank_info().started_by, "hosts": hosts}
+    facts["test"] = earlier_test(run, data["test_data"])
     return RunInfo(run, facts)
 
 
-def earlier_test(info: RunInfo) -> Any:
+def earlier_test(run: Run, test_data: str) -> Any:
     """The test of an earlier start of this run, as `RunInfo.test`. None if there is none, if the run goes on from a
     step before it, or if the test data is other data now. A collective."""
-    run, found = info.run, None
+    found = None
     if run.world.is_rank_zero:
         with suppress(ConfigError):  # nothing is recorded yet
             before = read_run(Path(run.config.run_dir))
-            if before["data"].get("test_data") == info.facts["data"]["test_data"]:
+            if before["data"].get("test_data") == test_data:
                 found = before["test"]
     found = run.world.broadcast_json(found)
     return found if found and found["step"] <= run.progress.step else None

@@ -113,7 +113,9 @@ def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(numb
 
 def test_a_run_that_is_killed_after_its_test_does_not_read_it_again(start, tmp_path):
     typed = [*LOGGED, *FIRST_IS_BEST, "callbacks=[{_target_:support.faults.FaultyCallback}]", "hydra.run.dir=run"]
-    for code, fault in ((-signal.SIGKILL, "after_test/kill:0:1"), (0, "")):
+    typed.append("model._target_=support.faults.FaultyModel")
+    kills = [(-signal.SIGKILL, f"{place}/kill:0:1") for place in ("after_test", "evaluation")]
+    for code, fault in (*kills, (0, "")):
         start(sys.executable, TRAIN, *typed, FAULT=fault).finish(code)
         assert read_run(tmp_path / "run")["test"]["step"] == 6
     assert steps_of(tmp_path / "run", "test/loss") == [6]

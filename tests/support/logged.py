@@ -20,12 +20,13 @@ def run_info(folder, step=0, world_size=1, batch_size=64, **changes):
             train=range(1293), val=SimpleNamespace(reader=range(144)), test=SimpleNamespace(reader=range(360))
         ),
         batch_size=batch_size,
+        finished=False,
         objective="val/accuracy",
         direction="max",
         progress=SimpleNamespace(step=step, epoch=0, samples=0, best=None, best_step=None),
     )
     facts = {"overrides": [], "tags": [], "notes": None, "data": {}, "environment": {}, "sweep": None, "flags": []}
-    facts |= {"options": {}, "config": {"seed": 0}, "start": {"world_size": world_size}}
+    facts |= {"options": {}, "config": {"seed": 0}, "start": {"world_size": world_size}, "test": None}
     return RunInfo(run, facts | {"command": "python src/train.py"} | changes)
 
 

@@ -34,7 +34,6 @@ class Train(Mode):
                         folder.mkdir(exist_ok=True)
                         (folder / name).write_text(text)
                 info = build.run_info(record, snapshots)
-                tested = build.earlier_test(info)
                 loggers.start(info)
                 with signals.stop_after_saving():
-                    return fit(run, *build.evaluators(run, loggers), snapshots, loggers, info, tested)
+                    return fit(run, *build.evaluators(run, loggers), snapshots, loggers, info)

@@ -138,7 +138,7 @@ class RunRecord:
             "environment": facts["environment"] | versions(),
             "objective": {"name": name, "mode": mode, "last": None},
             "history": [row for row in before["history"] if row["step"] <= step] if step else [],
-            "test": None,
+            "test": facts["test"] if run.finished else None,  # another kill must not read the test set again
             "starts": [*earlier, self.begun],
         }
         self._write()

@@ -1,10 +1,10 @@
 """The training of a run, from its first epoch to its last evaluation. It is the same for any number of processes."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.failures.record import heartbeat
 from lockstep.loggers.base import EpochSummary, Loggers, RunInfo
@@ -28,11 +28,9 @@ def fit(
     snapshots: "Checkpointer",
     loggers: Loggers,
     info: RunInfo,
-    tested: Mapping[str, Any] | None = None,
 ) -> float | None:
     """Train epoch by epoch, evaluate, save; test once, with the weights that were chosen. Returns what was monitored of
-    them, None if nothing chooses. tester: None: the test set stays shut. info: what the loggers have got. tested: the
-    test of an earlier start, as `RunInfo.test`, if there was one."""
+    them, None if nothing chooses. tester: None: the test set stays shut. info: what the loggers have got."""
     exchange = Exchange(run, loggers, snapshots, delayed=run.world.device.type == "cuda")
     batches, evaluated = run.loaders.train.batches(run.progress), Evaluated()
     progress, (split, _, name) = run.progress, (run.objective or "").partition("/")
@@ -67,8 +65,8 @@ def fit(
     is_paused, result = run.reached_limit == "trainer.pause_after", None
     if tester is not None and not is_paused:  # the test set is read once
         chosen, is_logged = progress.step if progress.best_step is None else progress.best_step, True
-        if tested is not None and tested["step"] == chosen:
-            result = tested
+        if (earlier := info.facts["test"]) is not None and earlier["step"] == chosen:
+            result = earlier
         elif chosen == progress.step and "test" in evaluated:
             result = {"step": chosen, "metrics": evaluated["test"], **tester.facts}
         else:
