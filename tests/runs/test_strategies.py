@@ -110,9 +110,10 @@ def test_the_first_gpu_may_take_fewer_samples():
     """In their order; a GPU without samples is left out."""
     for samples, devices, first_share, sizes in ((7, 1, 0.5, [7]), (10, 4, 0.5, [1, 3, 3, 3]), (1, 3, 0.1, [1])):
         layer = UnevenDataParallel(nn.Linear(1, 1), first_share)
-        sent, options = layer.scatter((torch.arange(samples).view(-1, 1),), None, ["cpu"] * devices)
-        assert [len(batch) for (batch,) in sent] == sizes
-        assert torch.cat([batch for (batch,) in sent]).flatten().tolist() == list(range(samples))
+        sent, options = layer.scatter((torch.arange(samples).view(-1, 1), len), None, ["cpu"] * devices)
+        assert [len(batch) for batch, _ in sent] == sizes
+        assert torch.cat([batch for batch, _ in sent]).flatten().tolist() == list(range(samples))
+        assert {own for _, own in sent} == {len}  # the outputs function of a second pass
         assert len(options) == len(sizes)
 
 

@@ -34,7 +34,6 @@ class AsyncParameterServer(Strategy):
     refused = (*Strategy.refused, "one rank", "snapshot.every=<n>steps", "sync_bn=on", "trainer.deterministic=true")
     refused += ("trainer.precision=fp16", "watch.nan=skip")
     replicas_equal = False
-    passes_whole_batches = False
 
     def data_share_of(self, world_size: int) -> int:
         return 1  # a worker computes whole batches
@@ -61,7 +60,6 @@ class ServedStep(Step):
             raise ConfigError("this step needs its server; type strategy=async_parameter_server, or step=default")
         self.world, self.unit = self.strategy.world, self.strategy.sync_every
         self.model, self.trained = self.strategy.model, list(self.strategy.model.parameters())
-        self.synchronised = 0  # after which step
 
     def __call__(self, batch: Batch) -> None:
         if self.world.is_rank_zero:
@@ -96,8 +94,7 @@ class ServedStep(Step):
         from_bytes(weights, [*self.trained, *self.model.buffers()])
 
     def synchronise(self) -> None:
-        if self.synchronised != self.progress.step:
-            self._bring_weights(self.progress.step)
+        self._bring_weights(self.progress.step)
 
     def _bring_weights(self, step: int) -> None:
         """Copy the server's weights, buffers and average, after `step` steps, to every rank. A collective."""
@@ -110,4 +107,3 @@ class ServedStep(Step):
         dist.broadcast(message, 0, group=self.world.control)
         from_bytes(message, tensors)
         self.schedule(step + self.progress.ahead)
-        self.synchronised = step

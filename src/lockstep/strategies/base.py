@@ -144,13 +144,9 @@ class Strategy:
         """One forward and backward pass, the only way to one. The gradients are of `weight` times the loss. last: this
         is the last part of the step, after which gradients are averaged. outputs: another function for a second pass,
         such as of a part of the model."""
-        with nullcontext() if last else self.accumulating():
+        with nullcontext() if last else getattr(self.module, "no_sync", nullcontext)():  # as DDP's
             found = forward(self.module, part.inputs, outputs)
             loss(found, part.targets).backward(weight)
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Inside the block a pass averages no gradients: the last part of the step does."""
-        return nullcontext()
 
     def require_gradients(self) -> None:
         """Raise ConfigError for weights that the last step left without a gradient, if all ranks wait for each."""
@@ -222,16 +218,15 @@ def forward(module: nn.Module, inputs: Any, outputs: Outputs | None = None) -> A
     those. So two samples of ones stand in, and their outputs are cut off: two, because batch norm refuses one, and
     ones, because these are token numbers, masks and pixels that any model takes. Their gradient is zero, and
     synchronised batch norm does not count them."""
-    given = () if outputs is None else (outputs,)
     has_samples = isinstance(inputs, Tensor) and inputs.dim() and inputs.shape[0]
     if has_samples or next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 1):
-        return module(inputs, *given)
+        return module(inputs, outputs)
     with ExitStack() as stack:
         for layer in module.modules():
             if isinstance(layer, SyncBatchNorm):
                 stack.enter_context(layer.without_samples())
         ones = map_tensors(lambda tensor: tensor.new_ones(2, *tensor.shape[1:]) if tensor.dim() else tensor, inputs)
-        return without_samples(module(ones, *given))
+        return without_samples(module(ones, outputs))
 
 
 def to_bytes(tensors: Sequence[Tensor]) -> Tensor:

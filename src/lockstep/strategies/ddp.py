@@ -1,7 +1,6 @@
 """One replica per rank, gradients averaged while the backward pass runs (torch.nn.parallel.DistributedDataParallel)."""
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch.nn.parallel import DistributedDataParallel
@@ -44,6 +43,3 @@ class DDP(Strategy):
         self.gradient_divisor = world.size
         self.waits_for_gradients = not self.find_unused_parameters
         self.gradient_sync.attach(wrapper, world)
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()

@@ -50,7 +50,6 @@ class DataParallel(Strategy):
     name = "data_parallel"
     # A copy normalises its part by itself, and a compiled one has the wrong weights.
     refused = (*Strategy.refused, "several ranks", "sync_bn=on", "trainer.compile")
-    binds_one_device = False
 
     def spread(self) -> None:
         if self.world.device.type == "cuda":
@@ -74,5 +73,5 @@ class UnevenDataParallel(nn.DataParallel[nn.Module]):
         def part(tensor: Tensor, number: int) -> Any:
             return tensor.split(sizes)[number].to(device_ids[number], non_blocking=True)
 
-        sent = [(map_tensors(partial(part, number=number), inputs[0]),) for number in range(len(sizes))]
+        sent = [(map_tensors(partial(part, number=number), inputs[0]), *inputs[1:]) for number in range(len(sizes))]
         return sent, [kwargs or {}] * len(sent)

@@ -68,7 +68,6 @@ class VirtualRanks(Strategy):
         tensors = [*self.parameters, *(getattr(*place) for place in floats), torch.empty(())]
         self.rows = torch.zeros(per_rank, sum(map(torch.numel, tensors)), device=world.device, dtype=tensors[0].dtype)
         self.views = [views_like(tensors, row) for row in self.rows]
-        self.computed = 0  # virtual ranks of this step, on this rank
         self.shares_are_subtrees = per_rank.bit_count() == 1
         self.shared_memory: SharedMemorySum | None = None
         if self.shares_are_subtrees and world.size > 1:
@@ -89,15 +88,15 @@ class VirtualRanks(Strategy):
         self, part: LoadedPart, loss: Loss, weight: Tensor, last: bool, outputs: Outputs | None = None
     ) -> None:
         """One virtual rank's passes. After this rank's last one, `.grad` holds the whole batch's gradient."""
-        if self.computed == 0:
+        row = part.number - self.share.start  # in this rank's results
+        if row == 0:
             self.buffers_before = [getattr(*place).clone() for place in self.buffers]
             self.gradients_before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
         super().forward_backward(part, loss, weight, last, outputs)
         self.require_gradients()
-        *views, counted = self.views[self.computed]
-        self.computed += 1
+        *views, counted = self.views[row]
         samples, before_step = count_samples(part.targets), list(zip(self.buffers, self.buffers_before, strict=True))
         with torch.no_grad():
             for view, parameter in zip(views, self.parameters, strict=False):
@@ -115,7 +114,6 @@ class VirtualRanks(Strategy):
     def _combine(self) -> None:
         """Add up all virtual ranks' results in one fixed order, on every rank."""
         self._sum_rows()
-        self.computed = 0
         *views, samples = self.views[0]
         for parameter, view, earlier in zip(self.parameters, views, self.gradients_before, strict=False):
             parameter.grad = view if earlier is None else earlier.add_(view)
