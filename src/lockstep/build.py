@@ -19,7 +19,7 @@ from torch import nn
 
 from lockstep.config.check import check_nodes, instantiate, instantiate_as, locate, nodes_in
 from lockstep.config.record import ConfigRecord
-from lockstep.config.schema import RunConfig
+from lockstep.config.schema import RunConfig, time_limit
 from lockstep.data.build import build_data, completed, loader_of, prepare_first, reader_of
 from lockstep.data.loader import InputConverter, Progress
 from lockstep.data.partition import seeded
@@ -37,7 +37,7 @@ from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
 from lockstep.modes.base import Mode, Parts
 from lockstep.runs.record import SWEEP, RunRecord, read_run
 from lockstep.runs.stats import SAMPLES
-from lockstep.snapshots.checkpointer import Checkpointer, interval
+from lockstep.snapshots.checkpointer import Checkpointer
 from lockstep.snapshots.files import list_snapshots, named_snapshots, snapshots_to_try
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.strategies.base import JobSpec, Strategy, model_dtype
@@ -50,7 +50,7 @@ from lockstep.training.metrics import Meter
 from lockstep.training.nonfinite import SkipNonFinite
 from lockstep.training.optimizers import build_optimizer, can_fuse
 from lockstep.training.rng import Draws
-from lockstep.training.run import Clock, Loaders, Run, time_limit
+from lockstep.training.run import Clock, Loaders, Run
 from lockstep.training.schedules import Schedule, TorchSchedule
 from lockstep.training.step import Step
 
@@ -99,8 +99,6 @@ def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
     strategy = instantiate_as(Strategy, config.strategy, "strategy")
     gradient_sync = instantiate_as(GradientSync, config.gradient_sync, "gradient_sync")
     launcher.validate()
-    time_limit(config.trainer.max_time)
-    interval(config.snapshot.every)
     job, folder = job_spec(config, launcher), Path(config.run_dir)
     if mode.trains:
         if not list_snapshots(folder / "snapshots"):

@@ -3,6 +3,8 @@
 The constructors of this project's own classes have the same types, and are checked alike. No torch and pydantic here.
 """
 
+import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -40,6 +42,25 @@ def is_of_images(shape: Shape) -> bool:
     return True
 
 
+def time_limit(max_time: str | None) -> float:
+    """The seconds of trainer.max_time, infinite without it. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)", max_time or "")
+    seconds = float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]] if match else 0.0
+    if max_time is not None and not seconds:
+        accepted = "a time such as 90s, 30min or 2h"
+        raise ConfigError(f"trainer.max_time={max_time} should be {accepted}; type trainer.max_time=null")
+    return seconds or math.inf
+
+
+def interval(every: str) -> tuple[int, str]:
+    """(count, "epoch", "step" or "min") of `snapshot.every`; a unit alone means 1. Raises ConfigError."""
+    match = re.fullmatch(r"(?!0+\D)(\d+)?\s*(epoch|step|min)s?", every)
+    if match is None:
+        accepted = "epochs, steps or minutes, such as 50steps"
+        raise ConfigError(f"snapshot.every={every} should be {accepted}; type snapshot.every=1epochs")
+    return int(match[1] or 1), match[2]
+
+
 ImageShape = Annotated[Shape, Predicate(is_of_images)]
 
 # Keys that say where a run computes, what it shows and what it keeps, and not what its numbers are.
@@ -58,7 +79,7 @@ FROM_DATA = frozenset({"shape", "classes", "num_classes"})  # null in a node: th
 class Trainer:
     epochs: Count
     max_steps: Count | None
-    max_time: str | None
+    max_time: Annotated[str, Predicate(time_limit)] | None
     pause_after: Count | None
     batch_size: Count
     batch_size_per_rank: Count | None
@@ -95,7 +116,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Snapshot:
-    every: str
+    every: Annotated[str, Predicate(interval)]
     keep_last: Count
     mirror: Node | None
 

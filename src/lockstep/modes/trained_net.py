@@ -11,13 +11,12 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import default_collate
 
-from lockstep.compat import with_versions
 from lockstep.config.check import Kind, check_nodes, instantiate_as
 from lockstep.data.loader import InputConverter
 from lockstep.data.source import map_tensors
 from lockstep.modes.base import recorded
 from lockstep.snapshots.files import load_first_good, snapshots_to_try
-from lockstep.snapshots.state import give_buffers, trained_weights
+from lockstep.snapshots.state import load_weights, trained_weights
 from lockstep.strategies.base import autocast, model_dtype
 from lockstep.tasks.base import Task
 from lockstep.tasks.tasks import CrossEntropy
@@ -80,9 +79,7 @@ def load(
     memory_format = model_memory_format(net, channels_last, torch.device(device))
     cast(net, precision)  # before the weights come: float64 would lose digits
     net = net.to(device).to(memory_format=memory_format)
-    weights = trained_weights(saved, path)
-    give_buffers(net, weights, saved["buffers"])
-    net.load_state_dict(with_versions(weights, net))
+    load_weights(net, trained_weights(saved, path), saved["buffers"])
     normalised = config.get("dataset.mean"), config.get("dataset.std")
     converter = InputConverter(model_dtype(precision), memory_format, *normalised).to(device)
     return TrainedNet(

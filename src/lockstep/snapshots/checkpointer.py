@@ -2,20 +2,20 @@
 
 import logging
 import math
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
 from lockstep.compat import with_versions
+from lockstep.config.schema import NO_NUMBER, interval
 from lockstep.distributed import signals
 from lockstep.distributed.world import World
 from lockstep.errors import (
@@ -42,20 +42,9 @@ log = logging.getLogger(__name__)
 
 LAST, BEST = "model.pt", "model_best.pt"  # the weights that a run leaves at its end; BEST if the best are others
 DISK_TIMEOUT = timedelta(hours=1)  # for a slow disk
-# Parts of the config that say where a run computes and writes, not what it computes.
-NOT_COMPARED = ("launch.", "hydra.", "mode.", "logger.", "run_dir", "resume", "trainer.pause_after")
 
 
-def interval(every: str) -> tuple[int, str]:
-    """(count, "epoch", "step" or "min") of `snapshot.every`; a unit alone means 1. Raises ConfigError."""
-    match = re.fullmatch(r"(?!0+\D)(\d+)?\s*(epoch|step|min)s?", every)
-    if match is None:
-        accepted = "epochs, steps or minutes, such as 50steps"
-        raise ConfigError(f"snapshot.every={every} should be {accepted}; type snapshot.every=1epochs")
-    return int(match[1] or 1), match[2]
-
-
-class Checkpointer:
+class Checkpointer(AbstractContextManager["Checkpointer"]):
     """Saves and restores `run`. Every rank calls every method but `newest` and `due_by_clock`.
     identity: what a snapshot must have in common with the run that resumes from it. config: is stored; a resumed run
     logs what differs. Both are flat dicts of plain values. mirror: on rank 0, gets what is written. Build it before
@@ -77,11 +66,6 @@ class Checkpointer:
         self.resumed_from: Path | None = None
         self.saved_at, self.is_due, self.is_deleted = time.monotonic(), False, False
 
-    def __enter__(self) -> Self:
-        if self.world.is_rank_zero:
-            files.remove_leftovers(self.folder)
-        return self
-
     def __exit__(self, *error: object) -> None:
         heartbeat.enter("disk")  # which may take longer
         self.thread.shutdown()
@@ -93,6 +77,7 @@ class Checkpointer:
         on all ranks, if none can be read, and for one of another run."""
 
         def newest_good() -> Path | None:
+            files.remove_leftovers(self.folder)
             if is_url(where) and not list_snapshots(self.folder):
                 from lockstep.snapshots.mirror import Mirror
 
@@ -340,4 +325,4 @@ def differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 def compared(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a flat config that says what is computed, without where."""
-    return {key: value for key, value in config.items() if not key.startswith(NOT_COMPARED)}
+    return {key: value for key, value in config.items() if key.partition(".")[0] not in NO_NUMBER}

@@ -162,22 +162,22 @@ def restore_weights(run: Run, saved: dict[str, Any], path: Path) -> None:
     elsewhere = set().union(*run.world.all_gather_json(list(own))) - own.keys()  # the layers of other ranks
     cut = {name: value for name, value in own.items() if hasattr(value, "to_local")}
     weights = as_held(saved, "model", path, (name for name in saved["model"] if name not in elsewhere), cut)
-    give_buffers(run.model, weights, saved["buffers"])
-    run.model.load_state_dict(with_versions(weights, run.model))
+    load_weights(run.model, weights, saved["buffers"])
     if run.average is not None:
         run.average.load_state_dict(_like_weights(run, "ema", saved, path))
 
 
-def give_buffers(model: nn.Module, weights: Mapping[str, Any], names: Mapping[str, None]) -> None:
-    """Give `model` the buffers `names` of `weights` that it lacks, or that have another shape there: some modules make
-    or enlarge them in their forward pass."""
+def load_weights(model: nn.Module, weights: Mapping[str, Any], buffers: Mapping[str, None]) -> None:
+    """Give `model` the `weights`, and first those of its `buffers`, by their names, that it lacks or that have another
+    shape there: some modules make or enlarge them in their forward pass."""
     own = dict(model.named_buffers(remove_duplicate=False))
-    for name in names.keys() & weights.keys():
+    for name in buffers.keys() & weights.keys():
         if name not in own or not (is_lazy(own[name]) or own[name].shape == weights[name].shape):
             owner, _, last = name.rpartition(".")
             with suppress(AttributeError, KeyError):  # the model has another form, which load_state_dict explains
                 device = next(model.parameters()).device
                 model.get_submodule(owner).register_buffer(last, torch.empty_like(weights[name], device=device))
+    model.load_state_dict(with_versions(weights, model))
 
 
 def trained_weights(saved: dict[str, Any], path: Path, averaged: bool = True) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """What a training run is, for everybody who looks at it, and how far it has come."""
 
 import math
-import re
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +12,6 @@ import torch
 from lockstep.config.schema import RunConfig
 from lockstep.data.loader import Loader, Progress
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError
 from lockstep.strategies.base import Strategy
 from lockstep.tasks.base import Task
 
@@ -23,16 +21,6 @@ if TYPE_CHECKING:
     from lockstep.training.metrics import Meter
     from lockstep.training.schedules import Schedule
     from lockstep.training.step import Step
-
-
-def time_limit(max_time: str | None) -> float:
-    """The seconds of trainer.max_time, infinite without it. Raises ConfigError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)", max_time or "")
-    seconds = float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]] if match else 0.0
-    if max_time is not None and not seconds:
-        accepted = "a time such as 90s, 30min or 2h"
-        raise ConfigError(f"trainer.max_time={max_time} should be {accepted}; type trainer.max_time=null")
-    return seconds or math.inf
 
 
 class Loaders(NamedTuple):
