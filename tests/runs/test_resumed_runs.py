@@ -117,7 +117,7 @@ def test_the_record_of_a_run_of_two_starts(start, tmp_path):
     after = read_run(folder)
     keys = ("from_step", "to_step", "world_size", "launcher", "state", "exit_code")
     assert [[life[key] for key in keys] for life in after["starts"]] == [
-        [0, 20, 2, "fork", "paused", 0],
+        [0, 21, 2, "fork", "paused", 0],  # one step is done again
         [20, 40, 1, "python", "finished", 0],
     ]
     assert (after["steps"], after["config"]["trainer.max_steps"], after["data"]) == (40, 40, before["data"])

@@ -24,7 +24,6 @@ SWEEP = "LOCKSTEP_SWEEP"  # the environment variable that tells a job of a sweep
 RUNNING, FINISHED, PAUSED, FAILED, KILLED = "running", "finished", "paused", "failed", "killed"
 UNKNOWN = "unknown"  # began on another machine, and writes nothing any more
 SILENT_SECONDS = 3600.0  # without a write of run.json by a run on another machine
-STATES = {"killed": KILLED, "hang": "hang"}  # by the kind of a failure report
 PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "tensorboard", "tqdm", "scikit-learn")
 WRITE_SECONDS = 1.0  # between two writes, but for those after the first epochs
 FIRST_EPOCHS = 100
@@ -84,7 +83,8 @@ def state_of(run: Run) -> str:
 
     report = read_report(Path(run["folder"]))
     if report is not None and report["run"]["time"] >= start["started"]:
-        return STATES.get(report["first"]["kind"], FAILED)
+        kind = str(report["first"]["kind"])
+        return kind if kind in (KILLED, "hang") else FAILED
     if start["state"] == FAILED:
         return FAILED
     if is_here:
@@ -98,11 +98,6 @@ def is_alive(pid: int) -> bool:
     except OSError as error:
         return isinstance(error, PermissionError)
     return True
-
-
-def seconds_of(run: Run) -> float:
-    """How long the starts of a run have trained. One that was killed lasted until its last write."""
-    return float(round(sum(max(0.0, one["ended"] - one["started"]) for one in run["starts"]), 2))
 
 
 class RunRecord:
@@ -128,8 +123,6 @@ class RunRecord:
         name = run.objective or f"test/{run.task.monitor}"  # where nothing is chosen, of the last weights
         mode = run.direction if run.objective else run.task.mode(name)
         self.begun = facts["start"] | {"started": now, "ended": now, "state": RUNNING, "exit_code": None}
-        # What earlier starts did after this step is done again.
-        earlier = [one | {"to_step": max(one["from_step"], min(one["to_step"], step))} for one in starts]
         self.begun |= {"pid": os.getpid(), "from_step": step, "source": code["source"]}
         self.run: Run = {
             "format": FORMAT,
@@ -139,7 +132,7 @@ class RunRecord:
             "objective": {"name": name, "mode": mode, "last": None},
             "history": [row for row in before["history"] if row["step"] <= step] if step else [],
             "test": facts["test"] if run.finished else None,  # another kill must not read the test set again
-            "starts": [*earlier, self.begun],
+            "starts": [*starts, self.begun],
         }
         self._write()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.errors import ConfigError, aligned, differing
 from lockstep.errors import show as as_word
-from lockstep.runs.record import FINISHED, Run, best_of, changes_no_number, find_runs, read_run, seconds_of, state_of
+from lockstep.runs.record import FINISHED, Run, best_of, changes_no_number, find_runs, read_run, state_of
 from lockstep.runs.stats import (
     MOST,
     SAMPLED,
@@ -78,7 +78,9 @@ def row_of(run: Run) -> Row:
     row |= zip(("objective", "best_step"), best_of(run), strict=True)
     row |= {"test": value, "test_low": low, "test_high": high}
     row |= {"test_samples": samples if error is None else None}  # of shares that are counted
-    row |= {"steps": run["steps"], "speed": speeds[-1] if speeds else None, "seconds": seconds_of(run)}
+    row |= {"steps": run["steps"], "speed": speeds[-1] if speeds else None}
+    # A start that was killed lasted until its last write.
+    row |= {"seconds": round(sum(max(0.0, one["ended"] - one["started"]) for one in starts), 2)}
     row |= {"ranks": starts[-1]["world_size"], "starts": len(starts), "changed": shlex.join(words)}
     row |= {key: run[key] for key in ("tags", "notes", "command", "folder", "sweep")}
     row |= {"setting": shlex.join([*run["flags"], *(word for word in words if not is_repeat(word))])}
@@ -87,26 +89,20 @@ def row_of(run: Run) -> Row:
 
 
 def rho_of(runs: Sequence[Row]) -> float:
-    """For `Estimate.rho`, of repeated runs; 0 if they have not held out several parts of the training data. Any two
-    folds, or values of loader.split_seed, train on mostly the same samples, so their numbers are less independent than
-    they look."""
-    if len({(str(run.get("loader.fold")), str(run.get("loader.split_seed"))) for run in runs}) < 2:
+    """For `Estimate.rho`, of repeated runs: samples held out for each that is trained on; 0 if the runs have not held
+    out several parts of the training data. Any two folds, or values of loader.split_seed, train on mostly the same
+    samples, so their numbers are less independent than they look."""
+    is_split = len({(str(run.get("loader.fold")), str(run.get("loader.split_seed"))) for run in runs}) > 1
+    if not is_split or len({run["validation_data"] for run in runs} - {None}) < 2:  # or validation data of its own
         return 0.0
-    folds, share = (runs[0].get(f"loader.{name}") for name in ("folds", "validation"))
-    if isinstance(folds, int | float) and folds >= 2:
-        return 1 / (folds - 1)
-    if len({run["validation_data"] for run in runs} - {None}) < 2:  # validation data of its own
-        return 0.0
-    if isinstance(share, float) and share < 1:
-        return share / (1 - share)
     return float(max(run["validation_share"] or 0.0 for run in runs))
 
 
 def settings(runs: Sequence[Row]) -> list[Row]:
     """A row for each configuration: runs of one folder and one code that differ only in seed or fold are one.
-    runs, count: how many there are, and how many have finished with a number. objective, test: means of these; low,
-    high: of the objective's interval; std. Other values in which they differ are one text. A second run of a seed is a
-    row of its own. Where all have one metric, the best is the first, before those of which runs are missing."""
+    runs, count: how many there are, and how many have finished with a number. objective, test: means of these, with
+    intervals, as objective_low. Other values in which they differ are one text. A second run of a seed is a row of its
+    own. Where all have one metric, the best is the first, before those of which runs are missing."""
     groups, seen = dict[tuple[Any, ...], list[Row]](), Counter[tuple[str, ...]]()
     for run in runs:
         key = (os.path.dirname(run["folder"]), *(str(run[name]) for name in ("source", "setting", "metric")))
@@ -123,7 +119,7 @@ def settings(runs: Sequence[Row]) -> list[Row]:
 def _together(group: Sequence[Row]) -> Row:
     """A row of `settings`."""
     finished = [run for run in group if run["state"] == FINISHED and is_there(run["objective"])]
-    row = group[0] | {"runs": len(group), "count": len(finished), "low": None, "high": None, "std": None}
+    row = group[0] | {"runs": len(group), "count": len(finished)}
     if len(group) == 1:
         return row
     for name in {name for run in group for name in run}:
@@ -136,12 +132,11 @@ def _together(group: Sequence[Row]) -> Row:
     for name in ("speed", "best_step", "steps", "objective", "test"):
         values = [run[name] for run in finished if is_there(run[name])]
         row[name] = fmean(values) if values else None
-    for name, low, high in (("objective", "low", "high"), ("test", "test_low", "test_high")):
-        row[low] = row[high] = None
+    for name in ("objective", "test"):
+        row[f"{name}_low"] = row[f"{name}_high"] = None
         if finished and all(is_there(run[name]) for run in finished):
             found = estimate([run[name] for run in finished], rho_of(finished))
-            row[low], row[high] = found.interval or (None, None)
-            row["std"] = (found.std or None) if name == "objective" else row["std"]
+            row[f"{name}_low"], row[f"{name}_high"] = found.interval or (None, None)
     return row
 
 
@@ -182,12 +177,11 @@ def ordered(table: Sequence[Row], name: str) -> list[Row]:
     together; other values go up."""
     check_names(table, [name], "--sort")
     rows = [row for row in table if is_there(row.get(name))]
+    are_numbers = all(isinstance(row[name], int | float) for row in rows)
     if name == "objective":
         rows.sort(key=lambda row: (row["metric"], -row[name] if row["direction"] == "max" else row[name]))
-    elif all(isinstance(row[name], int | float) for row in rows):
-        rows.sort(key=lambda row: row[name])
     else:
-        rows.sort(key=lambda row: as_word(row[name]))
+        rows.sort(key=lambda row: row[name] if are_numbers else as_word(row[name]))
     return [*rows, *(row for row in table if not is_there(row.get(name)))]
 
 
@@ -220,10 +214,9 @@ def _text(row: Row, name: str) -> str:
         if isinstance(value, float):
             return f"{value:.0f}" if name == "speed" or value.is_integer() else f"{value:.6g}"
         return as_word(value)
-    low, high = ("low", "high") if name == "objective" else ("test_low", "test_high")
     text = f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
-    if row.get(low) is not None:
-        text += f" ± {(row[high] - row[low]) / 2:.2g}"
+    if row.get(f"{name}_low") is not None:
+        text += f" ± {(row[f'{name}_high'] - row[f'{name}_low']) / 2:.2g}"
     if name == "objective" and row.get("count", 0) < row.get("runs", 0):
         text += f" of {row['count']}"
     return text
