@@ -58,10 +58,10 @@ def unwritable(folder: str | Path, error: OSError, key: str = "hydra.run.dir") -
     return f"the run folder {folder} cannot be written ({reason}); type {key}=<a folder you can write to, with room>"
 
 
-def lock(folder: Path, what: str = "run") -> tuple[IO[str] | None, str]:
-    """(the file that holds the folder of a run, or of a sweep (`what`), while it is open; what is wrong). The folder is
-    created if it is missing. It is a POSIX record lock: a forked DataLoader worker does not inherit it, so it cannot
-    outlive the rank. Closing any file object of `.lock` in this process releases it."""
+def lock(folder: Path, what: str = "run") -> IO[str]:
+    """The file that holds the folder of a run, or of a sweep (`what`), while it is open. The folder is created if it is
+    missing. It is a POSIX record lock: a forked DataLoader worker does not inherit it, so it cannot outlive the rank.
+    Closing any file object of `.lock` in this process releases it. Raises ConfigError."""
     key, file = f"hydra.{what}.dir", None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,28 +73,29 @@ def lock(folder: Path, what: str = "run") -> tuple[IO[str] | None, str]:
         file.write(f"pid {os.getpid()} on {socket.gethostname()}")  # for people who look
         file.flush()
     except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # Lustre without flock, some NFS
-            log.warning("%s cannot be locked (%s): other runs are not kept out", folder, error.strerror)
-            return file, ""
         problem = unwritable(folder, error, key)
         if file is not None:
+            if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # Lustre without flock, some NFS
+                log.warning("%s cannot be locked (%s): other runs are not kept out", folder, error.strerror)
+                return file
             if error.errno in (errno.EAGAIN, errno.EACCES):  # as POSIX allows for a held lock
                 file.seek(0)
                 held = f"another {what} holds {folder} ({file.read()})"
                 problem = f"{held}; wait for its end, or type {key}=<another folder>"
             with suppress(OSError):  # its text could perhaps not be written
                 file.close()
-        return None, problem
-    return file, ""
+        raise ConfigError(problem) from None
+    return file
 
 
 @contextmanager
 def hold_run_folder(folder: str | Path, world: "World") -> Iterator[None]:
     """Rank 0 holds a lock on `folder` while the block runs. Every rank calls this. Raises ConfigError on all."""
-    file, problem = lock(Path(folder)) if world.is_rank_zero else (None, "")
+    file = None
     try:
-        if problem := world.broadcast_json(problem):
-            raise ConfigError(problem)
+        with world.refusals_on_all():
+            if world.is_rank_zero:
+                file = lock(Path(folder))
         yield
     finally:
         if file is not None:

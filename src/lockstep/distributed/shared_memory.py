@@ -4,8 +4,8 @@ import mmap
 import os
 import select
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from io import FileIO
 
 import torch
@@ -17,6 +17,7 @@ from lockstep.failures.record import heartbeat
 
 PIECE = 2**20  # values summed at once: enough that waiting costs little, few enough to stay in a cache
 LONGEST_WAIT = 2**31 - 1  # milliseconds, of poll
+ADVICE = "type gradient_sync=all_reduce"
 
 SumInPlace = Callable[[Tensor], object]
 """Takes a vector (n,), which becomes the sum over all ranks. The returned value is not used."""
@@ -33,41 +34,33 @@ class SharedMemorySum:
     def __init__(self, world: World, length: int, dtype: torch.dtype) -> None:
         self.world, length, size = world, min(length, PIECE), world.size
         self.readers, self.writers = dict[int, FileIO](), dict[int, FileIO]()
+        if sys.platform != "linux" or world.device.type != "cpu" or world.local_size < size:
+            raise ConfigError(f"gradient_sync=shared_memory is for CPU ranks on one Linux machine; {ADVICE}")
         with ExitStack() as held:  # until all ranks have opened them
-            inode, paths, problem = 0, list[str](), "is for CPU ranks on one Linux machine"
-            if sys.platform == "linux" and world.device.type == "cpu" and world.local_size >= size:
-                inode, paths, problem = self._create((size + 1) * length * dtype.itemsize, held)
-            told = world.all_gather_json([problem, inode, paths])
-            problem = next((said for said, *_ in told if said), "")
-            with suppress(OSError):  # of containers that each have a /proc; or the other rank is gone, as a sum tells
-                if not problem and os.stat(told[0][2][0]).st_ino == told[0][1]:
-                    with open(told[0][2][0], "r+b") as file:
-                        memory = mmap.mmap(file.fileno(), 0)
-                    self.slots = torch.frombuffer(memory, dtype=dtype).view(-1, length)  # one per rank, and the sum
-                    for peer in self.readers:
-                        self.writers[peer] = FileIO(os.open(told[peer][2][world.rank], os.O_WRONLY), "w")
-            is_open = len(self.writers) == size - 1
-            if problem or not all(world.all_gather_json(is_open)):
-                reason = problem or "needs ranks that see each other in /proc"
-                raise ConfigError(f"gradient_sync=shared_memory {reason}; type gradient_sync=all_reduce")
+            with _set_up(world):
+                files = self._create((size + 1) * length * dtype.itemsize, held)
+                paths = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files]
+            told = world.all_gather_json(paths)
+            with _set_up(world):
+                with open(told[0][0], "r+b") as file:
+                    memory = mmap.mmap(file.fileno(), 0)
+                self.slots = torch.frombuffer(memory, dtype=dtype).view(-1, length)  # one per rank, and the sum
+                for peer in self.readers:
+                    self.writers[peer] = FileIO(os.open(told[peer][world.rank], os.O_WRONLY), "w")
 
-    def _create(self, size: int, held: ExitStack) -> tuple[int, list[str], str]:
-        """Memory of `size` bytes, of which that of rank 0 is used, and a pipe from each other rank. Returns the inode
-        of the memory, the files for each rank, this one's is the memory, and what is wrong."""
-        try:
-            files = dict[int, FileIO]()
-            for of in range(self.world.size):
-                if of == self.world.rank:
-                    files[of] = held.enter_context(FileIO(os.memfd_create("lockstep"), "r+"))
-                    os.posix_fallocate(files[of].fileno(), 0, size if of == 0 else 1)  # else SIGBUS without memory
-                else:
-                    reader, writer = os.pipe()
-                    held.callback(os.close, writer)
-                    files[of] = self.readers[of] = FileIO(reader)
-        except OSError as error:  # such as too many open files
-            return 0, [], f"cannot be set up ({error.strerror})"
-        inode = os.fstat(files[self.world.rank].fileno()).st_ino
-        return inode, [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files.values()], ""
+    def _create(self, size: int, held: ExitStack) -> list[FileIO]:
+        """The pipe from each rank. In the place of this one: memory of `size` bytes, of which rank 0's is used."""
+        files = list[FileIO]()
+        for of in range(self.world.size):
+            if of == self.world.rank:
+                files.append(held.enter_context(FileIO(os.memfd_create("lockstep"), "r+")))
+                os.posix_fallocate(files[of].fileno(), 0, size if of == 0 else 1)  # else SIGBUS without memory
+            else:
+                reader, writer = os.pipe()
+                held.callback(os.close, writer)
+                self.readers[of] = FileIO(reader)
+                files.append(self.readers[of])
+        return files
 
     def __call__(self, vector: Tensor) -> None:
         """Sum `vector` (n,) in place. Raises TimeoutError for a rank that does not come, ConnectionError for one that
@@ -97,6 +90,16 @@ class SharedMemorySum:
                 raise TimeoutError(f"Timed out waiting {self.world.timeout:g} s for rank {peer}")
             if not pipe.read(1):
                 raise ConnectionError(f"rank {peer} is gone: closed by peer")
+
+
+@contextmanager
+def _set_up(world: World) -> Iterator[None]:
+    """What one rank cannot open in the block is told on all ranks, as a ConfigError."""
+    with world.refusals_on_all():
+        try:
+            yield
+        except OSError as error:  # such as too many open files
+            raise ConfigError(f"gradient_sync=shared_memory cannot be set up ({error.strerror}); {ADVICE}") from None
 
 
 def tree_sum(vectors: list[Tensor]) -> Tensor:

@@ -144,18 +144,25 @@ class World:
         options.timeout = timeout or timedelta(seconds=self.timeout)
         self.control.barrier(options).wait()
 
+    @contextmanager
+    def refusals_on_all(self, timeout: timedelta | None = None) -> Iterator[None]:
+        """A ConfigError that one rank raises in the block is raised on all ranks at its end, where they wait for each
+        other."""
+        problem = ""
+        try:
+            yield
+        except ConfigError as error:
+            problem = str(error)
+        self.barrier(timeout)
+        for sentence in filter(None, self.all_gather_json(problem)):
+            raise ConfigError(sentence)
+
     def once_per_machine(self, work: Callable[[], object]) -> None:
         """Run `work` in the first rank of each machine, such as a download. The others wait as long as it takes. A
         ConfigError of `work` is raised on all ranks."""
-        problem = ""
-        try:
+        with self.refusals_on_all(PREPARE_TIMEOUT):
             if self.local_rank == 0:
                 work()
-        except ConfigError as error:
-            problem = str(error)
-        self.barrier(PREPARE_TIMEOUT)
-        for sentence in filter(None, self.all_gather_json(problem)):
-            raise ConfigError(sentence)
 
 
 class _Sum(torch.autograd.Function):

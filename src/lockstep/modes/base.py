@@ -90,14 +90,12 @@ class TrainedRun:
 
     def write(self, path: Path, contents: Contents) -> None:
         """Rank 0 writes the file, whole or not at all. A collective. Raises ConfigError on all ranks if it cannot."""
-        problem = None
-        if self.world.is_rank_zero:
+        with self.world.refusals_on_all():
             try:
-                write_whole(path, contents, shared=True)  # another command may write the same file
+                if self.world.is_rank_zero:
+                    write_whole(path, contents, shared=True)  # another command may write the same file
             except OSError as error:
-                problem = f"{path} cannot be written ({error.strerror}); {OTHER_FILE}"
-        if problem := self.world.broadcast_json(problem):
-            raise ConfigError(problem)
+                raise ConfigError(f"{path} cannot be written ({error.strerror}); {OTHER_FILE}") from error
         log.info("written to: %s", path)
 
 

@@ -267,24 +267,20 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 @contextmanager
 def disk_access(world: World) -> Iterator[None]:
     """Inside the block ranks read and write files. At its end they wait for each other, however slow a disk is. They
-    notice the exit of one that raises in the block, but not the loss of a machine: then `timeout` counts."""
-    with heartbeat.during("disk"):
+    notice the exit of one that raises in the block, but not the loss of a machine: then `timeout` counts. A ConfigError
+    is raised on all."""
+    # They wait in another phase: the watchdog is only patient with a rank that uses its disk.
+    with world.refusals_on_all(DISK_TIMEOUT if world.local_size >= world.size else None), heartbeat.during("disk"):
         yield
-    # In another phase: the watchdog is only patient with a rank that uses its disk.
-    world.barrier(DISK_TIMEOUT if world.local_size >= world.size else None)
 
 
 def on_rank_zero(world: World, work: Callable[[], Path | None]) -> Path | None:
     """What `work`, which reads or writes files, returns on rank 0, or its ConfigError, on all ranks. A collective."""
-    found, sentence = None, None
+    found = None
     with disk_access(world):
-        try:
-            found = work() if world.is_rank_zero else None
-        except ConfigError as error:
-            sentence = str(error)
-    sentence, name = world.broadcast_json((sentence, found and str(found)))
-    if sentence is not None:
-        raise ConfigError(sentence)
+        if world.is_rank_zero:
+            found = work()
+    name = world.broadcast_json(found and str(found))
     return name and Path(name)
 
 

@@ -192,9 +192,7 @@ class Sweep:
             if times[one.key_or_group] > 1 and "{" in str(one.input_line):
                 what = f"{one.key_or_group} has lists of several keys twice, of which a sweep would drop one"
                 raise ConfigError(f"{what}; type a list for each key, such as {one.key_or_group}.<key>=1,2")
-        self.held, problem = lock(self.folder, "sweep")
-        if problem:
-            raise ConfigError(problem)
+        self.held = lock(self.folder, "sweep")
         self.known = [read_run(folder) for folder in find_runs([self.folder])]
         self.results = dict[Path, Outcome]()  # of jobs that have ended, by their folders
         self.composed = dict[tuple[str, ...], DictConfig]()  # by the words that Hydra must compose
