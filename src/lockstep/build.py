@@ -27,7 +27,7 @@ from lockstep.data.reader import SampleReader, request_of
 from lockstep.data.source import Tensors, class_names, map_tensors, of_each_sample, unwrapped
 from lockstep.distributed import environment, signals
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
-from lockstep.distributed.world import World, choose_backend, require_same_data
+from lockstep.distributed.world import World, choose_backend, require_same
 from lockstep.errors import ConfigError, first_line
 from lockstep.failures.record import heartbeat
 from lockstep.files import short_hash
@@ -56,6 +56,7 @@ from lockstep.training.step import Step
 
 LARGEST_TENSOR = 2**30  # bytes; a larger one may be a file that is mapped into memory, and is sampled
 TENSOR_ROWS = 64  # sampled of such a tensor
+SAME_DATA = "copy the same data to every machine and type the command again"
 LONGEST = 2000  # names of classes, or numbers of validation samples, in run.json
 
 
@@ -151,11 +152,12 @@ def build_run(config: RunConfig, world: World, parts: Parts) -> Run:
     for key, node in nodes_in(config):  # a module that seeds torch when it is imported does so here
         locate(key, node["_target_"])
     data, split = build_data(config, parts.mode.reads_training_data), None
-    require_same_data(world, "test data", len(data.test), data_fingerprint(data.test))
+    same = {"the test data": f"{len(data.test)} samples, {data_fingerprint(data.test)}"}
     if data.val is not None:
         held_out = "" if data.held_out is None else f", the samples {short_hash(data.held_out.tobytes())}"
         split = f"{len(data.val)} samples of {data_fingerprint(data.val)}{held_out}"
-        require_same_data(world, "validation data", len(data.val), split)
+        same["the validation data"] = split
+    require_same(world, same, SAME_DATA)
     config = completed(config, data)
     check_nodes(config.model, "model")  # with the shape that the data tells
     with seeded(config.seed):
@@ -298,7 +300,7 @@ def snapshots(record: ConfigRecord, run: Run) -> Checkpointer:
     """What saves this run and resumes it. Raises ConfigError, on all ranks, if their training data differs."""
     config, loaders = run.config, run.loaders
     count, data = len(loaders.train), data_fingerprint(loaders.train.reader.dataset)
-    require_same_data(run.world, "training data", count, data)
+    require_same(run.world, {"the training data": f"{count} samples, {data}"}, SAME_DATA)
     identity = {key: value for key, value in record.shown.items() if key.startswith("model.")}
     identity |= {"optimizer": config.optimizer["_target_"], "seed": config.seed}
     identity |= {"training samples": count, "training data": data}

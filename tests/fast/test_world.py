@@ -95,10 +95,12 @@ def test_other_data_on_one_rank_is_refused_on_all(tmp_path):
         options = [f"+dataset.{each}.{key}" for each in ("train", "test") for key in (f"half={half}", f"fault={fault}")]
         configs.append(composed(f"run_dir={tmp_path / half / fault}", *words, *options))
     for short, other, test_short, test_other in in_world(2, refusals, configs):
-        assert short.startswith("the training data has 1436 samples on rank 1 and 1437 on rank 0; copy the same data")
-        assert other.startswith("the training data of rank 1 is not that of rank 0: as many samples, but other ones")
-        assert test_short.startswith("the test data has 359 samples on rank 1 and 360 on rank 0; copy the same data")
-        assert test_other.startswith("the test data of rank 1 is not that of rank 0")
+        found = {"training": (1437, (short, 1436), (other, 1437)), "test": (360, (test_short, 359), (test_other, 360))}
+        for name, (count, *sentences) in found.items():
+            for said, samples in sentences:
+                assert said.startswith(f"the {name} data differs between ranks: '{count} samples, ")
+                assert f" on rank 0 and '{samples} samples, " in said
+                assert said.endswith(" on rank 1; copy the same data to every machine and type the command again")
     assert not list(tmp_path.glob("*/*/snapshots/*"))
 
 

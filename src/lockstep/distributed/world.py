@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -221,15 +221,10 @@ def set_variables(is_one_machine: bool, socket_ifname: str | None, **nccl: str |
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # of collectives; 2000 take 30 ms
 
 
-def uses_mps(name: str, world_size: int) -> bool:
-    """Whether one process of backend=auto computes on Apple's GPU, which gloo ranks cannot share."""
-    return name == "auto" and world_size == 1 and torch.backends.mps.is_available()
-
-
 def choose_device(backend: str, info: RankInfo, name: str) -> torch.device:
     """This rank's device. name: what was typed, such as auto."""
-    if uses_mps(name, info.world_size):
-        return torch.device("mps", 0)  # as its tensors call it
+    if name == "auto" and info.world_size == 1 and torch.backends.mps.is_available():
+        return torch.device("mps", 0)  # as its tensors call it. Ranks of gloo cannot share it
     if backend != "nccl":
         if name == "auto" and info.local_rank == 0 and (torch.cuda.device_count() or torch.backends.mps.is_available()):
             log.warning("backend=auto trains on the CPU, as not every rank has a GPU of its own: start fewer ranks")
@@ -318,25 +313,15 @@ def watch(world: World, run_dir: str | Path, timeout: float | None, on_hang: str
         signals.each_second(Watchdog(world, store, timeout, on_hang, None if is_launched else show).look)
 
 
-def require_same_config(world: World, flat: dict[str, Any], shown: dict[str, Any], hint: str) -> None:
-    """Raise ConfigError, on all ranks, if they hold different `flat` configs {key: plain value}. A collective. shown:
-    `flat` as a message may show it, without values that are secret. hint: what to type instead."""
+def require_same(world: World, values: Mapping[str, Any], hint: str, shown: Mapping[str, Any] | None = None) -> None:
+    """Raise ConfigError, on all ranks, if they hold different `values` {name: plain value}. A collective. hint: what to
+    type instead. shown: `values` as a message may show them, without those that are secret."""
     salt = world.broadcast_json(secrets.token_hex())  # without it a short secret could be guessed from its digest
-    digests = {key: hashlib.sha256(f"{salt} {json.dumps(value)}".encode()).hexdigest() for key, value in flat.items()}
+    digests = {key: hashlib.sha256(f"{salt} {json.dumps(value)}".encode()).hexdigest() for key, value in values.items()}
+    shown = values if shown is None else shown
     first, shown_first = world.broadcast_json([digests, shown])
     keys = [*differing(first, digests)][:1]
     mine = [(key, shown_first.get(key, "missing"), shown.get(key, "missing")) for key in keys]
     for rank, found in enumerate(world.all_gather_json(mine)):
         for key, on_zero, here in found:
             raise ConfigError(f"{key} differs between ranks: {on_zero!r} on rank 0 and {here!r} on rank {rank}; {hint}")
-
-
-def require_same_data(world: World, name: str, length: int, fingerprint: str) -> None:
-    """Raise ConfigError, on all ranks, if a data set differs between ranks. A collective."""
-    (count, first), *others = world.all_gather_json([length, fingerprint])
-    for rank, (samples, other) in enumerate(others, start=1):
-        what = f"the {name} has {samples} samples on rank {rank} and {count} on rank 0"
-        if samples == count:
-            what = f"the {name} of rank {rank} is not that of rank 0: as many samples, but other ones"
-        if (samples, other) != (count, first):
-            raise ConfigError(f"{what}; copy the same data to every machine and type the command again")

@@ -22,7 +22,7 @@ from lockstep.data.source import class_names, require_same_classes
 from lockstep.distributed import signals
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import hold_run_folder, unwritable
-from lockstep.distributed.world import World, join_world, require_same_config, watch
+from lockstep.distributed.world import World, join_world, require_same, watch
 from lockstep.errors import KINDS, ConfigError, StoppedEarly, exits_are_failures
 from lockstep.failures.record import heartbeat, message_of
 from lockstep.files import Contents, write_whole
@@ -235,5 +235,5 @@ def join(config: RunConfig, record: ConfigRecord, parts: Parts, holds: bool = Tr
         log.info("rank %d of %d: %s", world.rank, world.size, said)
         watch(world, config.run_dir, config.watch.timeout, config.watch.on_hang)
         own = [{k: v for k, v in of.items() if not k.startswith("launch.")} for of in (record.flat, record.shown)]
-        require_same_config(world, own[0], own[1], "type the same command on every node")
+        require_same(world, own[0], "type the same command on every node", own[1])
         yield world
