@@ -4,8 +4,8 @@ import mmap
 import os
 import select
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from io import FileIO
 
 import torch
@@ -17,7 +17,8 @@ from lockstep.failures.record import heartbeat
 
 PIECE = 2**20  # values summed at once: enough that waiting costs little, few enough to stay in a cache
 LONGEST_WAIT = 2**31 - 1  # milliseconds, of poll
-ADVICE = "type gradient_sync=all_reduce"
+NOT_HERE = "gradient_sync=shared_memory is for CPU ranks on one Linux machine; type gradient_sync=all_reduce"
+CANNOT = "gradient_sync=shared_memory cannot be set up (REASON); type gradient_sync=all_reduce"  # too many open files
 
 SumInPlace = Callable[[Tensor], object]
 """Takes a vector (n,), which becomes the sum over all ranks. The returned value is not used."""
@@ -35,13 +36,13 @@ class SharedMemorySum:
         self.world, length, size = world, min(length, PIECE), world.size
         self.readers, self.writers = dict[int, FileIO](), dict[int, FileIO]()
         if sys.platform != "linux" or world.device.type != "cpu" or world.local_size < size:
-            raise ConfigError(f"gradient_sync=shared_memory is for CPU ranks on one Linux machine; {ADVICE}")
+            raise ConfigError(NOT_HERE)
         with ExitStack() as held:  # until all ranks have opened them
-            with _set_up(world):
+            with world.refusals_on_all(cannot=CANNOT):
                 files = self._create((size + 1) * length * dtype.itemsize, held)
                 paths = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files]
             told = world.all_gather_json(paths)
-            with _set_up(world):
+            with world.refusals_on_all(cannot=CANNOT):
                 with open(told[0][0], "r+b") as file:
                     memory = mmap.mmap(file.fileno(), 0)
                 self.slots = torch.frombuffer(memory, dtype=dtype).view(-1, length)  # one per rank, and the sum
@@ -90,16 +91,6 @@ class SharedMemorySum:
                 raise TimeoutError(f"Timed out waiting {self.world.timeout:g} s for rank {peer}")
             if not pipe.read(1):
                 raise ConnectionError(f"rank {peer} is gone: closed by peer")
-
-
-@contextmanager
-def _set_up(world: World) -> Iterator[None]:
-    """What one rank cannot open in the block is told on all ranks, as a ConfigError."""
-    with world.refusals_on_all():
-        try:
-            yield
-        except OSError as error:  # such as too many open files
-            raise ConfigError(f"gradient_sync=shared_memory cannot be set up ({error.strerror}); {ADVICE}") from None
 
 
 def tree_sum(vectors: list[Tensor]) -> Tensor:

@@ -145,21 +145,22 @@ class World:
         self.control.barrier(options).wait()
 
     @contextmanager
-    def refusals_on_all(self, timeout: timedelta | None = None) -> Iterator[None]:
+    def refusals_on_all(self, timeout: timedelta | None = None, cannot: str = "") -> Iterator[None]:
         """A ConfigError that one rank raises in the block is raised on all ranks at its end, where they wait for each
-        other."""
+        other. cannot: what an OSError means there, with REASON for what the system says, if it is one."""
         problem = ""
         try:
             yield
-        except ConfigError as error:
-            problem = str(error)
+        except (ConfigError, OSError) as error:
+            problem = str(error) if isinstance(error, ConfigError) else cannot.replace("REASON", str(error.strerror))
+            if not problem:
+                raise
         self.barrier(timeout)
         for sentence in filter(None, self.all_gather_json(problem)):
             raise ConfigError(sentence)
 
     def once_per_machine(self, work: Callable[[], object]) -> None:
-        """Run `work` in the first rank of each machine, such as a download. The others wait as long as it takes. A
-        ConfigError of `work` is raised on all ranks."""
+        """Run `work` in the first rank of each machine, such as a download. The others wait as long as it takes."""
         with self.refusals_on_all(PREPARE_TIMEOUT):
             if self.local_rank == 0:
                 work()

@@ -90,12 +90,9 @@ class TrainedRun:
 
     def write(self, path: Path, contents: Contents) -> None:
         """Rank 0 writes the file, whole or not at all. A collective. Raises ConfigError on all ranks if it cannot."""
-        with self.world.refusals_on_all():
-            try:
-                if self.world.is_rank_zero:
-                    write_whole(path, contents, shared=True)  # another command may write the same file
-            except OSError as error:
-                raise ConfigError(f"{path} cannot be written ({error.strerror}); {OTHER_FILE}") from error
+        with self.world.refusals_on_all(cannot=f"{path} cannot be written (REASON); {OTHER_FILE}"):
+            if self.world.is_rank_zero:
+                write_whole(path, contents, shared=True)  # another command may write the same file
         log.info("written to: %s", path)
 
 
