@@ -174,12 +174,12 @@ def _on_signal(number: int, frame: FrameType | None = None) -> None:
     if _process.second is not None or not (_process.saves_first or number == signal.SIGUSR1):
         heartbeat.enter("end")
         stopped, info = stopped_early(number, _process.saves_first), read_rank_info()
-        # One process of a machine prints the last line. The exit code tells a launcher whether the rank tried to save.
-        prints = _process.launcher is None and (info.local_rank == 0 or info.started_by == "environment")
-        if prints:
+        # One process of a machine prints the last line: after a second signal the launcher, if it is ours.
+        is_launchers = _process.launcher is not None and _process.saves_first
+        if not is_launchers and (info.local_rank == 0 or info.started_by == "environment"):
             print_line(f"lockstep: {stopped}", sys.stderr)
         clean_up()
-        os._exit(stopped.code if prints or _process.saves_first else 128 + number)
+        os._exit(stopped.code)
     if is_first and _process.saves_first and read_rank_info().is_rank_zero:
         print_line(f"{_name(number)}: stopping after this step; a second one ends at once", sys.stderr)
 

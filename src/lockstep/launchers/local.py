@@ -42,7 +42,6 @@ AFTER_SECOND_SIGNAL = 1.5  # seconds until ranks that have not ended are killed
 # The same after the end of a rank, by its exit code; and longer after a failure while a rank saves.
 GRACE, LONGER_WHILE_SAVING = 5.0, 25.0
 GRACES = {errors.EXIT_FINISHED: math.inf, errors.EXIT_RESUMABLE: 30.0}  # rank 0 closes its loggers
-STOP_EXITS = (errors.EXIT_RESUMABLE, errors.EXIT_STOPPED_WITHOUT_SNAPSHOT)
 
 
 def resolve_nproc(nproc_per_node: int | str) -> int:
@@ -156,7 +155,7 @@ def wait(processes: dict[int, Any], folder: Path, relay: signals.Relay) -> Ends:
             deadline = min(deadline, now + grace)
         if relay.second is not None:
             deadline = min(deadline, now + AFTER_SECOND_SIGNAL)
-        have_stopped = all(end["exit_code"] in STOP_EXITS for end in ends.values())
+        have_stopped = all(end["exit_code"] in errors.STOP_EXITS for end in ends.values())
         longer = math.inf if have_stopped else LONGER_WHILE_SAVING  # a mirror may be slow
         may_save = relay.second is None and errors.EXIT_HANG not in [end["exit_code"] for end in ends.values()]
         for rank, process in waiting.items():
@@ -169,20 +168,15 @@ def wait(processes: dict[int, Any], folder: Path, relay: signals.Relay) -> Ends:
 
 def check_ends(folder: Path, ends: Ends, relay: signals.Relay) -> None:
     """Raise what the exit codes of the ranks and their records in the folder say, unless all have finished."""
-    codes, stopped = [end["exit_code"] for end in ends.values()], None
-    before_training = [number for number in signals.STOP_SIGNALS if 128 + number in codes]
-    have_stopped = any(code in STOP_EXITS for code in codes)
-    if relay.second is not None:
+    codes = [ends[rank]["exit_code"] for rank in sorted(ends)]
+    stops = [code for code in codes if code in errors.STOP_EXITS]
+    has_said_so = codes[0] in stops  # the first rank of a machine does
+    if relay.second is not None or (stops and relay.first is not None and not has_said_so):
         stopped = signals.stopped_early(relay.second)
-    elif have_stopped and all(code in (errors.EXIT_FINISHED, *STOP_EXITS) for code in codes):
-        raise StoppedEarly("the ranks stopped early", max(code or 0 for code in codes))  # rank 0 has said so
-    elif before_training:
-        stopped = signals.stopped_early(before_training[0], in_training=False)
-    elif have_stopped and relay.first is not None:
-        stopped = signals.stopped_early()
-    if stopped is not None:
         print_line(f"lockstep: {stopped}", sys.stderr)
         raise stopped
+    if stops and (relay.first is not None or all(code in (errors.EXIT_FINISHED, *stops) for code in codes)):
+        raise StoppedEarly("the ranks stopped early", max(stops))
     report, _ = tell(folder, typed_command(), ends=ends)
     if report and report["first"]["kind"] == "config":
         raise ConfigError(report["first"]["message"])

@@ -50,7 +50,6 @@ from lockstep.runs.table import choosing, is_repeat, rows_of, settings, show, te
 
 SHARED = ("launchers.rank_imports", "modes.train", "tasks.reports")  # what each job needs
 CONSOLE = "console.log"  # in a job's folder: what it prints, where several run at once
-STOPPED = {errors.EXIT_RESUMABLE, errors.EXIT_STOPPED_WITHOUT_SNAPSHOT, *(128 + one for one in signals.STOP_SIGNALS)}
 POLL_SECONDS = 0.2
 LONGEST_NAME = 120  # characters of a job's folder
 
@@ -108,7 +107,7 @@ class Process:
         code, report, run = self.process.exitcode, read_report(self.job.folder), self.job.run()
         if code == errors.EXIT_FINISHED:
             return Outcome("finished")
-        if code in STOPPED or (is_stopping and code < 0):
+        if code in errors.STOP_EXITS or (is_stopping and code < 0):
             return Outcome("pruned" if self.is_pruned and not is_stopping else "stopped")
         cause = f"ended with exit code {code}, see {self.console or 'above'}"
         if report is not None and report["run"]["time"] >= self.started and (code >= 0 or "verdict" in report["first"]):
