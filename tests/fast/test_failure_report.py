@@ -31,7 +31,6 @@ from support.commands import ROOT
 
 TORCH = Path(torch.__file__).parent
 ENGINE = TORCH / "autograd/graph.py", "_engine_run_backward"
-COMMAND = ["python", "src/train.py"]
 
 
 def raised(error, file=Path(__file__), function="f", inner=None):
@@ -78,7 +77,7 @@ def fail(tmp_path):
 
 
 def report_of(*failures):
-    report = make_report(failures, COMMAND)
+    report = make_report(failures)
     assert report is not None
     return report
 
@@ -171,7 +170,7 @@ def test_the_newest_snapshot_and_the_steps_that_are_lost(fail, tmp_path):
 def test_the_file_has_these_keys_and_the_screen_at_most_40_lines(fail, tmp_path):
     fail(0, lost())
     fail(1, raised(ValueError("x")))
-    tell(tmp_path / "ranks", COMMAND, {"is_echo": False})
+    tell(tmp_path / "ranks", {"is_echo": False})
     contents = json.loads((tmp_path / "failure.json").read_text())
     assert set(contents) == {"schema", "first", "consequences", "world_size", "run", "will_fail_again", "exit_code"}
     known = "rank host pid phase log log_lines kind type message is_echo meaning advice time file line function code"
@@ -190,17 +189,19 @@ def test_the_file_has_these_keys_and_the_screen_at_most_40_lines(fail, tmp_path)
         assert (len(lines) <= 40, max(map(len, lines)) <= 160, lines[-2][:12]) == (True, True, "run folder: ")
 
 
-def test_the_command_that_resumes_names_the_folder_and_no_secret():
+def test_the_command_that_resumes_names_the_folder_and_no_secret(monkeypatch):
     """mpirun hands values to its ranks."""
-    plain = ["python", "src/train.py", "optimizer.lr=0.1", "hydra.run.dir=b"]
-    assert resume_command(plain, "/runs/a") == "python src/train.py optimizer.lr=0.1 hydra.run.dir=/runs/a"
-    typed = shlex.split(resume_command(plain, "/runs/prüf/k=v"))[-1]
+    monkeypatch.setattr(sys, "argv", ["src/train.py", "optimizer.lr=0.1", "hydra.run.dir=b"])
+    python = os.path.basename(sys.executable)
+    assert resume_command("/runs/a") == f"{python} src/train.py optimizer.lr=0.1 hydra.run.dir=/runs/a"
+    typed = shlex.split(resume_command("/runs/prüf/k=v"))[-1]
     assert OverridesParser.create().parse_override(typed).value() == "/runs/prüf/k=v"
-    script = "from lockstep.failures.report import typed_command; print(ascii(typed_command('mpirun')))"
+    script = "from lockstep.failures.report import heartbeat, resume_command; heartbeat.begin(0, 1, 'mpirun')"
+    script += "; import shlex; print(ascii(shlex.split(resume_command('a'))))"
     words = ["-x", "WANDB_API_KEY=hunter2", "-x", "MASTER_ADDR=node0", "lr=0.1", "folder-\udcff"]
     parent = ["mpirun", "-c", f'{sys.executable} -c "{script}"; true', *words]
     found = subprocess.run(parent, executable="/bin/bash", cwd=ROOT / "src", capture_output=True, text=True, check=True)
-    shown = "'-x', 'WANDB_API_KEY', '-x', 'MASTER_ADDR=node0', 'lr=0.1', 'folder-\\ufffd']\n"
+    shown = "'-x', 'WANDB_API_KEY', '-x', 'MASTER_ADDR=node0', 'lr=0.1', 'folder-\\ufffd', 'hydra.run.dir=a']\n"
     assert found.stdout.endswith(shown)
 
 
@@ -209,6 +210,7 @@ USER = (Frame("/home/me/net.py", 7, "forward"),)
 IN_TORCH = (Frame(f"{LIBRARY}/distributed/distributed_c10d.py", 3913, "all_reduce"), *USER)
 IN_BACKWARD = (Frame(f"{LIBRARY}/autograd/graph.py", 850, "_engine_run_backward"),)
 IN_FSDP = (Frame(f"{LIBRARY}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", 300, "post_backward"),)
+IN_SUM = (Frame(f"{PROJECT}/distributed/shared_memory.py", 90, "_wait_for_all"), *USER)
 IN_PROJECT = (Frame(f"{PROJECT}/snapshots/files.py", 30, "write"),)
 COMPILES = (Frame(f"{LIBRARY}/_inductor/codecache.py", 3, "compile"),)
 STEP = [("all_reduce", [3]), ("all_reduce", [100])]
@@ -226,9 +228,9 @@ def record(*calls, finished=False, group="0"):
     return json.dumps({"entries": entries})
 
 
-def facts(rank, stack=USER, *records, values=0, phase="train", busy=False, mute="", worker=0):
-    place = PHASES.index(phase), 0, 0, 1, 5
-    return Facts(rank, "h", 100 + rank, place, busy, mute, worker, stack, parse_calls(records, values))
+def facts(rank, stack=USER, *records, phase="train", busy=False, mute="", worker=0):
+    place = PHASES.index(phase), 0, 1, 5
+    return Facts(rank, "h", 100 + rank, place, busy, mute, worker, stack, parse_calls(records))
 
 
 def waits(rank, *calls):
@@ -270,9 +272,8 @@ IN_CALLS = [
     # A rank is not missed in a process group of others.
     ([*BOTH, facts(2, USER, record(*STEP, finished=True))], verdicts.USER_CODE, (2,)),
     # A sum through shared memory beside a collective.
-    ([waits(0, *PAST, STEP[0]), facts(1, IN_PROJECT, DONE, values=1000)], verdicts.MISSING_CALL, (1,)),
-    ([waits(0, *PAST, ("all_reduce", [9])), facts(1, IN_PROJECT, DONE, values=9)], verdicts.OTHER_OPERATION, (0,)),
-    ([facts(rank, IN_PROJECT, DONE, values=9 + rank) for rank in (0, 1)], verdicts.OTHER_SHAPE, (0, 1)),
+    ([waits(0, *PAST, STEP[0]), facts(1, IN_SUM, DONE)], verdicts.MISSING_CALL, (1,)),
+    ([waits(0, *PAST, ("all_reduce", [9])), facts(1, IN_SUM, DONE)], verdicts.OTHER_OPERATION, (0,)),
     # A host that waits for a GPU waits although it spins. NCCL's calls are in a record of their own.
     ([facts(0, (), DONE, NCCL, busy=True), facts(1, USER, DONE, SPUN)], verdicts.USER_CODE, (1,)),
     ([facts(rank, (), DONE, NCCL, busy=True) for rank in (0, 1)], verdicts.UNKNOWN, ()),

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.failures.record import heartbeat
 
 PIECE = 2**20  # values summed at once: enough that waiting costs little, few enough to stay in a cache
 LONGEST_WAIT = 2**31 - 1  # milliseconds, of poll
@@ -67,7 +66,6 @@ class SharedMemorySum:
         """Sum `vector` (n,) in place. Raises TimeoutError for a rank that does not come, ConnectionError for one that
         has exited."""
         rank, size = self.world.rank, self.world.size
-        heartbeat.sums(len(vector))
         for piece in torch.split(vector, self.slots.shape[1]):
             slots, total = self.slots[:size, : len(piece)], self.slots[size, : len(piece)]
             slots[rank].copy_(piece)
@@ -75,7 +73,6 @@ class SharedMemorySum:
             total.tensor_split(size)[rank].copy_(tree_sum(list(slots.tensor_split(size, dim=1)[rank])))
             self._wait_for_all()
             piece.copy_(total)
-        heartbeat.sums(0)
 
     def _wait_for_all(self) -> None:
         """Wait until every rank is here. A byte in a pipe also orders memory: its reader sees all earlier writes."""

@@ -100,7 +100,7 @@ def clean_up() -> None:
     """Remove what nobody else will when this process ends: also the folder of a launcher that was killed."""
     if _process.launcher is None:
         remove_temporary_folder()
-        leave(heartbeat.folder)
+        leave()
     elif _process.launcher != os.getppid() and heartbeat.folder is not None:
         shutil.rmtree(heartbeat.folder.parent, ignore_errors=True)
 

@@ -31,7 +31,7 @@ from lockstep.distributed.host import cpu_count, keep_freed_memory, usable_cores
 from lockstep.distributed.rendezvous import client_of_store, form_group
 from lockstep.errors import ConfigError, differing, print_line
 from lockstep.failures.record import Record, heartbeat
-from lockstep.failures.report import FILE, identity, read_report, screen, tell, typed_command
+from lockstep.failures.report import FILE, identity, read_report, screen, tell
 from lockstep.failures.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ def join_world(
     computes on several GPUs."""
     info, wait = read_rank_info(), timedelta(seconds=timeout)
     if heartbeat.folder is None:
-        heartbeat.begin(info.rank, info.world_size)
+        heartbeat.begin(info.rank, info.world_size, info.started_by)
     heartbeat.enter("meeting")
     backend = choose_backend(name, info)
     keep_freed_memory()
@@ -306,7 +306,7 @@ def watch(world: World, run_dir: str | Path, timeout: float | None, on_hang: str
         return dist.PrefixStore(f"watchdog/{of_ranks[0][1]}", client_of_store(info, CONNECT_TIME))
 
     def show(failure: Record) -> None:
-        report, prints = tell(heartbeat.folder, typed_command(info.started_by), failure)
+        report, prints = tell(heartbeat.folder, failure)
         if prints:
             print_line(screen(report), sys.stderr)
 

@@ -2,7 +2,7 @@
 
 The ranks of one machine share a folder. Their launcher makes it, or the first of them where another program has
 started them. Of rank 1 it holds `rank1.at` (memory: where it is), `rank1.json` (its record: the process, the run, and
-how it has failed), `rank1.stacks` (what faulthandler writes) and `rank1.facts` (of a hang).
+how it has failed) and `rank1.stacks` (what faulthandler writes).
 """
 
 import faulthandler
@@ -40,11 +40,9 @@ Record = dict[str, Any]
 
 
 class Place(NamedTuple):
-    """Where a rank is. values: of a sum over ranks that has not ended, which torch's flight recorder does not see.
-    beats: pieces of work done, such as steps."""
+    """Where a rank is. beats: pieces of work done, such as steps."""
 
     phase: int = 0
-    values: int = 0
     beats: int = 0
     epoch: int = 0
     step: int = 0
@@ -97,8 +95,9 @@ class Heartbeat:
     def __init__(self) -> None:
         self.begin()
 
-    def begin(self, rank: int = 0, world_size: int = 1) -> None:
-        """This process is a rank from here on, which has not failed, and shares nothing with others."""
+    def begin(self, rank: int = 0, world_size: int = 1, started_by: str = "python") -> None:
+        """This process is a rank from here on, which has not failed, and shares nothing with others. started_by: see
+        `RankInfo`."""
         if self.stacks is not None:
             faulthandler.disable()
             faulthandler.unregister(STACK_SIGNAL)
@@ -110,6 +109,7 @@ class Heartbeat:
         groups = re.findall(r"^\d+:(memory|):(.*)$", read(Path("/proc/self/cgroup")), re.M)
         files = [f"/sys/fs/cgroup/{kind}{group}/memory.{'oom_control' if kind else 'events'}" for kind, group in groups]
         who = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "pid": os.getpid()}
+        who["started_by"] = started_by
         who["oom"] = {file: oom_kills(file) for file in files}
         self.record: Record = who | dict.fromkeys(("run_dir", "log", "resumed", "before"))
 
@@ -146,7 +146,7 @@ class Heartbeat:
         counted from 1."""
         self.samples = samples
         self.memory[0] = PHASES.index(phase)
-        self.step_ended(self.memory[3] if epoch is None else epoch, self.memory[4])
+        self.step_ended(self.place.epoch if epoch is None else epoch, self.place.step)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -158,17 +158,13 @@ class Heartbeat:
 
     def beat(self) -> None:
         """A piece of the phase's work is done, such as a batch of an evaluation: the rank does not hang."""
-        self.memory[2] += 1
+        self.memory[1] += 1
 
     def step_ended(self, epoch: int, step: int) -> None:
         """epoch: counted from 1. step: optimizer steps done."""
-        self.memory[2] += 1
-        self.memory[3] = epoch
-        self.memory[4] = step
-
-    def sums(self, values: int) -> None:
-        """A sum over ranks through shared memory begins, or has ended: 0."""
-        self.memory[1] = values
+        self.memory[1] += 1
+        self.memory[2] = epoch
+        self.memory[3] = step
 
     @contextmanager
     def recording(self) -> Iterator[None]:

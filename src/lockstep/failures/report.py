@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lockstep.errors import EXIT_FAILED, KIND_CODES, RAISED_BY_ALL, path_value
 from lockstep.failures.explain import explain_exit
-from lockstep.failures.record import Record, last_lines, oom_kills, read, read_place
+from lockstep.failures.record import Record, heartbeat, last_lines, oom_kills, read, read_place
 from lockstep.failures.verdict import parse_stack
 from lockstep.files import write_whole
 
@@ -70,7 +70,7 @@ def failures_in(folder: Path | None, ends: Ends | None = None) -> list[Record]:
     return found
 
 
-def make_report(failures: Sequence[Record], command: list[str]) -> Report:
+def make_report(failures: Sequence[Record]) -> Report:
     """Of the ranks that have failed, empty if none has. The first one is the cause of a hang, or the earliest that is
     no echo: a rank that is lost makes others fail, and these may say so before its end is seen."""
     if not failures:
@@ -87,7 +87,7 @@ def make_report(failures: Sequence[Record], command: list[str]) -> Report:
         newest, saved_step = str(own), int(own.name.removeprefix("step_"))
     again = first["before"] is not None and first["before"] == identity(first)
     run = {"folder": folder, "newest_snapshot": newest, "steps_lost": max(0, first["step"] - saved_step)}
-    run |= {"resume": "" if newest is None or again else resume_command(command, folder), "time": time.time()}
+    run |= {"resume": "" if newest is None or again else resume_command(folder), "time": time.time()}
     report = {"schema": SCHEMA, "first": first, "consequences": consequences, "run": run, "will_fail_again": again}
     return report | {"world_size": first["world_size"], "exit_code": KIND_CODES.get(first["kind"], EXIT_FAILED)}
 
@@ -98,9 +98,7 @@ def identity(first: Record) -> Record | None:
     return {key: first.get(key) for key in keys} if first["kind"] not in ("killed", "left", "config") else None
 
 
-def tell(
-    folder: Path | None, command: list[str], own: Record | None = None, ends: Ends | None = None
-) -> tuple[Report, bool]:
+def tell(folder: Path | None, own: Record | None = None, ends: Ends | None = None) -> tuple[Report, bool]:
     """(the report on the ranks of this machine, empty if none has failed; whether this process prints it). It is left
     in the run folder. One process of a machine prints it, and who knows better than an earlier report. What is only the
     echo of a lost rank gives way: other ranks, also of other machines, may have failed first, and are awaited for a
@@ -111,7 +109,7 @@ def tell(
             break
         time.sleep(0.02)
         failures = failures_in(folder)
-    report = make_report(failures or ([own] if own else []), command)
+    report = make_report(failures or ([own] if own else []))
     if not report or report["first"]["kind"] == "config":  # that rank shows its sentence itself
         return report, False
     first, run_dir, prints = report["first"], report["run"]["folder"], folder is None or claim(folder / PRINTED)
@@ -122,22 +120,24 @@ def tell(
         time.sleep(0.02)
     if others is not None and (first["is_echo"] or not others["first"]["is_echo"]):
         run = others["run"]
-        return others | {"run": run | {"resume": run["resume"] and resume_command(command, run_dir)}}, prints
+        return others | {"run": run | {"resume": run["resume"] and resume_command(run_dir)}}, prints
     with suppress(OSError):  # a full disk costs the file
         write_whole(Path(run_dir, FILE), json.dumps(report, indent=1) + "\n", sync=False)
     return report, prints or others is not None
 
 
 def claim(path: Path) -> bool:
-    """Whether this process is the first to make the file."""
+    """Whether this process is the first to make the folder."""
     with suppress(OSError):
-        path.touch(exist_ok=False)
+        path.mkdir()
         return True
     return False
 
 
-def leave(folder: Path | None) -> None:
-    """Remove the folder that ranks of another program's share, in the last of them that ends."""
+def leave() -> None:
+    """This rank ends. The last of those that another program has started removes the folder that they share."""
+    heartbeat.enter("end")
+    folder = heartbeat.folder
     alive = [one["rank"] for one in records_in(folder) if process_state(one["pid"]) not in ENDED]
     if folder is not None and all(read_place(folder, rank).name == "end" for rank in alive):
         shutil.rmtree(folder, ignore_errors=True)
@@ -160,24 +160,18 @@ def newest_snapshot(run_dir: Path) -> Path | None:
     return max((path for path in found if re.fullmatch(r"step_\d+", path.name)), default=None)
 
 
-def resume_command(words: list[str], run_dir: str) -> str:
-    """The command that goes on in the same run folder."""
-    kept = [word for word in words if not word.startswith("hydra.run.dir=")]
-    return shlex.join([*kept, f"hydra.run.dir={path_value(Path(run_dir))}"])
-
-
-def typed_command(started_by: str = "python") -> list[str]:
-    """The words that started this process, with those of torchrun, mpirun or srun before them if it was one of these.
-    started_by: see `RankInfo`. Only of srun the words are not known: it runs on another machine."""
-    words = [os.path.basename(sys.executable), *sys.argv]
-    if started_by not in ("torchrun", "mpirun"):
-        return ["srun"] * (started_by == "srun") + words
+def resume_command(run_dir: str) -> str:
+    """The command that goes on in the same run folder: the words that started this process, with those of torchrun,
+    mpirun or srun before them. Only of srun the words are not known: it runs on another machine."""
+    words, started_by = [os.path.basename(sys.executable), *sys.argv], heartbeat.record["started_by"]
     program, *typed = read(Path(f"/proc/{os.getppid()}/cmdline")).rstrip("\0").split("\0")
-    if os.path.basename(program) in MPI_LAUNCHERS or (program and started_by == "torchrun"):
+    is_mpi = started_by == "mpirun" and os.path.basename(program) in MPI_LAUNCHERS
+    if is_mpi or (started_by == "torchrun" and program):
         words = [os.path.basename(program)]
         for word in typed:  # `-x NAME` for `-x NAME=VALUE`, which may be a secret; where the ranks meet is none
             words.append(word.partition("=")[0] if words[-1] == "-x" and word[:7] != "MASTER_" else word)
-    return words
+    kept = [word for word in words if not word.startswith("hydra.run.dir=")]
+    return shlex.join(["srun"] * (started_by == "srun") + [*kept, f"hydra.run.dir={path_value(Path(run_dir))}"])
 
 
 def in_one_line(report: Report) -> str:

@@ -31,8 +31,8 @@ SAME_SHAPES = {"all_reduce", "allreduce", "broadcast", "reduce", "gloo:all_gathe
 
 
 class Collective(NamedTuple):
-    """An entry of torch's flight record, or a sum through shared memory. number: counts those of the group, from 1.
-    text: the operation and the shape. call: what all ranks must do alike: without the shape where that may differ."""
+    """An entry of torch's flight record. number: counts those of the group, from 1. text: the operation and the shape.
+    call: what all ranks must do alike: without the shape where that may differ."""
 
     group: str
     number: int
@@ -43,6 +43,10 @@ class Collective(NamedTuple):
 
     def __str__(self) -> str:
         return self.text
+
+
+SUM = Collective("shared memory", 1, "shared-memory sum", "shared-memory sum", "shared-memory sum", finished=False)
+"""torch does not record it, and a rank that is in it waits for the others."""
 
 
 class Facts:
@@ -57,6 +61,7 @@ class Facts:
         self.busy, self.mute, self.worker, self.phase = busy, mute, worker, self.place.name
         self.stack = [Frame(*frame) for frame in stack]
         self.calls = [Collective(*call) for call in calls]
+        self.calls += [SUM for frame in self.stack[:1] if frame.file.endswith("/distributed/shared_memory.py")]
         begun = [call for call in self.calls if not call.finished]
         users = [number for number, frame in enumerate(self.stack) if is_users(frame.file)]
         inner = self.stack[: users[0]] if users else self.stack
@@ -207,9 +212,9 @@ def parse_stack(text: str, of_crash: bool = False) -> list[Frame]:
     return [Frame(file, int(line), function) for file, line, function in lines]
 
 
-def parse_calls(texts: Sequence[str | bytes], values: int = 0) -> list[Collective]:
+def parse_calls(texts: Sequence[str | bytes]) -> list[Collective]:
     """torch's records (JSON: gloo's, NCCL's) -> the collectives, in order of time. An unreadable one has none: the
-    format is private to torch. values: of a sum through shared memory that has not ended."""
+    format is private to torch."""
     found: list[tuple[int, Collective]] = []
     with suppress(ValueError, KeyError, TypeError):
         for backend, text in enumerate(texts):
@@ -227,8 +232,4 @@ def parse_calls(texts: Sequence[str | bytes], values: int = 0) -> list[Collectiv
                 if not (finished and entry["is_p2p"]):
                     collective = Collective(group, number, operation, text, call, finished)
                     found.append((int(entry["time_created_ns"]), collective))
-    calls = [call for _, call in sorted(found)]
-    if values:
-        text = f"shared-memory sum of {values:,} values"
-        calls.append(Collective("shared memory", 1, "shared-memory sum", text, text, finished=False))
-    return calls
+    return [call for _, call in sorted(found)]

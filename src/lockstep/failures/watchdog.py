@@ -44,7 +44,7 @@ COMPUTING_SECONDS, MAIN_SECONDS, ALL_SHARE = 0.4, 0.004, 0.2
 ANSWER_SECONDS, STACK_SECONDS, MACHINES_SECONDS, END_SECONDS = 10.0, 1.0, 12.0, 2.0
 FRESH_SECONDS = 60.0  # facts of another machine that are older tell of an earlier hang
 MUTE = dict.fromkeys(ENDED, verdicts.GONE) | {"T": verdicts.STOPPED}  # why a process in this state does not answer
-ASK, END = "ask", "end"  # files of a rank that examines its machine, while it does, and when it has found a hang
+ASK, END = "ask", "end"  # folders: a rank examines its machine, and gets the others' answers; it has found a hang
 LOADERS = ("/torch/utils/data/", "/lockstep/data/")
 
 
@@ -64,7 +64,6 @@ class Watchdog:
     last_look: float = field(default_factory=time.monotonic)
     next_examination: float = 0.0
     told: str = ""
-    asked_at: int = 0  # when the question was asked that this rank has answered
 
     def look(self, now: float) -> None:
         """now: of time.monotonic()."""
@@ -75,12 +74,11 @@ class Watchdog:
         if (folder := heartbeat.folder) is not None:  # do what another rank of this machine asks for
             if (folder / END).exists():
                 os._exit(EXIT_HANG)
-            with suppress(OSError):  # nobody asks
-                asked_at = (folder / ASK).stat().st_mtime_ns
-                if asked_at != self.asked_at:
-                    self.asked_at, self.next_examination = asked_at, self.silence + self.limit(first_step=1.0)
-                    facts = json.dumps([asked_at, *self._own()])
-                    write_whole(folder / f"rank{self.world.rank}.facts", facts, sync=False)
+            answer = folder / ASK / f"rank{self.world.rank}"
+            if answer.parent.exists() and not answer.exists():
+                self.next_examination = self.silence + self.limit(first_step=1.0)
+                with suppress(OSError):  # it is too late
+                    write_whole(answer, json.dumps(self._own()), sync=False)
         if self.silence > max(self.limit(first_step=1.0), self.next_examination):
             self.examine()
             self.last_look = time.monotonic()
@@ -106,7 +104,7 @@ class Watchdog:
         """What no other rank can see: the stack of this one's main thread, and its collectives."""
         walked = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
         stack = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walked]
-        return [stack, verdicts.parse_calls(flight_records(), heartbeat.place.values)]
+        return [stack, verdicts.parse_calls(flight_records())]
 
     def examine(self) -> None:
         """Explain the silence of the ranks of this machine, if no other one of them does that now."""
@@ -117,7 +115,7 @@ class Watchdog:
         if self._places() == self.places:  # else they were only slow
             self._judge(facts, verdicts.find_verdict(facts, self.world.size), silence)
         if heartbeat.folder is not None:
-            (heartbeat.folder / ASK).unlink(missing_ok=True)
+            (heartbeat.folder / ASK).rename(heartbeat.folder / f"asked {time.time_ns()}")
 
     def _judge(self, facts: list[Facts], verdict: Verdict, silence: float) -> None:
         """End the run if it hangs, or tell what it waits for. silence: seconds without progress."""
@@ -142,16 +140,14 @@ class Watchdog:
         """`Facts` of the ranks of this machine that have not ended well: what they answer, and what is seen of them."""
         here, folder = self.world.here, heartbeat.folder or Path()
         asked = [rank for rank, place in self.places.items() if place.name != "end"]
-        self.asked_at = (folder / ASK).stat().st_mtime_ns if heartbeat.folder else 0
         answers, deadline = {self.world.rank: self._own()}, time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < deadline:
             silent = [rank for rank in asked if rank not in answers and process_state(here[rank]) not in (*MUTE, "t")]
             if not silent:
                 break
             time.sleep(0.05)
-            for rank in silent:
-                asked_at, *answer = json.loads(read(folder / f"rank{rank}.facts") or "[0]")
-                answers |= {rank: answer} if asked_at == self.asked_at else {}
+            texts = {rank: read(folder / ASK / f"rank{rank}") for rank in silent}
+            answers |= {rank: json.loads(text) for rank, text in texts.items() if text}
         busy, found = computing([here[rank] for rank in asked]), list[list[Any]]()
         for rank in asked:
             pid, worker, (stack, calls) = here[rank], 0, answers.get(rank, ([], []))
@@ -224,8 +220,7 @@ class Watchdog:
             while any(process_state(pid) not in ENDED for pid in others) and time.monotonic() < deadline:
                 time.sleep(0.02)
         if self.show is not None:
-            heartbeat.enter("end")
-            leave(heartbeat.folder)
+            leave()
         os._exit(EXIT_HANG)
 
 

@@ -17,7 +17,7 @@ from lockstep.distributed import signals
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import ConfigError, RankFailed
 from lockstep.failures.record import heartbeat
-from lockstep.failures.report import leave, screen, tell, typed_command
+from lockstep.failures.report import leave, screen, tell
 
 Worker = Callable[..., Any]
 ECHO_DELAY = 60  # seconds added to the time that torchrun reads, so that it names another rank as the first
@@ -68,7 +68,7 @@ class EnvLauncher(Launcher):
 
     def launch(self, worker: Worker, *args: Any) -> Any:
         info = read_rank_info()
-        heartbeat.begin(info.rank, info.world_size)
+        heartbeat.begin(info.rank, info.world_size, info.started_by)
         try:
             return worker(*args)
         except (Exception, KeyboardInterrupt) as error:
@@ -76,7 +76,7 @@ class EnvLauncher(Launcher):
             # A sentence needs no report; a rank that has not met the others is the only one to know.
             if isinstance(error, ConfigError | KeyboardInterrupt) or heartbeat.record["run_dir"] is None:
                 raise
-            report, prints = tell(heartbeat.folder, typed_command(info.started_by), heartbeat.record)
+            report, prints = tell(heartbeat.folder, heartbeat.record)
             shown = screen(report)
             with suppress(OSError, KeyError):  # of the ranks' errors torchrun names the earliest, by whole seconds
                 told_at = int(time.time()) + ECHO_DELAY * (report["first"]["rank"] != info.rank)
@@ -86,7 +86,5 @@ class EnvLauncher(Launcher):
             raise RankFailed(shown if prints else "", report) from error
         finally:
             signals.each_second(None)
-            heartbeat.enter("end")
-            folder = heartbeat.folder
+            leave()
             heartbeat.begin()
-            leave(folder)

@@ -33,7 +33,7 @@ from lockstep.distributed.host import cpu_count, end_with_parent
 from lockstep.distributed.rendezvous import shared_store
 from lockstep.errors import ConfigError, RankFailed, StoppedEarly, print_line
 from lockstep.failures.record import FOLDER, Record, heartbeat, read_place
-from lockstep.failures.report import Ends, screen, tell, typed_command
+from lockstep.failures.report import Ends, screen, tell
 from lockstep.launchers.base import Launcher, Worker, flush_output, refuse_nesting
 
 VALUE = "value"  # in the folder of ranks: what rank 0 has returned
@@ -177,7 +177,7 @@ def check_ends(folder: Path, ends: Ends, relay: signals.Relay) -> None:
         raise stopped
     if stops and (relay.first is not None or all(code in (errors.EXIT_FINISHED, *stops) for code in codes)):
         raise StoppedEarly("the ranks stopped early", max(stops))
-    report, _ = tell(folder, typed_command(), ends=ends)
+    report, _ = tell(folder, ends=ends)
     if report and report["first"]["kind"] == "config":
         raise ConfigError(report["first"]["message"])
     if report or any(codes):
