@@ -143,15 +143,13 @@ def run_started_at(info: RankInfo, is_noted: bool = True, timeout: timedelta = S
     RankMissing."""
     now, job, step = datetime.now(), os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
     if is_noted and info.is_rank_zero and job and step:  # a job that is requeued keeps its number, and nothing else
-        note, before = Path("outputs", ".started", f"slurm-{job}.{step}"), None
+        note = Path("outputs", ".started", f"slurm-{job}.{step}")
         with suppress(OSError, ValueError):  # none; or an empty one, which a machine that fails can leave
             if int(os.environ.get("SLURM_RESTART_COUNT", 0)):
-                before = datetime.fromisoformat(note.read_text())
+                now = datetime.fromisoformat(note.read_text())
         with suppress(OSError):  # then the run folder cannot be created either, and that has a message of its own
-            if before is None:
-                note.parent.mkdir(parents=True, exist_ok=True)
-                note.write_text(now.isoformat())
-        now = before or now
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(now.isoformat())
     if not info.master_port:
         return now
     store = shared_store(info, timeout)

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -91,13 +91,8 @@ def lock(folder: Path, what: str = "run") -> IO[str]:
 @contextmanager
 def hold_run_folder(folder: str | Path, world: "World") -> Iterator[None]:
     """Rank 0 holds a lock on `folder` while the block runs. Every rank calls this. Raises ConfigError on all."""
-    file = None
-    try:
+    with ExitStack() as held:
         with world.refusals_on_all():
             if world.is_rank_zero:
-                file = lock(Path(folder))
+                held.enter_context(lock(Path(folder)))
         yield
-    finally:
-        if file is not None:
-            with suppress(OSError):  # the disk may be gone
-                file.close()

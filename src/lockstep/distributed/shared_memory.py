@@ -15,7 +15,6 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 
 PIECE = 2**20  # values summed at once: enough that waiting costs little, few enough to stay in a cache
-LONGEST_WAIT = 2**31 - 1  # milliseconds, of poll
 NOT_HERE = "gradient_sync=shared_memory is for CPU ranks on one Linux machine; type gradient_sync=all_reduce"
 CANNOT = "gradient_sync=shared_memory cannot be set up (REASON); type gradient_sync=all_reduce"  # too many open files
 
@@ -32,35 +31,27 @@ class SharedMemorySum:
     other's in /proc: nothing stays of a rank that is killed, and a small /dev/shm is no limit."""
 
     def __init__(self, world: World, length: int, dtype: torch.dtype) -> None:
-        self.world, length, size = world, min(length, PIECE), world.size
+        self.world, length, rank, size = world, min(length, PIECE), world.rank, world.size
         self.readers, self.writers = dict[int, FileIO](), dict[int, FileIO]()
         if sys.platform != "linux" or world.device.type != "cpu" or world.local_size < size:
             raise ConfigError(NOT_HERE)
         with ExitStack() as held:  # until all ranks have opened them
             with world.refusals_on_all(cannot=CANNOT):
-                files = self._create((size + 1) * length * dtype.itemsize, held)
-                paths = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files]
-            told = world.all_gather_json(paths)
+                own = held.enter_context(FileIO(os.memfd_create("lockstep"), "r+"))  # that of rank 0 is used
+                count = (size + 1) * length if rank == 0 else 1
+                os.posix_fallocate(own.fileno(), 0, count * dtype.itemsize)  # else SIGBUS without memory
+                for peer in {*range(size)} - {rank}:
+                    reader, writer = os.pipe()
+                    held.callback(os.close, writer)
+                    self.readers[peer] = FileIO(reader)
+                files = [self.readers.get(of, own) for of in range(size)]
+            told = world.all_gather_json([f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files])
             with world.refusals_on_all(cannot=CANNOT):
                 with open(told[0][0], "r+b") as file:
                     memory = mmap.mmap(file.fileno(), 0)
                 self.slots = torch.frombuffer(memory, dtype=dtype).view(-1, length)  # one per rank, and the sum
                 for peer in self.readers:
-                    self.writers[peer] = FileIO(os.open(told[peer][world.rank], os.O_WRONLY), "w")
-
-    def _create(self, size: int, held: ExitStack) -> list[FileIO]:
-        """The pipe from each rank. In the place of this one: memory of `size` bytes, of which rank 0's is used."""
-        files = list[FileIO]()
-        for of in range(self.world.size):
-            if of == self.world.rank:
-                files.append(held.enter_context(FileIO(os.memfd_create("lockstep"), "r+")))
-                os.posix_fallocate(files[of].fileno(), 0, size if of == 0 else 1)  # else SIGBUS without memory
-            else:
-                reader, writer = os.pipe()
-                held.callback(os.close, writer)
-                self.readers[of] = FileIO(reader)
-                files.append(self.readers[of])
-        return files
+                    self.writers[peer] = FileIO(os.open(told[peer][rank], os.O_WRONLY), "w")
 
     def __call__(self, vector: Tensor) -> None:
         """Sum `vector` (n,) in place. Raises TimeoutError for a rank that does not come, ConnectionError for one that
@@ -84,7 +75,7 @@ class SharedMemorySum:
         for peer, pipe in self.readers.items():
             arrival = select.poll()
             arrival.register(pipe, select.POLLIN)
-            if not arrival.poll(min(1000 * self.world.timeout, LONGEST_WAIT)):
+            if not arrival.poll(1000 * self.world.timeout):
                 raise TimeoutError(f"Timed out waiting {self.world.timeout:g} s for rank {peer}")
             if not pipe.read(1):
                 raise ConnectionError(f"rank {peer} is gone: closed by peer")

@@ -50,7 +50,6 @@ class _Process(Asked):
     """The state of signals in this process."""
 
     saves_first = False  # the ranks save after the first signal, before they end
-    launcher: int | None = None  # the process that has started this rank, if it is ours
     run_dir: str | Path = "."
     look: Callable[[float], object] | None = None  # called each second in the thread that hears signals
     writer: int | None = None  # a signal's number is written here, also while Python runs no code
@@ -91,17 +90,12 @@ def set_run_folder(run_dir: str | Path) -> None:
     _process.run_dir = run_dir
 
 
-def is_rank_of(launcher: int) -> None:
-    """This process is a rank of `launcher`, which prints how it ended and removes what its ranks share."""
-    _process.launcher = launcher
-
-
 def clean_up() -> None:
     """Remove what nobody else will when this process ends: also the folder of a launcher that was killed."""
-    if _process.launcher is None:
+    if heartbeat.launcher is None:
         remove_temporary_folder()
         leave()
-    elif _process.launcher != os.getppid() and heartbeat.folder is not None:
+    elif heartbeat.launcher != os.getppid() and heartbeat.folder is not None:
         shutil.rmtree(heartbeat.folder.parent, ignore_errors=True)
 
 
@@ -175,7 +169,7 @@ def _on_signal(number: int, frame: FrameType | None = None) -> None:
         heartbeat.enter("end")
         stopped, info = stopped_early(number, _process.saves_first), read_rank_info()
         # One process of a machine prints the last line: after a second signal the launcher, if it is ours.
-        is_launchers = _process.launcher is not None and _process.saves_first
+        is_launchers = heartbeat.launcher is not None and _process.saves_first
         if not is_launchers and (info.local_rank == 0 or info.started_by == "environment"):
             print_line(f"lockstep: {stopped}", sys.stderr)
         clean_up()

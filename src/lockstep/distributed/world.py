@@ -254,8 +254,7 @@ def join_world(
     **nccl: Any,
 ) -> Iterator[World]:
     """Form a process group with the other ranks, and destroy it however the block ends. The keys are those of the
-    config's `backend`. Raises ConfigError. bind_device: False if this rank
-    computes on several GPUs."""
+    config's `backend`. Raises ConfigError. bind_device: False if this rank computes on several GPUs."""
     info, wait = read_rank_info(), timedelta(seconds=timeout)
     if heartbeat.folder is None:
         heartbeat.begin(info.rank, info.world_size, info.started_by)
@@ -290,7 +289,7 @@ def watch(world: World, run_dir: str | Path, timeout: float | None, on_hang: str
     """Begin to look after the ranks, see `Watchdog`. A collective, before the first step. Ranks of one machine that
     have no folder in common get one. The report of an earlier start is deleted."""
     info, before, run_dir = read_rank_info(), read_report(Path(run_dir)), os.path.abspath(run_dir)
-    is_launched = heartbeat.folder is not None
+    is_launched = heartbeat.launcher is not None
     makes = not is_launched and world.local_rank == 0 and world.local_size > 1
     of_ranks = world.all_gather_json([tempfile.mkdtemp(prefix="lockstep-") if makes else "", uuid.uuid4().hex])
     if not is_launched:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,7 +29,6 @@ from lockstep.errors import EXIT_FAILED, ConfigError, StoppedEarly, kind_of, pri
 from lockstep.failures.explain import explain_exception
 from lockstep.files import PROJECT, is_library, is_project, is_users, write_whole
 
-FOLDER = "LOCKSTEP_RANK_FOLDER"  # the environment variable with the folder that a launcher has made
 PHASES: tuple[str, ...] = ("start", "meeting", "prepare", "build", "resume", "train", "evaluation", "snapshot")
 PHASES += ("disk", "export", "mode", "end")
 STACK_SIGNAL = signal.SIGUSR2
@@ -69,9 +69,8 @@ class Frame(NamedTuple):
 
 def last_lines(path: str | None) -> list[str]:
     """The last lines of a log file, none if it cannot be read."""
-    with suppress(OSError), open(path or "", "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 2**15))
-        return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+    with suppress(OSError), open(path or "", errors="replace") as file:
+        return [line.rstrip("\n") for line in deque(file, LOG_LINES)]
     return []
 
 
@@ -104,6 +103,7 @@ class Heartbeat:
             self.stacks.close()
         self.memory: Any = memoryview(bytearray(8 * len(Place()))).cast("q")
         self.folder: Path | None = None
+        self.launcher: int | None = None
         self.stacks = None
         self.samples: Callable[[], list[int]] = list
         groups = re.findall(r"^\d+:(memory|):(.*)$", read(Path("/proc/self/cgroup")), re.M)
@@ -113,10 +113,11 @@ class Heartbeat:
         who["oom"] = {file: oom_kills(file) for file in files}
         self.record: Record = who | dict.fromkeys(("run_dir", "log", "resumed", "before"))
 
-    def share(self, folder: Path | None) -> None:
+    def share(self, folder: Path | None, launcher: int | None = None) -> None:
         """Let other processes of this machine see where this rank is, its stacks, and its failure. None: there is no
-        other rank, and the stack of a crash goes to stderr."""
-        self.folder, name = folder, f"rank{self.record['rank']}"
+        other rank, and the stack of a crash goes to stderr. launcher: the process that has started this rank, if it is
+        ours: it prints how this one has ended, and removes what its ranks share."""
+        self.folder, self.launcher, name = folder, launcher, f"rank{self.record['rank']}"
         if folder is None:
             self.stacks = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  (it stays open)
         else:

@@ -41,9 +41,6 @@ class Collective(NamedTuple):
     call: str
     finished: bool
 
-    def __str__(self) -> str:
-        return self.text
-
 
 SUM = Collective("shared memory", 1, "shared-memory sum", "shared-memory sum", "shared-memory sum", finished=False)
 """torch does not record it, and a rank that is in it waits for the others."""
@@ -69,7 +66,7 @@ class Facts:
         self.users = self.stack[users[0]] if users else None  # the innermost frame of the user's code
         self.at = self.users or next(iter(shown), None)
         self.line = f"at {self.at}" if self.at else "place not known"
-        self.unfinished = begun[-1] if begun else None
+        self.waits_in = begun[-1].text if begun else "no collective"
         # gloo sleeps where it waits, so a rank that computes does not; a host that waits for a GPU spins. What forms a
         # process group waits without a collective.
         may_wait = any(call.group.startswith("1/") for call in begun) or not busy
@@ -81,7 +78,7 @@ class Facts:
 
     def where(self, call: Collective | None = None) -> str:
         """What it waits in, and at which line. call: the collective that is asked about."""
-        return f"{call or self.unfinished or 'no collective'}, {self.line}"
+        return f"{call.text if call else self.waits_in}, {self.line}"
 
 
 class Verdict(NamedTuple):
@@ -176,7 +173,7 @@ def _unlike(facts: Sequence[Facts], entries: dict[int, Collective | None], past:
     odd = tuple(rank for call, ranks in by_call.items() if is_tie or call != usual for rank in ranks)
     places = "; ".join(f"{name_ranks(ranks)} in {place}" for place, ranks in by_place.items())
     if not is_tie and usual is not None and {*by_call} <= {usual, None, *past}:
-        left_out = entries[by_call[usual][0]]
+        left_out = next(entry.text for entry in entries.values() if entry and entry.call == usual)
         return Verdict(MISSING_CALL, odd, f"{name_ranks(odd)} did not call {left_out}: {places}", SAME_CALLS)
     is_same_operation = len({entry and entry.operation for entry in entries.values()}) == 1
     kind = OTHER_SHAPE if is_same_operation else OTHER_OPERATION
@@ -188,7 +185,7 @@ def table(facts: Sequence[Facts], verdict: Verdict) -> list[str]:
     """One line a rank, after a header. Of many ranks some are left out, but not those whose fault it is."""
     rows, ordered = [HEADER], sorted(facts, key=lambda rank: (rank.rank not in verdict.ranks, rank.rank))
     for rank in sorted(ordered[:MOST_ROWS], key=lambda rank: rank.rank):
-        call, where = str(rank.unfinished or "no collective"), "not known"
+        call, where = rank.waits_in, "not known"
         call = f"{call[: WIDEST_CALL - 3]}..." if len(call) > WIDEST_CALL else call
         if rank.at is not None:
             where = f"{'/'.join(Path(rank.at.file).parts[-2:])}:{rank.at.line} in {rank.at.function}"

@@ -32,7 +32,7 @@ from lockstep.distributed.environment import DEFAULT_PORT, LOOPBACK, STARTED_BY,
 from lockstep.distributed.host import cpu_count, end_with_parent
 from lockstep.distributed.rendezvous import shared_store
 from lockstep.errors import ConfigError, RankFailed, StoppedEarly, print_line
-from lockstep.failures.record import FOLDER, Record, heartbeat, read_place
+from lockstep.failures.record import Record, heartbeat, read_place
 from lockstep.failures.report import Ends, screen, tell
 from lockstep.launchers.base import Launcher, Worker, flush_output, refuse_nesting
 
@@ -118,12 +118,12 @@ class LocalLauncher(Launcher):
         """Start the ranks of this machine once, and wait for them. Returns rank 0's value."""
         # Made before the ranks, the folder of multiprocessing is theirs, too: it goes with the last of them.
         folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=multiprocessing.util.get_temp_dir()))
-        env |= {FOLDER: str(folder)} | ({STORE_FILE: str(folder / "store")} if self.nnodes == 1 else {})
+        env |= {STORE_FILE: str(folder / "store")} if self.nnodes == 1 else {}
         heartbeat.begin()
         context: Any = multiprocessing.get_context(self.start_method)
         ranks_here = int(env["LOCAL_WORLD_SIZE"])
         processes = {
-            rank: context.Process(target=run_rank, args=(rank, rank % ranks_here, env, worker, args))
+            rank: context.Process(target=run_rank, args=(rank, rank % ranks_here, folder, env, worker, args))
             for rank in range(self.node_rank * ranks_here, (self.node_rank + 1) * ranks_here)
         }
         try:
@@ -185,15 +185,16 @@ def check_ends(folder: Path, ends: Ends, relay: signals.Relay) -> None:
         raise RankFailed(screen(report) if report else unknown, report)
 
 
-def run_rank(rank: int, local_rank: int, env: dict[str, str], worker: Worker, args: tuple[Any, ...]) -> NoReturn:
+def run_rank(
+    rank: int, local_rank: int, folder: Path, env: dict[str, str], worker: Worker, args: tuple[Any, ...]
+) -> NoReturn:
     """What a rank process runs: `worker(*args)`, then an exit that skips the interpreter's teardown, which gloo's
     threads sometimes abort. The folder of ranks tells how this one ends, and rank 0's value."""
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(local_rank))
     gc.freeze()  # a collection writes to every object, and memory shared with the parent is copied when written to
-    signals.is_rank_of(os.getppid())
     end_with_parent()
     heartbeat.begin(rank, int(env["WORLD_SIZE"]))
-    heartbeat.share(folder := Path(env[FOLDER]))
+    heartbeat.share(folder, launcher=os.getppid())
     code = errors.EXIT_FINISHED
     try:
         value = worker(*args)
