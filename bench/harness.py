@@ -177,8 +177,8 @@ def save(out: Path, name: str, text: str) -> None:
 
 def processor() -> str:
     """The CPU's name and the number of its cores that this process may use."""
-    from lockstep.distributed.host import cpu_count
+    from lockstep.distributed.host import usable_cores
 
     about = Path("/proc/cpuinfo")
     names = re.findall("^model name\\s*: (.*)", about.read_text(), re.MULTILINE) if about.exists() else []
-    return f"{[*names, platform.machine()][0]}, {cpu_count()} cores"
+    return f"{[*names, platform.machine()][0]}, {len(usable_cores())} cores"

@@ -47,12 +47,12 @@ def run(main: Callable[[], Any]) -> NoReturn:
             # Programs that live as long as their ranks; a shell may end under nohup.
             if info.started_by in ("torchrun", "srun", "mpirun") or os.environ.pop(host.ENDS_WITH_PARENT, ""):
                 host.end_with_parent()  # imports and the config take seconds, in which it may be killed
-            if {"--help", "-h"} & {*words} and info.is_rank_zero:
+            if {"--help", "-h"} & {*words} and info.rank == 0:
                 groups = [f"  {group}: {', '.join(names)}" for group, names in sorted(OPTIONS.items()) if names]
                 options = "\n".join(groups)
                 said, values = ((CONF / name).read_text() for name in ("help.txt", "config.yaml"))
                 print(f"{said}\nOptions (group=option):\n\n{options}\n\nValues (key=value):\n\n{values}", end="")
-            elif info.is_rank_zero or not asks_for_text(words):
+            elif info.rank == 0 or not asks_for_text(words):
                 register_resolvers()
                 # argparse takes no flag between two overrides.
                 sys.argv[1:] = sorted(with_overrides_of_run(words), key=lambda word: not word.startswith("-"))

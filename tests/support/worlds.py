@@ -74,7 +74,7 @@ def train(config):
     from support.configs import parts_of, record_of
 
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    world.cpu_count = lambda: 1  # one thread, as OMP_NUM_THREADS says to commands
+    world.usable_cores = lambda: [0]  # one thread, as OMP_NUM_THREADS says to commands
     objective = Train().work(config, record_of(config), parts_of(config))
     if objective is None and os.environ["RANK"] == "0":
         objective = read_run(Path(config.run_dir))["objective"]["last"]

@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.compat import decoded_jpeg
 from lockstep.config.schema import Count, Seed
 from lockstep.data.source import DataSource, Splits, Tensors
-from lockstep.distributed.host import cpu_count, end_with_parent
+from lockstep.distributed.host import end_with_parent, usable_cores
 from lockstep.files import one_at_a_time
 
 LARGE_JPEG = 2**15  # bytes, from which on Pillow may be faster: it decodes a far too large image at a part of its size
@@ -82,7 +82,7 @@ def on_all_cores(function: Callable[..., Any], what: str, *columns: Sequence[Any
     """`function` of each row, by forks that end with this process. what: for the progress bar."""
     from tqdm import tqdm
 
-    with ProcessPoolExecutor(cpu_count(), get_context("fork"), end_with_parent, (signal.SIGKILL,)) as pool:
+    with ProcessPoolExecutor(len(usable_cores()), get_context("fork"), end_with_parent, (signal.SIGKILL,)) as pool:
         return list(tqdm(pool.map(function, *columns), what, len(columns[0]), disable=None))
 
 

@@ -38,10 +38,6 @@ class RankInfo:
     store_file: str = ""
 
     @property
-    def is_rank_zero(self) -> bool:
-        return self.rank == 0
-
-    @property
     def may_start_ranks(self) -> bool:
         """Whether no other program has started this process as one of several ranks. srun --pty bash has one task."""
         return self.started_by == "python" or (self.started_by == "srun" and self.world_size == 1)

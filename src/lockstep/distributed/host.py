@@ -14,10 +14,6 @@ def usable_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
 
 
-def cpu_count() -> int:
-    return len(usable_cores())
-
-
 def has_native_bf16() -> bool:
     """Whether the CPU multiplies in bfloat16, as far as Linux tells: avx512_bf16 or amx_bf16 on x86, bf16 on ARM."""
     about = Path("/proc/cpuinfo")

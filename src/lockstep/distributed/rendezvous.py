@@ -41,7 +41,7 @@ def shared_store(info: RankInfo, timeout: timedelta = STORE_TIMEOUT) -> "Store":
         store = dist.FileStore(info.store_file, info.world_size)
     elif not port:
         store = dist.HashStore()
-    elif info.agent_store or not info.is_rank_zero:
+    elif info.agent_store or info.rank > 0:
         _wait_until_listening(address, port, timeout.total_seconds())
         store = client_of_store(info, timeout)
     else:
@@ -142,7 +142,7 @@ def run_started_at(info: RankInfo, is_noted: bool = True, timeout: timedelta = S
     all compose the same run folder. is_noted: a job that Slurm requeues finds its first start in a file. Raises
     RankMissing."""
     now, job, step = datetime.now(), os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
-    if is_noted and info.is_rank_zero and job and step:  # a job that is requeued keeps its number, and nothing else
+    if is_noted and info.rank == 0 and job and step:  # a job that is requeued keeps its number, and nothing else
         note = Path("outputs", ".started", f"slurm-{job}.{step}")
         with suppress(OSError, ValueError):  # none; or an empty one, which a machine that fails can leave
             if int(os.environ.get("SLURM_RESTART_COUNT", 0)):
@@ -153,7 +153,7 @@ def run_started_at(info: RankInfo, is_noted: bool = True, timeout: timedelta = S
     if not info.master_port:
         return now
     store = shared_store(info, timeout)
-    if info.is_rank_zero:
+    if info.rank == 0:
         store.compare_set("lockstep/started", "", now.isoformat())
     deadline = time.monotonic() + timeout.total_seconds()
     return datetime.fromisoformat(_value_of(store, "lockstep/started", deadline, "rank 0 did not start the run"))

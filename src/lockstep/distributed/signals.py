@@ -174,7 +174,7 @@ def _on_signal(number: int, frame: FrameType | None = None) -> None:
             print_line(f"lockstep: {stopped}", sys.stderr)
         clean_up()
         os._exit(stopped.code)
-    if is_first and _process.saves_first and read_rank_info().is_rank_zero:
+    if is_first and _process.saves_first and read_rank_info().rank == 0:
         print_line(f"{_name(number)}: stopping after this step; a second one ends at once", sys.stderr)
 
 

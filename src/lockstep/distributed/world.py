@@ -27,7 +27,7 @@ from torch import Tensor
 from lockstep.compat import hidden_from_profiler
 from lockstep.distributed import signals
 from lockstep.distributed.environment import RankInfo, read_rank_info
-from lockstep.distributed.host import cpu_count, keep_freed_memory, usable_cores
+from lockstep.distributed.host import keep_freed_memory, usable_cores
 from lockstep.distributed.rendezvous import client_of_store, form_group
 from lockstep.errors import ConfigError, differing, print_line
 from lockstep.failures.record import Record, heartbeat
@@ -241,7 +241,7 @@ def number_of_threads(typed: int | None, ranks_on_cores: int, started_by: str) -
     said = os.environ.get("OMP_NUM_THREADS", "")
     if typed is None and started_by == "python" and said.isdigit():
         typed = int(said)
-    return typed or max(1, cpu_count() // ranks_on_cores)
+    return typed or max(1, len(usable_cores()) // ranks_on_cores)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from lockstep import errors
 from lockstep.config.schema import Count, Ranks, StartMethod, Whole
 from lockstep.distributed import signals
 from lockstep.distributed.environment import DEFAULT_PORT, LOOPBACK, STARTED_BY, STORE_FILE, RankInfo, node_rank_info
-from lockstep.distributed.host import cpu_count, end_with_parent
+from lockstep.distributed.host import end_with_parent, usable_cores
 from lockstep.distributed.rendezvous import shared_store
 from lockstep.errors import ConfigError, RankFailed, StoppedEarly, print_line
 from lockstep.failures.record import Record, heartbeat, read_place
@@ -53,7 +53,7 @@ def resolve_nproc(nproc_per_node: int | str) -> int:
     gpus = torch.cuda.device_count() if nproc_per_node != "cpu" else 0
     if nproc_per_node == "gpu" and not gpus:
         raise ConfigError("launch.nproc_per_node=gpu finds no GPU here; type launch.nproc_per_node=cpu")
-    return gpus or cpu_count()
+    return gpus or len(usable_cores())
 
 
 @dataclass
