@@ -14,7 +14,7 @@ EXIT_HANG = 4  # no progress, or ranks that make different collective calls
 EXIT_RESUMABLE = 75  # stopped early with a good snapshot. Slurm requeues a job only if it does not exit with 0
 EXIT_STOPPED_WITHOUT_SNAPSHOT = 76  # stopped early, and the last step is in no snapshot; an older snapshot may exist
 EXIT_INTERRUPTED = 130  # 128 + SIGINT: Ctrl-C before training, or a second one
-STOP_EXITS = (EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, EXIT_INTERRUPTED)
+STOP_EXITS = (EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, EXIT_INTERRUPTED)  # after a signal
 EXIT_CODES: tuple[int, ...] = (0, 1, 2, 4, 75, 76, 130)  # of a command
 
 

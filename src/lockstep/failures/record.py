@@ -108,10 +108,9 @@ class Heartbeat:
         self.samples: Callable[[], list[int]] = list
         groups = re.findall(r"^\d+:(memory|):(.*)$", read(Path("/proc/self/cgroup")), re.M)
         files = [f"/sys/fs/cgroup/{kind}{group}/memory.{'oom_control' if kind else 'events'}" for kind, group in groups]
-        who = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "pid": os.getpid()}
-        who["started_by"] = started_by
-        who["oom"] = {file: oom_kills(file) for file in files}
-        self.record: Record = who | dict.fromkeys(("run_dir", "log", "resumed", "before"))
+        who: Record = {"rank": rank, "world_size": world_size, "started_by": started_by, "pid": os.getpid()}
+        who |= {"host": socket.gethostname(), "oom": {file: oom_kills(file) for file in files}}
+        self.record = who | dict.fromkeys(("run_dir", "log", "resumed", "before"))
 
     def share(self, folder: Path | None, launcher: int | None = None) -> None:
         """Let other processes of this machine see where this rank is, its stacks, and its failure. None: there is no
