@@ -57,11 +57,9 @@ def _rank(rank, size, port, results, function, args):
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     results.put((rank, function(*args)))
-    from lockstep.failures.record import heartbeat
     from lockstep.failures.report import leave
 
-    heartbeat.enter("end")  # as launchers do
-    leave(heartbeat.folder)
+    leave()  # as launchers do
     os._exit(0)
 
 
