@@ -14,7 +14,6 @@ import multiprocessing.connection
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
-import pickle
 import shutil
 import sys
 import tempfile
@@ -36,7 +35,6 @@ from lockstep.failures.record import Record, heartbeat, read_place
 from lockstep.failures.report import Ends, screen, tell
 from lockstep.launchers.base import Launcher, Worker, flush_output, refuse_nesting
 
-VALUE = "value"  # in the folder of ranks: what rank 0 has returned
 POLL_SECONDS = 0.2  # where a process that a rank has forked hides the rank's end
 AFTER_SECOND_SIGNAL = 1.5  # seconds until ranks that have not ended are killed
 # The same after the end of a rank, by its exit code; and longer after a failure while a rank saves.
@@ -121,9 +119,10 @@ class LocalLauncher(Launcher):
         env |= {STORE_FILE: str(folder / "store")} if self.nnodes == 1 else {}
         heartbeat.begin()
         context: Any = multiprocessing.get_context(self.start_method)
+        reader, writer = context.Pipe(duplex=False)
         ranks_here = int(env["LOCAL_WORLD_SIZE"])
         processes = {
-            rank: context.Process(target=run_rank, args=(rank, rank % ranks_here, folder, env, worker, args))
+            rank: context.Process(target=run_rank, args=(rank, rank % ranks_here, folder, env, writer, worker, args))
             for rank in range(self.node_rank * ranks_here, (self.node_rank + 1) * ranks_here)
         }
         try:
@@ -131,21 +130,27 @@ class LocalLauncher(Launcher):
                 for process in processes.values():
                     process.start()
                 relay.start([process.pid for process in processes.values()])
-            check_ends(folder, wait(processes, folder, relay), relay)
-            return pickle.loads((folder / VALUE).read_bytes()) if self.node_rank == 0 else None
+            value, ends = wait(processes, reader, folder, relay)
+            check_ends(folder, ends, relay)
+            return value
         finally:
             for process in processes.values():
                 if process.is_alive():
                     process.kill()
+            reader.close()
+            writer.close()
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def wait(processes: dict[int, Any], folder: Path, relay: signals.Relay) -> Ends:
-    """Wait until all ranks have ended. Returns their ends. Kills those that do not end, after a failure or while the
-    others have stopped."""
-    ends, waiting, killed, deadline = dict[int, Record](), dict(processes), set[int](), math.inf
-    while waiting:
-        multiprocessing.connection.wait([process.sentinel for process in waiting.values()], POLL_SECONDS)
+def wait(processes: dict[int, Any], results: Any, folder: Path, relay: signals.Relay) -> tuple[Any, Ends]:
+    """Wait until all ranks have ended. Returns rank 0's value, which may be larger than a pipe holds, and their ends.
+    Kills those that do not end, after a failure or while the others have stopped."""
+    value, ends, waiting, deadline = None, dict[int, Record](), dict(processes), math.inf
+    killed = set[int]()
+    while waiting or results.poll():
+        sentinels = [process.sentinel for process in waiting.values()]
+        multiprocessing.connection.wait([*sentinels, results], POLL_SECONDS)
+        value = results.recv() if results.poll() else value
         now = time.monotonic()
         for rank in [rank for rank, process in waiting.items() if not process.is_alive()]:
             code = waiting.pop(rank).exitcode
@@ -163,7 +168,7 @@ def wait(processes: dict[int, Any], folder: Path, relay: signals.Relay) -> Ends:
             if now > deadline + (longer if saves else 0):
                 killed.add(rank)
                 process.kill()
-    return ends
+    return value, ends
 
 
 def check_ends(folder: Path, ends: Ends, relay: signals.Relay) -> None:
@@ -186,10 +191,10 @@ def check_ends(folder: Path, ends: Ends, relay: signals.Relay) -> None:
 
 
 def run_rank(
-    rank: int, local_rank: int, folder: Path, env: dict[str, str], worker: Worker, args: tuple[Any, ...]
+    rank: int, local_rank: int, folder: Path, env: dict[str, str], results: Any, worker: Worker, args: tuple[Any, ...]
 ) -> NoReturn:
     """What a rank process runs: `worker(*args)`, then an exit that skips the interpreter's teardown, which gloo's
-    threads sometimes abort. The folder of ranks tells how this one ends, and rank 0's value."""
+    threads sometimes abort. results: takes rank 0's value. The folder of ranks tells how this one ends."""
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(local_rank))
     gc.freeze()  # a collection writes to every object, and memory shared with the parent is copied when written to
     end_with_parent()
@@ -199,7 +204,7 @@ def run_rank(
     try:
         value = worker(*args)
         if rank == 0:
-            (folder / VALUE).write_bytes(pickle.dumps(value))
+            results.send(value)
         heartbeat.enter("end")
     except StoppedEarly as stopped:
         heartbeat.enter("end")
