@@ -11,7 +11,7 @@ from lockstep.distributed.world import join_world
 from lockstep.models.tutorial import linear
 from lockstep.runs.record import read_run
 from lockstep.tasks.tasks import CrossEntropy, MultiLabel
-from lockstep.training.evaluate import Metrics
+from lockstep.training.evaluate import Metrics, gathered
 from lockstep.training.metrics import Meter
 from support.commands import BY_LOSS, WHOLE
 from support.configs import composed
@@ -93,10 +93,11 @@ def measure_metrics(shares):
         for kind, chosen in (made | {"segmentation": {"iou": iou}}).items():
             (outputs, targets), found[kind] = data(kind), []
             for _ in range(2):
-                metrics = Metrics(chosen)
+                metrics, rows = Metrics(chosen), []
                 for numbers in torch.tensor(shares[world.rank], dtype=torch.int64).split(7):
-                    metrics.add(task.scores(outputs[numbers].float()), targets[numbers], numbers)
-                found[kind].append(metrics.compute(world))
+                    own = metrics.add(task.scores(outputs[numbers].float()), targets[numbers])
+                    rows.append({"number": numbers} | own)
+                found[kind].append(metrics.compute(world, gathered(world, rows)))
     return found
 
 

@@ -12,14 +12,11 @@ from torch import Tensor
 
 from lockstep.build import torchmetrics_of
 from lockstep.data.loader import files_of
-from lockstep.data.source import count_samples
-from lockstep.distributed import signals
 from lockstep.errors import TrainingDiverged
-from lockstep.failures.record import heartbeat
 from lockstep.loggers.base import Loggers
 from lockstep.modes.base import Mode, TrainedRun
 from lockstep.snapshots.checkpointer import compared
-from lockstep.training.evaluate import Evaluator, evaluating, gathered, stop
+from lockstep.training.evaluate import Evaluator, gathered, pass_each, stop
 
 log = logging.getLogger(__name__)
 
@@ -75,24 +72,14 @@ class Predict(OfSplit):
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError, on all ranks, if the file cannot be written."""
         path, loader, text = trained.output(self.file, "predictions.csv"), trained.loader(self.split), ""
-        run, parts, numbers = trained.run, list[dict[str, Tensor]](), torch.empty(0)
+        run, parts = trained.run, list[dict[str, Tensor]]()
 
-        def keep(outputs: Tensor, targets: Tensor) -> None:
-            nonlocal numbers
-            now, numbers = numbers.tensor_split([count_samples(targets)])  # a pipeline has some of them
-            # Of ranks that compute the same outputs, one counts.
-            columns = dict(_columns(run.task.predictions(outputs) | {"truth": targets})) if run.strategy.counts else {}
-            own = {f"of {name}": each for name, each in columns.items() if each.shape[:1] == now.shape}
-            if own:
-                parts.append({"number": now} | {name: each.detach().cpu() for name, each in own.items()})
+        def keep(outputs: Any, targets: Any, numbers: Tensor) -> None:
+            columns = dict(_columns(run.task.predictions(outputs) | {"truth": targets}))
+            own = {name: each.detach().cpu() for name, each in columns.items() if each.shape[:1] == numbers.shape}
+            parts.append({"number": numbers} | {f"of {name}": each for name, each in own.items()})
 
-        with evaluating(run, loader):
-            for part in loader.evaluation(run.config.evaluation.batch_size):
-                numbers = part.numbers
-                run.strategy.evaluate(part, keep)
-                heartbeat.beat()
-                if signals.stop_requested():
-                    stop()
+        pass_each(run, loader, keep)
         # Of what all batches have: a loss that the model adds has no row for each sample.
         names = set[str]().union(*parts[:1]).intersection(*parts)
         columns = gathered(trained.world, [{name: part[name] for name in part if name in names} for part in parts])

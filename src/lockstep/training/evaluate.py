@@ -25,19 +25,19 @@ from lockstep.failures.record import heartbeat
 from lockstep.files import write_whole
 from lockstep.loggers.base import Loggers
 from lockstep.strategies.base import broadcast
-from lockstep.tasks.base import Task, as_float64
+from lockstep.tasks.base import Samples, Task, as_float64
 from lockstep.training.metrics import Meter
 from lockstep.training.nonfinite import SMALLER_STEPS
 from lockstep.training.run import Run
 
 log = logging.getLogger(__name__)
 
-MEASURED = {"loss": "loss", "accuracy": "right"}  # {of a task: column of SampleResults}
+MEASURED = {"loss": "loss", "accuracy": "right"}  # {of a task: column of its samples}
 COLUMNS = (*MEASURED.values(), "target", "prediction")  # NaN where a sample has no such value
 ASKED_EVERY = 8  # parts, after which the ranks ask whether one of them was told to stop; of the first ones each
 Means = dict[str, float]
-Look = Callable[[Mapping[str, Tensor], Any, Any, Tensor], None]
-"""(what the task gave, outputs, targets, numbers of the samples in the data set)."""
+Look = Callable[..., None]
+"""(outputs, targets, numbers of the samples in the data set); for `evaluate` before them what the task gave."""
 
 
 def stop() -> NoReturn:
@@ -48,23 +48,34 @@ def stop() -> NoReturn:
 def evaluate(run: Run, loader: Loader, on_stop: Callable[[], NoReturn] = stop, look: "Look | None" = None) -> Means:
     """{metric: mean over every sample of the data set, each counted once}, with the averaged weights if there are any,
     on every rank. A collective. After a rank was asked to stop, `on_stop` is called on every rank. look: sees all."""
-    meter, strategy, stops = Meter(run.task, run.world), run.strategy, False
+    meter = Meter(run.task, run.world)
+
+    def count(outputs: Any, targets: Any, numbers: Tensor) -> None:
+        found = run.task(outputs, targets)
+        sums = run.task.sums(outputs, targets, not loader.is_whole, found)
+        meter.add(0, sums.values, sums.counts)
+        if look is not None:
+            look(found, outputs, targets, numbers)
+
+    pass_each(run, loader, count, on_stop)
+    return meter.means(run.world.all_reduce_sum(meter.flush()).tolist())
+
+
+def pass_each(run: Run, loader: Loader, look: Look, on_stop: Callable[[], NoReturn] = stop) -> None:
+    """As `evaluate`, without a task: pass each sample forward. Of ranks that compute the same outputs, one looks."""
+    strategy, stops = run.strategy, False
     numbers = torch.empty(0)  # of the samples that are still to be counted; a pipeline counts some at a time
 
-    def count(outputs: Any, targets: Any) -> None:
+    def take(outputs: Any, targets: Any) -> None:
         nonlocal numbers
         now, numbers = numbers.tensor_split([count_samples(targets)])
         if strategy.counts:
-            found = run.task(outputs, targets)
-            sums = run.task.sums(outputs, targets, not loader.is_whole, found)
-            meter.add(0, sums.values, sums.counts)
-            if look is not None:
-                look(found, outputs, targets, now)
+            look(outputs, targets, now)
 
     with evaluating(run, loader):
         for number, part in enumerate(loader.evaluation(run.config.evaluation.batch_size), start=1):
             numbers = part.numbers
-            strategy.evaluate(part, count)
+            strategy.evaluate(part, take)
             heartbeat.beat()
             if number < ASKED_EVERY or number % ASKED_EVERY == 0:
                 (stops,) = run.world.any_of([signals.stop_requested()])
@@ -72,7 +83,6 @@ def evaluate(run: Run, loader: Loader, on_stop: Callable[[], NoReturn] = stop, l
                 break
     if stops:  # the model has its own weights again, which may be saved
         on_stop()
-    return meter.means(run.world.all_reduce_sum(meter.flush()).tolist())
 
 
 @contextmanager
@@ -121,23 +131,21 @@ class Metrics:
     order, on rank 0. Of the others each rank has its share, and torchmetrics brings their states together."""
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
-        self.metrics, self.kept = metrics, list[dict[str, Tensor]]()
+        self.metrics = metrics
         for metric in metrics.values():
             metric.reset()
         keep = {name for name, one in metrics.items() if any(isinstance(s, list) for s in one.metric_state.values())}
         self.by_sample, self.by_rank = sorted(keep), sorted(metrics.keys() - keep)
 
-    def add(self, scores: Tensor, targets: Tensor, numbers: Tensor) -> None:
-        """numbers: (N,) of the samples in the data set."""
+    def add(self, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Returns what `compute` is to have of these samples, beside their numbers."""
         for name in self.by_rank if len(targets) else ():
             self.metrics[name].update(scores.double(), targets)
-        if self.by_sample:
-            self.kept.append({"number": numbers, "scores": scores.double(), "targets": targets})
+        return {"scores": scores.double(), "targets": targets} if self.by_sample else {}
 
-    def compute(self, world: World) -> Means:
-        """The same on every rank. A collective."""
+    def compute(self, world: World, whole: Mapping[str, Tensor]) -> Means:
+        """The same on every rank. A collective. whole: as `gathered` gives it."""
         found = {name: float(self.metrics[name].compute()) for name in self.by_rank}
-        whole = gathered(world, self.kept) if self.by_sample else {}
         for name in self.by_sample if whole else ():
             metric = self.metrics[name]
             metric.distributed_available_fn = lambda: False  # else it waits for the other ranks
@@ -146,61 +154,55 @@ class Metrics:
         return world.broadcast_json(found) if self.by_sample else found
 
 
-class SampleResults:
-    """What an evaluation says of each sample. draws: whether predictions, too. After `gather`, on rank 0: columns, as
-    `lockstep.tasks.base.Samples`. errors: {metric: standard error of its mean}, but of an accuracy that is 0 or 1,
-    whose number tells it."""
-
-    def __init__(self, task: Task, draws: bool = False) -> None:
-        self.task, self.draws = task, draws
-        self.kept, self.columns, self.errors = list[dict[str, Tensor]](), dict[str, Tensor](), dict[str, float]()
-
-    def add(self, found: Mapping[str, Tensor], outputs: Any, targets: Any, numbers: Tensor) -> None:
-        """found: what the task gave for these samples of this rank."""
-        row = {"target": _one_value(targets)}
-        row |= {name: self._each(found[metric], targets) for metric, name in MEASURED.items() if metric in found}
-        if self.draws and row["target"] is not None:
-            row["prediction"] = _one_value(self.task.predictions(outputs).get("prediction"))
-        nothing = dict.fromkeys(COLUMNS, torch.full((len(numbers),), math.nan, dtype=torch.float64))
-        self.kept.append({"number": numbers} | nothing | {name: one for name, one in row.items() if one is not None})
-
-    def _each(self, value: Tensor, targets: Any) -> Tensor:
-        """(N,) float64: of values of targets the mean over those of a sample that count."""
-        values, ignored = as_float64(value), self.task.ignored
-        if value.dim() < 2:
-            return values
-        counted = torch.ones_like(values) if ignored is None else as_float64(targets != ignored)
-        return (values * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1)
-
-    def gather(self, world: World) -> None:
-        self.columns = gathered(world, self.kept)
-        for metric, name in MEASURED.items() if self.columns else ():
-            column = self.columns[name]
-            is_binary = metric == "accuracy" and bool(((column == 0) | (column == 1)).all())
-            if len(column) > 1 and not is_binary and not column.isnan().any():
-                self.errors[metric] = float(column.std() / len(column) ** 0.5)
-
-    def write(self, file: Path, loader: Loader) -> None:
-        """The columns number, file, target, loss and right that there are. A full disk costs them, and a warning."""
-        files, classes, text = files_of(loader), class_names(loader.reader.dataset), io.StringIO()
-        known: dict[str, list[Any]] = {n: c.tolist() for n, c in self.columns.items() if not c.isnan().all()}
-        for name in {"target", "right"} & known.keys():
-            known[name] = [int(value) if value.is_integer() else value for value in known[name]]
-        known["target"] = [classes[one] if one in range(len(classes)) else one for one in known.get("target", ())]
-        known["file"] = [files[number] for number in known["number"]] if files else []
-        table = {name: known[name] for name in ("number", "file", "target", "loss", "right") if known.get(name)}
-        csv.writer(text, lineterminator="\n").writerows([[*table], *zip(*table.values(), strict=True)])
-        try:
-            write_whole(file, text.getvalue(), sync=False)
-        except OSError as error:
-            log.warning("%s cannot be written (%s); the run goes on", file, error)
+def results_of(
+    task: Task, found: Mapping[str, Tensor], outputs: Any, targets: Any, numbers: Tensor, draws: bool
+) -> dict[str, Tensor]:
+    """The columns of these samples, as `Samples`. found: what the task gave. draws: whether predictions, too."""
+    nothing = torch.full((len(numbers),), math.nan, dtype=torch.float64)
+    row = dict.fromkeys(COLUMNS, nothing) | {"number": numbers, "target": _one_value(targets, nothing)}
+    if draws and row["target"] is not nothing:
+        row["prediction"] = _one_value(task.predictions(outputs).get("prediction"), nothing)
+    for metric in MEASURED.keys() & found.keys():
+        values = as_float64(found[metric])
+        if values.dim() > 1:  # of targets: the mean over those of a sample that count
+            counted = torch.ones_like(values) if task.ignored is None else as_float64(targets != task.ignored)
+            values = (values * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1)
+        row[MEASURED[metric]] = values
+    return row
 
 
-def _one_value(values: Any) -> Tensor | None:
-    """(N,) float64: of each sample its value; None if it has several."""
-    if isinstance(values, Tensor) and values.dim() > 0 and values.shape[1:].numel() == 1:
-        return as_float64(values).flatten()
-    return None
+def _one_value(values: Any, nothing: Tensor) -> Tensor:
+    """(N,) float64: of each sample its value; `nothing` if it has several."""
+    is_one = isinstance(values, Tensor) and values.dim() > 0 and values.shape[1:].numel() == 1
+    return as_float64(values).flatten() if is_one else nothing
+
+
+def standard_errors(columns: Samples) -> dict[str, float]:
+    """{metric: of its mean}, but of an accuracy that is 0 or 1, whose number tells it."""
+    found = dict[str, float]()
+    for metric, name in MEASURED.items() if columns else ():
+        column = columns[name]
+        is_binary = metric == "accuracy" and bool(((column == 0) | (column == 1)).all())
+        if len(column) > 1 and not is_binary and not column.isnan().any():
+            found[metric] = float(column.std() / len(column) ** 0.5)
+    return found
+
+
+def write_samples(file: Path, loader: Loader, columns: Samples) -> None:
+    """The columns number, file, target, loss and right that there are. A full disk costs them, and a warning."""
+    files, classes, text = files_of(loader), class_names(loader.reader.dataset), io.StringIO()
+    there = [name for name in ("number", "target", "loss", "right") if not columns[name].isnan().all()]
+    known: dict[str, list[Any]] = {name: columns[name].tolist() for name in there}
+    for name in {"target", "right"} & known.keys():
+        known[name] = [int(value) if value.is_integer() else value for value in known[name]]
+    known["target"] = [classes[one] if one in range(len(classes)) else one for one in known.get("target", ())]
+    known["file"] = [files[number] for number in known["number"]] if files else []
+    table = {name: known[name] for name in ("number", "file", "target", "loss", "right") if known.get(name)}
+    csv.writer(text, lineterminator="\n").writerows([[*table], *zip(*table.values(), strict=True)])
+    try:
+        write_whole(file, text.getvalue(), sync=False)
+    except OSError as error:
+        log.warning("%s cannot be written (%s); the run goes on", file, error)
 
 
 @dataclass
@@ -221,33 +223,34 @@ class Evaluator:
         """As `evaluate`, of the weights of `step`; None: the present one. Raises TrainingDiverged for a NaN."""
         run, loader, task = self.run, self.loader, self.run.task
         step = run.progress.step if step is None else step
-        draws, metrics = self.images > 0 and task.draws, Metrics(self.metrics)
-        results = SampleResults(task, draws) if draws or self.file is not None else None
+        draws, metrics, rows = self.images > 0 and task.draws, Metrics(self.metrics), list[dict[str, Tensor]]()
+        keeps = draws or self.file is not None
 
         def look(found: Mapping[str, Tensor], outputs: Any, targets: Any, numbers: Tensor) -> None:
-            if results is not None:
-                results.add(found, outputs, targets, numbers)
+            rows.append({"number": numbers})
+            if keeps:
+                rows[-1] |= results_of(task, found, outputs, targets, numbers, draws)
             if self.metrics:
-                metrics.add(task.scores(outputs), targets, numbers)
+                rows[-1] |= metrics.add(task.scores(outputs), targets)
 
-        means = evaluate(run, loader, on_stop, look) | metrics.compute(run.world)
+        means = evaluate(run, loader, on_stop, look)
+        columns = gathered(run.world, rows) if keeps or metrics.by_sample else {}
+        means |= metrics.compute(run.world, columns)
         if not math.isfinite(means["loss"]):
             what = f"the {self.name} loss is {means['loss']} at step {step}, from weights, data or a batch of one"
             sizes = "evaluation.batch_size=<other>, which in mode=check is mode.changed.evaluation.batch_size"
             raise TrainingDiverged(what, f"{SMALLER_STEPS}, repair the data, or type {sizes}")
         for callback in run.callbacks:
             callback.on_evaluation(run, self.name, means)
-        if results is None:
-            return means
-        results.gather(run.world)
-        self.facts = {"samples": len(loader.reader), "errors": results.errors}
-        if self.file is not None and run.world.is_rank_zero:
-            results.write(self.file, loader)
-        if draws:
-            self.loggers.draw(self.name, partial(self._figures, results.columns), step)
+        if keeps:
+            self.facts = {"samples": len(loader.reader), "errors": standard_errors(columns)}
+            if self.file is not None and run.world.is_rank_zero:
+                write_samples(self.file, loader, columns)
+            if draws:
+                self.loggers.draw(self.name, partial(self._figures, columns), step)
         return means
 
-    def _figures(self, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _figures(self, samples: Samples) -> dict[str, Tensor]:
         loader = self.loader
         found = self.run.task.figures(samples, loader.shown, class_names(loader.reader.dataset), self.images)
         return {f"{self.name}/{name}": image for name, image in found.items()}
