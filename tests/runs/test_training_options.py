@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.data.vision import RandomPairs
-from lockstep.errors import ConfigError
 from lockstep.models.tutorial import mlp
 from lockstep.training.optimizers import Muon, orthogonalised
 from lockstep.training.setup import model_memory_format
@@ -295,12 +294,11 @@ def test_the_layout_of_a_model_is_one_that_its_kernels_can_compute():
         (nn.Linear(8, 8), "auto", cpu, plain),
         (nn.Linear(8, 8), True, cpu, last),
         (rgb, "auto", cpu, plain),
+        (rgb, True, cpu, plain),
         (rgb, "auto", torch.device("cuda"), last),
         (nn.Conv2d(8, 16, 1, stride=2), "auto", cpu, last),
     ):
         assert model_memory_format(model, typed, device) == expected
-    with pytest.raises(ConfigError, match=r"1x1 convolution .* \(0\) .*type trainer.channels_last=auto"):
-        model_memory_format(rgb, True, cpu)
 
 
 def test_evaluations_come_when_they_are_due_and_end_a_run_that_does_not_improve(tmp_path):

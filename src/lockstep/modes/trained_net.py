@@ -75,8 +75,7 @@ def load(
     saved, path = load_first_good(snapshots_to_try(str(run), which, "load"))
     config, precision = saved["config"], saved["config"]["trainer.precision"]
     net = built(nn.Module, config, "model") if model is None else model
-    channels_last = config["trainer.channels_last"] and "auto"  # a GPU may have trained what a CPU must not
-    memory_format = model_memory_format(net, channels_last, torch.device(device))
+    memory_format = model_memory_format(net, config["trainer.channels_last"], torch.device(device))
     cast(net, precision)  # before the weights come: float64 would lose digits
     net = net.to(device).to(memory_format=memory_format)
     load_weights(net, trained_weights(saved, path), saved["buffers"])

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.data.partition import random_states_kept
 from lockstep.distributed.host import has_native_bf16
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError
 from lockstep.models.base import has_lazy_layers, require_matches
 
 log = logging.getLogger(__name__)
@@ -59,22 +58,17 @@ def cast(module: nn.Module, precision: str) -> None:
 
 
 def model_memory_format(model: nn.Module, channels_last: bool | str, device: torch.device) -> torch.memory_format:
-    """The layout of images and convolution weights; "auto" is channels_last for models with convolutions. Not with a
-    1x1 convolution of few channels with a stride: channels_last, its backward pass damages memory on CPUs without
-    AVX-512 (torch 2.14.1's oneDNN)."""
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d)]
-    damaging = [
-        name
-        for name, layer in layers  # 0 channels if a first batch is still to give their number
-        if layer.kernel_size == (1, 1) and max(layer.stride) > 1 and layer.in_channels < 8 and layer.groups == 1
-    ]
-    if channels_last is True and device.type == "cpu" and damaging:
-        what = "trainer.channels_last=true would damage memory: torch's backward pass of a 1x1 convolution with a "
-        what += f"stride above 1 and fewer than 8 input channels ({damaging[0]}) writes past its end in that layout"
-        raise ConfigError(f"{what} on CPUs; type trainer.channels_last=auto")
+    """The layout of images and convolution weights; "auto" is channels_last for models with convolutions. Never on CPUs
+    with a 1x1 convolution of few channels with a stride: without AVX-512 its backward pass damages memory in that
+    layout (torch 2.14.1's oneDNN)."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     if channels_last == "auto":  # MPS has few kernels for it
-        channels_last = bool(layers) and device.type != "mps" and not (damaging and device.type == "cpu")
-    return torch.channels_last if channels_last else torch.contiguous_format
+        channels_last = bool(layers) and device.type != "mps"
+    damages = device.type == "cpu" and any(
+        layer.kernel_size == (1, 1) and max(layer.stride) > 1 and layer.in_channels < 8 and layer.groups == 1
+        for layer in layers  # 0 channels if a first batch is still to give their number
+    )
+    return torch.channels_last if channels_last and not damages else torch.contiguous_format
 
 
 def prepare_model(
