@@ -3,7 +3,8 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import tee
+from itertools import groupby, islice, tee
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -229,16 +230,13 @@ class Loader:
             yield [request], pair if len(request.numbers) else without_samples(pair)  # one came for its shape
 
     def _groups(self, requests: Iterator[Request]) -> Iterator[list[Request]]:
-        """Those of one epoch with at most VALUES_AT_ONCE values, one at least."""
-        group, samples = list[Request](), 0
-        for request in requests:
-            samples += len(request.numbers)
-            if group and (samples > self.samples_at_once or request.epoch != group[0].epoch):
-                yield group
-                group, samples = [], len(request.numbers)
-            group.append(request)
-        if group:
-            yield group
+        """Those of one epoch with at most VALUES_AT_ONCE values, one at least. The first part of an epoch is the
+        largest."""
+        for _, of_epoch in groupby(requests, attrgetter("epoch")):
+            parts = iter(of_epoch)
+            for first in parts:
+                others = self.samples_at_once // max(1, len(first.numbers)) - 1
+                yield [first, *islice(parts, max(0, others))]
 
     def _to_device(self, value: Any) -> Any:
         """By way of pinned memory, where that lets a GPU compute on."""
