@@ -154,8 +154,8 @@ def build_run(config: RunConfig, world: World, parts: Parts) -> Run:
     data, split = build_data(config, parts.mode.reads_training_data), None
     same = {"the test data": f"{len(data.test)} samples, {data_fingerprint(data.test)}"}
     if data.val is not None:
-        held_out = "" if data.held_out is None else f", the samples {short_hash(data.held_out.tobytes())}"
-        split = f"{len(data.val)} samples of {data_fingerprint(data.val)}{held_out}"
+        split, (_, numbers) = f"{len(data.val)} samples of {data_fingerprint(data.val)}", unwrapped(data.val)
+        split += "" if numbers is None else f", the samples {short_hash(numbers.tobytes())}"
         same["the validation data"] = split
     require_same(world, same, SAME_DATA)
     config = completed(config, data)
@@ -178,7 +178,7 @@ def build_run(config: RunConfig, world: World, parts: Parts) -> Run:
     shares = strategy.data_share_of(world.size)
     own["batch_size"] = check_batch_size(config, shares) if trains else trainer.batch_size
     loaders = {name: loader_of(config, one, name == "train" and trains, **own) for name, one in readers.items()}
-    return assemble(config, parts, task, Loaders(split=split, held_out=data.held_out, **loaders), progress)
+    return assemble(config, parts, task, Loaders(split=split, **loaders), progress)
 
 
 def build_model(config: RunConfig, world: World, parts: Parts, task: Task, reader: SampleReader) -> InputConverter:
@@ -337,13 +337,14 @@ def loggers(run: Run) -> Loggers:
 def run_info(record: ConfigRecord, snapshots: Checkpointer) -> RunInfo:
     """What loggers receive, with the keys of run.json; "start" has those of this start. A collective."""
     run, world, shown, loaders = snapshots.run, snapshots.world, record.shown, snapshots.run.loaders
-    test, names, held_out = loaders.test.reader.dataset, class_names(loaders.train.reader.dataset), loaders.held_out
+    test, names = loaders.test.reader.dataset, class_names(loaders.train.reader.dataset)
     data = {key.replace(" ", "_"): value for key, value in snapshots.identity.items() if key.startswith("training ")}
     data |= {"test_samples": len(test), "test_data": data_fingerprint(test)}
     if loaders.val is not None:
         data |= {"validation_samples": len(loaders.val.reader), "validation_data": loaders.split}
-    if held_out is not None and len(held_out) <= LONGEST:
-        data["validation_numbers"] = " ".join(map(str, held_out.tolist()))
+        numbers = loaders.val.reader.indices
+        if numbers is not None and len(numbers) <= LONGEST:
+            data["validation_numbers"] = " ".join(map(str, numbers.tolist()))
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     hosts = list(dict.fromkeys(world.all_gather_json(socket.gethostname())))
     facts = {key: getattr(record, key) for key in ("command", "overrides", "flags")}

@@ -216,14 +216,15 @@ def test_validation_samples_get_the_transforms_of_tests():
     doubled = "loader.transforms=[{_target_:test_build_data.double,_partial_:true}]"
     config = composed(*PAIR, "loader.validation=0.25", doubled)
     data, request = build_data(config), request_of(range(10))
-    assert reader_of(config, data.val, "val", False).read(request)[0].flatten().tolist() == data.held_out.tolist()
+    validated = reader_of(config, data.val, "val", False)
+    assert validated.read(request)[0].flatten().tolist() == validated.indices.tolist()
     trained = reader_of(config, data.train, "train", True).read(request_of(range(30)))[0].flatten() / 2
-    assert sorted([*trained.tolist(), *data.held_out.tolist()]) == list(range(40))
+    assert sorted([*trained.tolist(), *validated.indices.tolist()]) == list(range(40))
 
 
 def test_validation_data_of_its_own_is_taken_in_place_of_a_part():
     data = build_data(composed(*PAIR, VALIDATION, whole=False))
-    assert (len(data.train), len(data.val), data.held_out) == (40, 40, None)
+    assert (len(data.train), len(data.val)) == (40, 40)
     assert build_data(composed(*PAIR, VALIDATION, "loader.validation=null", whole=False)).val is None
     assert len(build_data(composed("trainer.final=train+val", whole=False)).train) == 1437
     said = "trainer.final=train.val trains on what is held out, .* are other data; type trainer.final=null"

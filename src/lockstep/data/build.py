@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from lockstep.data.augment import BatchWide, ShiftFlip
 from lockstep.data.loader import Loader
 from lockstep.data.partition import Order, fold_in, seeded
 from lockstep.data.reader import Check, SampleReader, request_of
-from lockstep.data.source import DataSource, class_numbers, of_each_sample, unwrapped
+from lockstep.data.source import DataSource, Splits, class_numbers, of_each_sample, unwrapped
 from lockstep.data.split import hold_out
 from lockstep.errors import ConfigError, first_line, show
 from lockstep.failures.record import exception_record
@@ -28,16 +28,6 @@ log = logging.getLogger(__name__)
 SOURCE, TRANSFORMS = 11, 12  # folded into the seeds of what data sets and transforms draw when they are made
 TOLD = ("dataset", "model", "task")  # sections in which null is a value of the data
 NAMES = {"train": "training data", "val": "validation data", "test": "test data"}
-
-
-class Data(NamedTuple):
-    """The splits of a run. val: None without a validation set. held_out: (n,) indices in the training data of the
-    validation samples; None where they are other data."""
-
-    train: Any
-    val: Any
-    test: Any
-    held_out: Any = None
 
 
 @contextmanager
@@ -63,7 +53,7 @@ def prepare_first(config: RunConfig) -> None:
         source.prepare()
 
 
-def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
+def build_data(config: RunConfig, needs_training_data: bool = True) -> Splits:
     """The data, the same on every rank. Where training data is not needed, the tests' may take its place, and nothing
     has to be held out. Raises ConfigError for a split that is empty or has other classes, or cannot be held out."""
     loader = config.loader
@@ -87,20 +77,20 @@ def build_data(config: RunConfig, needs_training_data: bool = True) -> Data:
         names = sources.class_names(train), sources.class_names(data)
         sources.require_same_classes(*names, "the training data", f"the {NAMES[split]}", advice)
     if val is not None or not config.holds_out or is_stand_in:
-        return Data(train, val, test)
+        return Splits(train, test, val)
     fold = None if loader.folds is None or loader.fold is None else (loader.fold, loader.folds)
     try:
         train, val = hold_out(train, loader.validation, fold, loader.split_seed, loader.groups)
     except ConfigError:
         if needs_training_data:
             raise
-        return Data(train, None, test)
+        return Splits(train, test)
     if len(train) == 1:
         log.warning("one training sample is left, and all others are held out: see loader.validation")
-    return Data(train, val, test, unwrapped(val)[1])
+    return Splits(train, test, val)
 
 
-def completed(config: RunConfig, data: Data) -> RunConfig:
+def completed(config: RunConfig, data: Splits) -> RunConfig:
     """`config` with the training data's values for each `shape`, `classes` and `num_classes` that is null;
     `dataset.classes` may stay null. Raises ConfigError where the data does not tell."""
     inputs, targets = reader_of(config, data.train, "train", True).read(request_of([0]))

@@ -29,7 +29,6 @@ class Loaders(NamedTuple):
     train: Loader
     test: Loader
     split: str | None  # which samples the validation set has, in words with a hash; None without one
-    held_out: Any  # (n,) indices of the validation samples in the training data; None if they are other data
     val: Loader | None = None
 
 
