@@ -190,7 +190,7 @@ def build_model(config: RunConfig, world: World, parts: Parts, task: Task, reade
         torch.set_default_dtype(torch.float32)  # a constructor, too
         layout = setup.model_memory_format(model, trainer.channels_last, world.device)
         device = torch.device("cpu") if strategy.cut_on_cpu and world.size > 1 else world.device
-        model = setup.prepare_model(model, world, device, trainer.precision, layout, trainer.compile)
+        setup.prepare_model(model, trainer, world, device, layout)
         converter = InputConverter(model_dtype(trainer.precision), layout, data.get("mean"), data.get("std"))
         # Samples of training, for the first weights, or for their shapes.
         wanted = model.samples_wanted if isinstance(model, WeightsFromData) else int(has_lazy_layers(model))

@@ -11,7 +11,7 @@ from torchvision.transforms import v2
 
 from lockstep.config.check import instantiate
 from lockstep.data import loader as loader_module
-from lockstep.data.augment import BatchWide, Places, ShiftFlip, drawn_at
+from lockstep.data.augment import Places, ShiftFlip, drawn_at
 from lockstep.data.build import build_data, completed, sampling_weights
 from lockstep.data.loader import MIX, InputConverter
 from lockstep.data.partition import Order, fold_in, generator
@@ -104,7 +104,7 @@ MIXES = [v2.MixUp(alpha=0.4, num_classes=10), v2.CutMix(alpha=1.0, num_classes=1
 @pytest.mark.parametrize(("size", "micro"), [(1, 1), (1, 3), (3, 2), (9, 1)])
 @pytest.mark.parametrize("transforms", [MIXES[:1], MIXES[1:], MIXES, [v2.Compose(MIXES)], [v2.RandomChoice(MIXES)]])
 def test_a_batch_is_what_torchvision_makes_of_the_whole_batch(transforms, size, micro):
-    mixing = {"micro": micro, "transforms": [BatchWide(one) for one in transforms]}
+    mixing = {"micro": micro, "transforms": transforms}
     found, plain = train(FEW, size, (1, 0), 3, batch=8, **mixing), train(FEW, 1, (1, 0), 3, batch=8)
     for (number, _, *one), (_, _, *mixed) in zip(found, plain, strict=True):
         for place, transform in enumerate(transforms):

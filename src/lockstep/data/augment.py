@@ -1,6 +1,6 @@
 """What changes whole batches on the device: each sample alike on any number of ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.config.schema import Count, Whole
-from lockstep.data.partition import fold_in, random_states_kept, seed_all
+from lockstep.data.partition import fold_in
 from lockstep.errors import ConfigError
 
 FLIPS = 7  # folded into the seed of what alternating flips mirror first
@@ -81,22 +81,6 @@ def _beyond_edges(side: int, pad: int, device: torch.device) -> Tensor:
     return torch.minimum(places, period - places)
 
 
-class BatchWide:
-    """A transform of a whole batch, such as torchvision's v2.MixUp and v2.CutMix, alike on all ranks. These take one
-    draw for a batch, and mix each sample with the one before it. So all ranks are seeded alike, and each loads the
-    sample before its part, too, whose row is dropped after the transform; `before`: for each of several transforms one.
-    """
-
-    def __init__(self, transform: Callable[[Any, Any], tuple[Any, Any]]) -> None:
-        self.transform, self.before = transform, _leaves(transform)
-
-    def __call__(self, inputs: Any, targets: Any, seed: int) -> tuple[Any, Any]:
-        """inputs, targets: of the samples before the part, and of the part."""
-        with random_states_kept():
-            seed_all(seed)
-            return self.transform(inputs, targets)
-
-
-def _leaves(transform: Any) -> int:
-    """How many transforms this one is at most, as v2.Compose is several."""
-    return sum(map(_leaves, getattr(transform, "transforms", ()))) or 1
+def leaves(transform: Any) -> int:
+    """How many transforms a batch-wide one is at most, as v2.Compose is several."""
+    return sum(map(leaves, getattr(transform, "transforms", ()))) or 1

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, default_collate
 from lockstep.config.check import instantiate, instantiate_as
 from lockstep.config.schema import RunConfig
 from lockstep.data import source as sources
-from lockstep.data.augment import BatchWide, ShiftFlip
+from lockstep.data.augment import ShiftFlip
 from lockstep.data.loader import Loader
 from lockstep.data.partition import Order, fold_in, seeded
 from lockstep.data.reader import Check, SampleReader, request_of
@@ -163,7 +163,7 @@ def as_mask(target: Tensor) -> Tensor:
 
 def loader_of(config: RunConfig, reader: SampleReader, is_trained: bool, **of_rank: Any) -> Loader:
     """What reads a split for a rank. of_rank: what `Loader` takes beside the config's."""
-    section, transforms, augment, draws, weights, shards = config.loader, list[BatchWide](), None, None, None, None
+    section, transforms, augment, draws, weights, shards = config.loader, list[Any](), None, None, None, None
     if is_trained:
         if section.sampling is not None:
             weights = sampling_weights(reader.dataset, section.sampling)
@@ -172,7 +172,7 @@ def loader_of(config: RunConfig, reader: SampleReader, is_trained: bool, **of_ra
             shards = torch.as_tensor(files)
         if section.augment is not None:
             augment = instantiate_as(ShiftFlip, section.augment, "loader.augment", epochs=config.trainer.epochs)
-        transforms = [BatchWide(one) for one in instantiate(section.batch_transforms)]
+        transforms = instantiate(section.batch_transforms)
     order = Order(len(reader), config.seed, draws, weights, shards)
     of_rank |= {"seed": config.seed, "augment": augment, "transforms": transforms, "workers": section.num_workers}
     return Loader(reader, order, **of_rank)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.augment import BatchWide, Places, ShiftFlip
-from lockstep.data.partition import Order, Part, fold_in
+from lockstep.data.augment import Places, ShiftFlip, leaves
+from lockstep.data.partition import Order, Part, fold_in, random_states_kept, seed_all
 from lockstep.data.reader import EVALUATION, Request, SampleReader, batches, request_of
 from lockstep.data.source import map_tensors, of_each_sample, unwrapped, without_samples
 from lockstep.failures.record import heartbeat
@@ -117,7 +117,12 @@ class Loader:
     """Reads a data set for one rank: `batches` to train on, `evaluation` of each sample once. A data set with `gather`
     is read here, where it is, any other by `reader`. parts: (number of a batch in its epoch, its samples) -> this
     rank's parts of it. share: (rank, ranks) of an evaluation. device: what inputs and targets go to. workers: processes
-    that read: those of one iterator."""
+    that read: those of one iterator.
+
+    transforms: of a whole batch, such as torchvision's v2.MixUp and v2.CutMix, alike on all ranks. These take one draw
+    for a batch, and mix each sample with the one before it. So all ranks are seeded alike, and each loads the sample
+    before its part, too, whose row is dropped after the transform; for each of several transforms one.
+    """
 
     reader: SampleReader
     order: Order
@@ -128,11 +133,11 @@ class Loader:
     parts: Callable[[int, int], Sequence[Part]]
     share: tuple[int, int] = (0, 1)
     augment: ShiftFlip | None = None
-    transforms: Sequence[BatchWide] = ()
+    transforms: Sequence[Callable[[Any, Any], tuple[Any, Any]]] = ()
     workers: int = 0
 
     def __post_init__(self) -> None:
-        self.before = sum(transform.before for transform in self.transforms)  # samples that a part is loaded with
+        self.before = sum(map(leaves, self.transforms))  # samples that a part is loaded with
         whole, _ = unwrapped(self.reader.dataset)
         self.memory: Any = None
         if hasattr(whole, "gather") and not self.reader.transforms:
@@ -203,7 +208,9 @@ class Loader:
                 if self.augment is not None:
                     inputs = self.augment.resized(inputs, epoch)
                 for number, transform in enumerate(self.transforms):
-                    inputs, targets = transform(inputs, targets, fold_in(self.seed, epoch, start, MIX, number))
+                    with random_states_kept():
+                        seed_all(fold_in(self.seed, epoch, start, MIX, number))
+                        inputs, targets = transform(inputs, targets)
                 if self.before:
                     inputs, targets = inputs[self.before :], targets[self.before :]
                 yield LoadedPart(part.number, part.start, inputs, targets, torch.from_numpy(numbers[self.before :]))

@@ -17,9 +17,6 @@ from lockstep.training.run import Run
 if TYPE_CHECKING:
     from lockstep.snapshots.checkpointer import Checkpointer
 
-Evaluated = dict[str, dict[str, float]]
-"""{split: {metric: value}}."""
-
 
 def fit(
     run: Run,
@@ -32,8 +29,8 @@ def fit(
     """Train epoch by epoch, evaluate, save; test once, with the weights that were chosen. Returns what was monitored of
     them, None if nothing chooses. tester: None: the test set stays shut. info: what the loggers have got."""
     exchange = Exchange(run, loggers, snapshots, delayed=run.world.device.type == "cuda")
-    batches, evaluated = run.loaders.train.batches(run.progress), Evaluated()
-    progress, (split, _, name) = run.progress, (run.objective or "").partition("/")
+    batches, evaluated = run.loaders.train.batches(run.progress), dict[str, dict[str, float]]()
+    progress, name = run.progress, (run.objective or "").removeprefix("val/")
     run.clock.start(run.clock.before, progress.step)
     for callback in run.callbacks:
         callback.on_fit_start(run, loggers)
@@ -50,9 +47,9 @@ def fit(
         if run.finished or run.evaluates_each_time:
             evaluated = {each.name: each(snapshots.stop_after_step) for each in evaluators}
             summary.metrics.update(evaluated)
-            if run.objective is not None and run.update_best(evaluated[split][name]):
+            if run.objective is not None and run.update_best(evaluated["val"][name]):
                 snapshots.save("best")
-            if run.objective is not None and progress.best is not None:
+            if progress.best is not None:
                 summary.metrics["best"] = {name: progress.best}
         loggers.epoch(summary)
         snapshots.after_epoch()
@@ -77,9 +74,7 @@ def fit(
         callback.on_fit_end(run)
     last = {} if run.objective is None else evaluated["val"]
     loggers.end(replace(info, last=last, test=result), PAUSED if is_paused else FINISHED)
-    if run.objective is None:
-        return None
-    return progress.best if progress.best is not None else evaluated[split][name]
+    return progress.best if progress.best is not None else last.get(name)
 
 
 def begin_epoch(run: Run, exchange: Exchange) -> None:

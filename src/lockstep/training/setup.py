@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.config.schema import Trainer
 from lockstep.data.partition import random_states_kept
 from lockstep.distributed.host import has_native_bf16
 from lockstep.distributed.world import World
@@ -72,24 +73,19 @@ def model_memory_format(model: nn.Module, channels_last: bool | str, device: tor
 
 
 def prepare_model(
-    model: nn.Module,
-    world: World,
-    device: torch.device,
-    precision: str,
-    memory_format: torch.memory_format,
-    compile: bool | str,
-) -> nn.Module:
-    """The model on `device`, in the layout and type that it computes in. compile: True, or a mode of torch.compile."""
+    model: nn.Module, trainer: Trainer, world: World, device: torch.device, layout: torch.memory_format
+) -> None:
+    """Bring the model to `device`, in the layout and type that it computes in."""
+    precision, compile = trainer.precision, trainer.compile
     if precision.startswith("bf16") and world.device.type == "cpu" and world.is_rank_zero and not has_native_bf16():
         what = "this CPU has no bfloat16: %s is up to 8 times slower than fp32; type trainer.precision=fp32"
         log.warning(what, precision)
     cast(model, precision)
-    model = model.to(device)
-    if memory_format == torch.channels_last and not has_lazy_layers(model):  # without shapes there is no layout yet
-        model = model.to(memory_format=torch.channels_last)
+    model.to(device)
+    if layout == torch.channels_last and not has_lazy_layers(model):  # without shapes there is no layout yet
+        model.to(memory_format=layout)
     if compile:
         model.compile(mode=None if compile is True else compile)
-    return model
 
 
 def checkpoint_activations(model: nn.Module, patterns: Sequence[object]) -> None:
@@ -129,16 +125,13 @@ class _Checkpointed(nn.Module):
             with random_states_kept():
                 np.random.set_state(numpy_state)
                 random.setstate(state)
-                put(places, then)
+                for place, buffer in zip(places, then, strict=True):
+                    setattr(*place, buffer)
                 try:
                     yield
                 finally:
-                    put(places, now)
+                    for place, buffer in zip(places, now, strict=True):
+                        setattr(*place, buffer)
 
         options: Any = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), again())}
         return checkpoint(super().forward, *args, **options, **kwargs)
-
-
-def put(places: Sequence[tuple[nn.Module, str]], buffers: Sequence[Tensor]) -> None:
-    for place, buffer in zip(places, buffers, strict=True):
-        setattr(*place, buffer)
