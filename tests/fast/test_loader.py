@@ -11,7 +11,7 @@ from torchvision.transforms import v2
 
 from lockstep.config.check import instantiate
 from lockstep.data import loader as loader_module
-from lockstep.data.augment import Places, ShiftFlip, drawn_at
+from lockstep.data.augment import ShiftFlip, drawn_at
 from lockstep.data.build import build_data, completed, sampling_weights
 from lockstep.data.loader import MIX, InputConverter
 from lockstep.data.partition import Order, fold_in, generator
@@ -127,10 +127,10 @@ def moved(image, pad, dy, dx, mirrored):
 @pytest.mark.parametrize("flip", [True, False])
 def test_each_image_is_shifted_and_mirrored_by_its_own_numbers(flip):
     augment, places = ShiftFlip(epochs=1, pad=2, flip=flip), torch.arange(5, 5 + 23)
-    found = augment(IMAGES, Places(SEED, 0, places, places))
+    found = augment(IMAGES, SEED, 0, places, places)
     for n, (dy, dx, mirrored) in enumerate(numbers_for(places, 2).tolist()):
         assert found[n].equal(moved(IMAGES[n], 2, dy, dx, flip and bool(mirrored)))
-    assert found[3:9].equal(augment(IMAGES[3:9], Places(SEED, 0, places[3:9], places[3:9])))  # in any part of a batch
+    assert found[3:9].equal(augment(IMAGES[3:9], SEED, 0, places[3:9], places[3:9]))  # in any part of a batch
 
 
 def test_random_numbers_depend_on_place_and_epoch_and_on_nothing_else():
@@ -147,7 +147,7 @@ def test_alternating_mirror_images_show_each_image_both_ways_in_two_epochs():
     augment, shuffled = ShiftFlip(epochs=4, flip="alternating"), torch.randperm(23)
 
     def mirrored(epoch):
-        found = augment(IMAGES[shuffled], Places(SEED, epoch, torch.arange(23), shuffled))
+        found = augment(IMAGES[shuffled], SEED, epoch, torch.arange(23), shuffled)
         flipped = found.eq(IMAGES[shuffled].flip(3)).flatten(1).all(1)
         assert (flipped | found.eq(IMAGES[shuffled]).flatten(1).all(1)).all()
         return flipped[shuffled.argsort()].tolist()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,16 +13,6 @@ from lockstep.data.partition import fold_in
 from lockstep.errors import ConfigError
 
 FLIPS = 7  # folded into the seed of what alternating flips mirror first
-
-
-class Places(NamedTuple):
-    """Where the samples of a batch stand: (n,) int64 on the device, of each sample its place in the epoch, and its
-    number in the data set. seed: of the run."""
-
-    seed: int
-    epoch: int
-    places: Tensor
-    numbers: Tensor
 
 
 def drawn_at(places: Tensor, high: Sequence[int], seed: int) -> Tensor:
@@ -48,15 +38,16 @@ class ShiftFlip:
     flip: bool | Literal["alternating"] = False
     sizes: list[Count] | None = None
 
-    def __call__(self, images: Tensor, where: Places) -> Tensor:
-        """uint8 or float images on the device -> the same, moved."""
+    def __call__(self, images: Tensor, seed: int, epoch: int, places: Tensor, numbers: Tensor) -> Tensor:
+        """uint8 or float images on the device -> the same, moved. seed: of the run. places, numbers: (n,) int64 on the
+        device: where in the epoch the samples stand, and their numbers in the data set."""
         if images.dim() != 4:
             what = f"loader.augment moves images, and a sample has the shape {list(images.shape[1:])}"
             raise ConfigError(f"{what}; type loader.augment=null")
         most = 2 * self.pad + 1
-        dy, dx, mirrored = drawn_at(where.places, [most, most, 2], fold_in(where.seed, where.epoch)).unbind(1)
+        dy, dx, mirrored = drawn_at(places, [most, most, 2], fold_in(seed, epoch)).unbind(1)
         if self.flip == "alternating":
-            mirrored = drawn_at(where.numbers, [2], fold_in(where.seed, 0, FLIPS))[:, 0] ^ (where.epoch % 2)
+            mirrored = drawn_at(numbers, [2], fold_in(seed, 0, FLIPS))[:, 0] ^ (epoch % 2)
         if self.pad:
             _, _, height, width = images.shape
             rows, columns = (_beyond_edges(side, self.pad, images.device) for side in (height, width))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.augment import Places, ShiftFlip, leaves
+from lockstep.data.augment import ShiftFlip, leaves
 from lockstep.data.partition import Order, Part, fold_in, random_states_kept, seed_all
 from lockstep.data.reader import EVALUATION, Request, SampleReader, batches, request_of
 from lockstep.data.source import map_tensors, of_each_sample, unwrapped, without_samples
@@ -221,7 +221,7 @@ class Loader:
         if self.augment is not None and augmented:
             columns = zip(*((request.places, request.numbers) for request in augmented), strict=True)
             rows = self._to_device([torch.from_numpy(np.concatenate(column)).long() for column in columns])
-            inputs = self.augment(inputs, Places(self.seed, augmented[0].epoch, *rows))
+            inputs = self.augment(inputs, self.seed, augmented[0].epoch, *rows)
         return self.converter(inputs), map_tensors(self.converter.target, targets)
 
     def _read(self, requests: Iterator[Request]) -> Iterator[tuple[list[Request], tuple[Any, Any]]]:
