@@ -47,7 +47,6 @@ from lockstep.training import setup
 from lockstep.training.callbacks import Callback
 from lockstep.training.evaluate import Evaluator
 from lockstep.training.metrics import Meter
-from lockstep.training.nonfinite import SkipNonFinite
 from lockstep.training.optimizers import build_optimizer, can_fuse
 from lockstep.training.rng import Draws
 from lockstep.training.run import Clock, Loaders, Run
@@ -235,8 +234,8 @@ def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, prog
     # Ranks that compute the same samples draw for their own parts of the model.
     by_sample = not trainer.compile and strategy.data_share_of(world.size) == world.size
     own = {"draws": Draws(config.seed, world.device, by_sample, progress), "max_grad_norm": trainer.max_grad_norm}
-    skip = SkipNonFinite(strategy) if config.watch.nan == "skip" else None
-    step = instantiate_as(Step, config.step, "step", **shared, **own, skip=skip, ignores=not loaders.train.is_whole)
+    own |= {"skips": config.watch.nan == "skip", "ignores": not loaders.train.is_whole}
+    step = instantiate_as(Step, config.step, "step", **shared, **own)
     nodes = [*config.callbacks, *([] if trainer.profiler is None else [trainer.profiler])]
     callbacks = [instantiate_as(Callback, node, f"callbacks[{place}]") for place, node in enumerate(nodes)]
     shared |= {"objective": objective, "direction": direction, "clock": Clock(time_limit(trainer.max_time))}

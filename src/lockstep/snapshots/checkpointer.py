@@ -1,7 +1,6 @@
 """Saves a run's snapshots when they are due, resumes a run from them, and leaves the model's weights at its end."""
 
 import logging
-import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +31,7 @@ from lockstep.snapshots import files
 from lockstep.snapshots.files import list_snapshots, load_first_good, load_state, step_of
 from lockstep.snapshots.state import Shards, collect, restore, restore_weights, save_shards, trained_weights
 from lockstep.training.exchange import require_same_weights
-from lockstep.training.nonfinite import SMALLER_STEPS, are_finite, diverged
+from lockstep.training.nonfinite import SMALLER_STEPS, are_finite, require_finite
 from lockstep.training.run import Run
 
 if TYPE_CHECKING:
@@ -165,8 +164,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         anything is written, TrainingDiverged if the loss or a weight is not finite, and RanksDiffer."""
         run = self.run
         totals = run.world.all_reduce_sum(run.meter.flush().clone())
-        if not math.isfinite(loss := float(totals[0])):  # the sum over the epoch
-            raise diverged(run, f"the loss is {loss}", run.meter.first_non_finite())
+        require_finite(run, float(totals[0]))  # the sum over the epoch
         # An update can break the weights one step before a loss shows it. float8 has no norm.
         weights = [w.detach() for w in run.model.parameters() if w.is_floating_point() or w.is_complex()]
         if any(self.world.any_of([not are_finite([w.float() if w.dtype.itemsize == 1 else w for w in weights])])):

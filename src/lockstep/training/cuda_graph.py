@@ -23,7 +23,7 @@ class GraphedStep(Step):
         device, groups = self.strategy.world.device, self.optimizer.param_groups
         if device.type != "cuda" or self.strategy.world.size > 1:
             raise ConfigError("step=cuda_graph records what one rank computes on a GPU; type step=default")
-        if self.scales or self.skip is not None:  # the host would have to wait for a value
+        if self.scales or self.skips:  # the host would have to wait for a value
             raise ConfigError("step=cuda_graph cannot leave out updates; type watch.nan=stop trainer.precision=bf16")
         self.draws = Draws(self.draws.seed, device, False, self.progress)
         for group in groups:

@@ -1,7 +1,6 @@
 """What ranks tell each other while they train: in one all-reduce now and then, never in a step. And now and then their
 weights are compared: a flipped bit on one rank is found and named."""
 
-import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from lockstep.distributed import signals
 from lockstep.errors import ConfigError, RanksDiffer, first_of
 from lockstep.loggers.base import Loggers
 from lockstep.strategies.base import local_part
-from lockstep.training.nonfinite import diverged
+from lockstep.training.nonfinite import require_finite
 from lockstep.training.run import Run
 from lockstep.training.step import Step
 
@@ -120,8 +119,7 @@ class Exchange:
         wait()
         run, (*totals, stop, has_changed, is_over, is_due, stride, self.last_seconds) = self.run, vector.tolist()
         recent = run.meter.recent(totals, is_logged=bool(logged))
-        if not math.isfinite(recent[0]):
-            raise diverged(run, f"the loss is {recent[0]}", run.meter.first_non_finite())
+        require_finite(run, recent[0])
         if has_changed:
             what = "a weight was frozen or unfrozen since the training began, which no rank can follow"
             raise ConfigError(f"{what}; type parameters.freeze=[<it>], or leave it trained with an lr of its own")
@@ -132,7 +130,7 @@ class Exchange:
                 logged["train/grad_norm"] = float(norm)
             if means:  # where all updates were left out, nothing is counted
                 logged["train/running_loss"] = means["loss"]
-            if run.step.skip is not None:
+            if run.step.skips:
                 logged["watch/skipped_steps"] = run.progress.skipped
             self.loggers.log(logged, step)
         if is_over:

@@ -1,6 +1,5 @@
 """The training of a run, from its first epoch to its last evaluation. It is the same for any number of processes."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -11,7 +10,7 @@ from lockstep.loggers.base import EpochSummary, Loggers, RunInfo
 from lockstep.runs.record import FINISHED, PAUSED
 from lockstep.training.evaluate import Evaluator
 from lockstep.training.exchange import Exchange
-from lockstep.training.nonfinite import diverged
+from lockstep.training.nonfinite import require_finite
 from lockstep.training.run import Run
 
 if TYPE_CHECKING:
@@ -94,8 +93,8 @@ def end_epoch(run: Run, exchange: Exchange) -> EpochSummary:
     exchange.drain()
     totals, step = run.world.all_reduce_sum(run.meter.flush().clone()).tolist(), run.progress.step
     means, speed, speeds = run.meter.means(totals), exchange.samples_per_second(), dict[str, float]()
-    if means and not math.isfinite(means["loss"]):
-        raise diverged(run, f"the loss is {means['loss']}", run.meter.first_non_finite())
+    if means:
+        require_finite(run, means["loss"])
     if speed is not None:
         of_each = run.step.targets_per_sample or totals[len(run.meter.names)] / run.progress.samples
         speeds = {"samples": speed} | ({run.task.counts: speed * of_each} if run.task.counts != "samples" else {})

@@ -3,17 +3,19 @@
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from lockstep.data.loader import Progress
 from lockstep.data.source import tensors_in
 from lockstep.errors import TrainingDiverged, first_of
-from lockstep.strategies.base import Strategy, local_part
+from lockstep.strategies.base import local_part
 from lockstep.training.run import Run
+
+if TYPE_CHECKING:
+    from lockstep.training.step import Step
 
 log = logging.getLogger(__name__)
 
@@ -22,36 +24,27 @@ SMALLER_STEPS = "type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0"
 OTHER_DATA = "repair or remove what is broken there, or to leave out such batches type watch.nan=skip"
 
 
-class SkipNonFinite:
-    """watch.nan=skip: leaves the updates out whose gradient is not finite on some rank. The host waits in each step."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        self.strategy = strategy
-        self.before: list[tuple[Tensor, Tensor]] = []  # buffers, and copies of them: the forward pass changes them
-
-    def begin(self) -> None:
-        """Before the forward pass."""
-        self.before = [(buffer, buffer.clone()) for buffer in self.strategy.model.buffers()]
-
-    @torch.no_grad()
-    def refuses(self, progress: Progress, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether the update of this step is left out; then the buffers are what they were before it. Raises
-        TrainingDiverged, on all ranks, after ten such steps in a row."""
-        bad = not are_finite([parameter.grad for parameter in parameters if parameter.grad is not None])
-        if not self.strategy.replicas_equal:  # ranks hold other parts
-            (bad,) = self.strategy.world.any_of([bad])
-        if not bad:
-            progress.skipped_in_a_row = 0
-            return False
-        progress.skipped, progress.skipped_in_a_row = progress.skipped + 1, progress.skipped_in_a_row + 1
-        what = f"the gradient is not finite at step {progress.step + 1}"
-        if progress.skipped_in_a_row > SKIPS_IN_A_ROW:
-            raise TrainingDiverged(f"{what}, as in the {SKIPS_IN_A_ROW} steps before", SMALLER_STEPS)
-        for buffer, copy in self.before:
-            if buffer.shape == copy.shape:  # some grow
-                buffer.copy_(copy)
-        log.warning("%s; the update of this step is left out", what)
-        return True
+@torch.no_grad()
+def is_left_out(step: "Step") -> bool:
+    """watch.nan=skip: whether the update of this step is left out, whose gradient is not finite on some rank. Then the
+    buffers are what they were before it. The host waits in each step. Raises TrainingDiverged, on all ranks, after ten
+    such steps in a row."""
+    strategy, progress = step.strategy, step.progress
+    bad = not are_finite([parameter.grad for parameter in step.parameters if parameter.grad is not None])
+    if not strategy.replicas_equal:  # ranks hold other parts
+        (bad,) = strategy.world.any_of([bad])
+    if not bad:
+        progress.skipped_in_a_row = 0
+        return False
+    progress.skipped, progress.skipped_in_a_row = progress.skipped + 1, progress.skipped_in_a_row + 1
+    what = f"the gradient is not finite at step {progress.step + 1}"
+    if progress.skipped_in_a_row > SKIPS_IN_A_ROW:
+        raise TrainingDiverged(f"{what}, as in the {SKIPS_IN_A_ROW} steps before", SMALLER_STEPS)
+    for buffer, copy in step.buffers_before:
+        if buffer.shape == copy.shape:  # some grow
+            buffer.copy_(copy)
+    log.warning("%s; the update of this step is left out", what)
+    return True
 
 
 def are_finite(tensors: Sequence[Tensor]) -> bool:
@@ -60,12 +53,14 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
     return math.isfinite(get_total_norm(local).item()) or all(bool(tensor.isfinite().all()) for tensor in local)
 
 
-def diverged(run: Run, what: str, step: int | None) -> TrainingDiverged:
-    """The error for a loss that is not finite in `step`, if that is known, with the samples that broke it: `what` and
-    more. A collective."""
+def require_finite(run: Run, loss: float) -> None:
+    """Raise TrainingDiverged, on all ranks, if the loss of the last steps is not finite, with the samples that broke it
+    and their step, if that is known. loss: over all ranks."""
+    if math.isfinite(loss):
+        return
+    what, step, loader, progress = f"the loss is {loss}", run.meter.first_non_finite(), run.loaders.train, run.progress
     if step is None:
-        return TrainingDiverged(what, SMALLER_STEPS)
-    loader, progress = run.loaders.train, run.progress
+        raise TrainingDiverged(what, SMALLER_STEPS)
     back = progress.step - step + 1  # batches, all of this epoch
     start = max(0, -(-progress.samples // run.batch_size) - back) * run.batch_size
     mine = list[int]()
@@ -73,9 +68,9 @@ def diverged(run: Run, what: str, step: int | None) -> TrainingDiverged:
         mine += broken_samples(loader.reader.whole(request.numbers), *loader.read(request))
     broken = sorted({number for of_rank in run.world.all_gather_json(mine) for number in of_rank})
     if not broken:
-        return TrainingDiverged(f"{what} at step {step}", SMALLER_STEPS)
+        raise TrainingDiverged(f"{what} at step {step}", SMALLER_STEPS)
     what += f" at step {step}; NaN or infinite values are in sample {first_of(broken, 16)}"
-    return TrainingDiverged(what, OTHER_DATA)
+    raise TrainingDiverged(what, OTHER_DATA)
 
 
 def broken_samples(numbers: Any, inputs: Any, targets: Any) -> list[int]:

@@ -20,6 +20,7 @@ from lockstep.data.partition import random_states_kept
 from lockstep.distributed.host import has_native_bf16
 from lockstep.distributed.world import World
 from lockstep.models.base import has_lazy_layers, require_matches
+from lockstep.strategies.base import model_dtype
 
 log = logging.getLogger(__name__)
 
@@ -36,24 +37,22 @@ def set_determinism(seed: int, deterministic: bool, tf32: bool | None = None) ->
     torch.backends.cudnn.benchmark = not deterministic  # shapes change seldom, and each is searched for once
 
 
-CAST = {
-    "fp64": {torch.float32: torch.float64, torch.complex64: torch.complex128},
-    "bf16-true": {torch.float32: torch.bfloat16},
-}
-
-
 def cast(module: nn.Module, precision: str) -> None:
-    """Give the parameters and buffers of `module` the types of `CAST`, in place. Other types stay, as they were chosen:
-    `Module.to` would take the imaginary part of complex weights away. In bfloat16 running statistics would not move: a
-    norm that has them stays as a whole, as torch wants it. A tensor whose elements share memory, as `expand` makes it,
-    becomes an ordinary one: no value could be loaded into it."""
-    types, kept = CAST.get(precision, {}), set[Tensor]()
+    """Give float32 parameters and buffers of `module` the type of `precision`, in place, and complex64 ones in fp64
+    complex128. Other types stay, as they were chosen: `Module.to` would take the imaginary part of complex weights
+    away. In bfloat16 running statistics would not move: a norm that has them stays as a whole, as torch wants it. A
+    tensor whose elements share memory, as `expand` makes it, becomes an ordinary one: no value could be loaded into
+    it."""
+    types, kept = {torch.float32: model_dtype(precision)}, set[Tensor]()
+    if precision == "fp64":
+        types[torch.complex64] = torch.complex128
     if precision == "bf16-true":
         norms = [part for part in module.modules() if getattr(part, "running_mean", None) is not None]
         kept = {tensor for norm in norms for tensor in [*norm.parameters(False), *norm.buffers(False)]}
     for tensor in [*module.parameters(), *module.buffers()]:
-        if tensor.dtype in types and tensor not in kept:
-            tensor.data = tensor.data.to(types[tensor.dtype])
+        dtype = types.get(tensor.dtype, tensor.dtype)
+        if dtype != tensor.dtype and tensor not in kept:
+            tensor.data = tensor.data.to(dtype)
         if not is_lazy(tensor) and tensor.layout == torch.strided and 0 in tensor.stride() and tensor.numel() > 1:
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
 

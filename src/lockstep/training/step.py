@@ -14,7 +14,7 @@ from lockstep.data.loader import Batch, Progress
 from lockstep.strategies.base import Loss, Outputs, Strategy
 from lockstep.tasks.base import Task
 from lockstep.training.metrics import Meter
-from lockstep.training.nonfinite import SkipNonFinite
+from lockstep.training.nonfinite import is_left_out
 from lockstep.training.rng import Draws
 from lockstep.training.schedules import Schedule
 
@@ -23,7 +23,7 @@ from lockstep.training.schedules import Schedule
 class Step:
     """Forward, backward, averaging, clipping, update. A subclass passes on the keyword arguments that it does not take.
     scaler: of the loss, for fp16; else one that does nothing. ignores: whether some targets may count nowhere.
-    progress: `progress.step` steps are done. average: as `lockstep.training.ema.Average`. skip: for watch.nan=skip."""
+    progress: `progress.step` steps are done. average: as `lockstep.training.ema.Average`. skips: for watch.nan=skip."""
 
     strategy: Strategy
     task: Task
@@ -35,7 +35,7 @@ class Step:
     progress: Progress
     max_grad_norm: float | None = None
     average: Any = None
-    skip: SkipNonFinite | None = None
+    skips: bool = False
     ignores: bool = True
     unit = 1  # after how many steps all ranks hold the same
 
@@ -45,6 +45,7 @@ class Step:
         self.has_own_zero_grad = type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
         self.grad_norm: Tensor | None = None  # of the last step, before it was clipped
         self.targets_per_sample = 0  # where all targets count; 0 where it is not known
+        self.buffers_before: list[tuple[Tensor, Tensor]] = []  # and their copies, where updates may be left out
         self.weights: dict[int, Tensor] = {}  # {samples of a batch: what multiplies the sum of the losses}
         self.pending: tuple[Any, Tensor, Tensor] | None = None  # (what waits for the counts, the weight)
 
@@ -75,8 +76,8 @@ class Step:
         """0-d: what multiplies the sum of a part's losses before the backward pass, W / N. N is the count of the global
         batch, W what the averaging of gradients divides by: a mean of the ranks' means is wrong where their shares
         differ. Counts that ranks add up travel during the forward pass, and `loss` fills the weight in."""
-        if self.skip is not None:
-            self.skip.begin()
+        if self.skips:
+            self.buffers_before = [(buffer, buffer.clone()) for buffer in self.strategy.model.buffers()]
         weight = self.weights.get(batch.count)
         if weight is None:
             device, dtype = self.strategy.world.device, self.strategy.loss_type
@@ -124,7 +125,7 @@ class Step:
         chosen = self.optimizer if optimizer is None else optimizer
         if self.scales:
             self.scaler.unscale_(chosen)
-        if self.skip is not None and self.skip.refuses(self.progress, self.parameters):
+        if self.skips and is_left_out(self):
             self.meter.discard(self.progress.step + 1)
         else:
             if self.max_grad_norm is not None:
