@@ -43,7 +43,7 @@ class Steps(Callback):
 
     def ends(self, run: Run, exchange: Exchange) -> EpochSummary:
         summary = self.end_epoch(run, exchange)
-        RECORD.lap("training", (run.progress.samples or run.epoch_samples) - self.before)
+        RECORD.lap("training", (run.progress.samples or len(run.loaders.train)) - self.before)
         held = [weight for group in run.optimizer.param_groups for weight in group["params"]]
         held += [value for state in run.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
         own = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in held]
@@ -149,12 +149,12 @@ class Floors(Steps):
         """Lockstep's turn ends. The floors take as many steps, each from Lockstep's current weights."""
         wait_for_device()
         steps = len(self.turns.steps)
-        self.turns.lap("training", steps * run.batch_size)
+        self.turns.lap("training", steps * run.loaders.train.batch_size)
         for name, floor in self.floors.items():
             floor.copy_weights(run.model)
             self.turns.start()
             floor.train(steps)
-            self.turns.lap(name, steps * run.batch_size)
+            self.turns.lap(name, steps * run.loaders.train.batch_size)
         run.world.barrier()
         self.turns.steps.clear()
         self.turns.start()

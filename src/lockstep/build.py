@@ -239,7 +239,7 @@ def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, prog
     nodes = [*config.callbacks, *([] if trainer.profiler is None else [trainer.profiler])]
     callbacks = [instantiate_as(Callback, node, f"callbacks[{place}]") for place, node in enumerate(nodes)]
     shared |= {"objective": objective, "direction": direction, "clock": Clock(time_limit(trainer.max_time))}
-    shared |= {"batch_size": loaders.train.batch_size, "callbacks": callbacks, "hyperparameters": hyperparameters}
+    shared |= {"callbacks": callbacks, "hyperparameters": hyperparameters}
     return Run(config=config, world=world, model=strategy.model, step=step, loaders=loaders, **shared)
 
 

@@ -17,7 +17,7 @@ import torch
 import torchvision
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lockstep.data.loader import Progress
+from lockstep.data.loader import Batch, LoadedPart, Progress
 from lockstep.failures import report as reports
 from lockstep.failures import verdict as verdicts
 from lockstep.failures.explain import explain_exception
@@ -120,7 +120,9 @@ def test_an_echo_is_known_by_its_type_and_place():
 def test_the_operation_and_its_operands_are_found():
     """`Draws` sees each operation of torch, and is no communication."""
     features, head = torch.ones(3, 4), torch.nn.Linear(5, 2)
-    with pytest.raises(RuntimeError) as caught, Draws(0, torch.device("cpu"), True, Progress()).of(0, 4, 8):
+    draws = Draws(0, torch.device("cpu"), True, Progress())
+    part = LoadedPart(0, 0, None, None, torch.arange(4))
+    with pytest.raises(RuntimeError) as caught, draws.of_part(part, Batch(0, 8, [])):
         head(features) + 1
     record = exception_record(caught.value)
     assert (record["is_echo"], record["file"], record["code"]) == (False, __file__, "head(features) + 1")

@@ -14,7 +14,7 @@ import torchvision
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.data.loader import Progress
+from lockstep.data.loader import Batch, LoadedPart, Progress
 from lockstep.errors import ConfigError
 from lockstep.models.library import timm_model, torchvision_model
 from lockstep.models.tutorial import convnet
@@ -326,15 +326,20 @@ DRAWS = {
 }
 
 
+def drawing(start, rows, count, progress):
+    """The block of a part in the first batch of an epoch."""
+    part = LoadedPart(0, start, None, None, torch.arange(rows))
+    return Draws(0, torch.device("cpu"), True, progress).of_part(part, Batch(0, count, []))
+
+
 def passes(function, inputs, edges):
-    draws, outputs, gradients = Draws(0, torch.device("cpu"), True, Progress()), [], []
+    progress, outputs, gradients = Progress(), [], []
     for begin, end in pairwise(edges):
-        torch.manual_seed(7)
         part = inputs[begin:end].clone().requires_grad_()
-        with draws.of(begin, end - begin, len(inputs)):
+        with drawing(begin, end - begin, len(inputs), progress):
             output = function(part)
             output.square().sum().backward()
-        assert draws.progress.has_drawn
+        assert progress.has_drawn
         outputs.append(output.detach().reshape(end - begin, -1))
         gradients.append(part.grad)
     return torch.cat(outputs), torch.cat(gradients)
@@ -353,8 +358,7 @@ def test_each_sample_draws_the_same_however_the_batch_is_cut(what):
 def test_masks_of_samples_layers_and_steps_are_independent():
     masks = []
     for step in range(3):
-        torch.manual_seed(step)
-        with Draws(0, torch.device("cpu"), True, Progress()).of(0, 100, 100):
+        with drawing(0, 100, 100, Progress(step=step)):
             masks += [F.dropout(torch.ones(100, 2000)).sign() for _ in range(3)]
     drawn = torch.cat(masks) * 2 - 1  # (900, 2000)
     together = drawn @ drawn.T / 2000
@@ -364,8 +368,7 @@ def test_masks_of_samples_layers_and_steps_are_independent():
 def test_what_decides_about_a_layer_or_a_parameter_is_the_same_on_all_ranks_and_draws_without_samples_is_not():
     coins, masks, orders, weights, weight = set(), [], [], [], nn.Parameter(torch.ones(6, 4))
     for start, rows in ((0, 7), (7, 9)):
-        torch.manual_seed(7)
-        with Draws(0, torch.device("cpu"), True, Progress()).of(start, rows, 16):
+        with drawing(start, rows, 16, Progress()):
             weights.append(torch.cat([torch.randn_like(weight), F.dropout(weight)]).detach())
             whole = torchvision.ops.stochastic_depth(torch.ones(rows, 5, 6), 0.5, "batch")
             coins.add((float(torch.rand(())), float(torch.rand(1)), float(whole.sum()) > 0))

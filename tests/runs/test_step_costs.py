@@ -91,7 +91,7 @@ def our_steps(config):
     snapshots = MagicMock(every_steps=0, due_by_clock=lambda: False, due_after_step=lambda: False)
     with join_world("gloo", 60) as world:
         run = build.build_run(config, world, parts_of(config))
-        run.callbacks = [counter := Counter(first=run.epoch_samples // BATCH + 10)]
+        run.callbacks = [counter := Counter(first=len(run.loaders.train) // BATCH + 10)]
         fit(run, [], None, snapshots, Loggers([]), RunInfo(run, {"sweep": None}))
     return counter.found
 

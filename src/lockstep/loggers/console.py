@@ -20,7 +20,7 @@ class ConsoleLogger(Logger):
         run, loaders = info.run, info.run.loaders
         held_out = "" if loaders.val is None else f", {len(loaders.val.reader)} validation"
         sets = f"{len(loaders.train)} training{held_out} and {len(loaders.test.reader)} test samples"
-        log.info("%s; batches of %d samples", sets, run.batch_size)
+        log.info("%s; batches of %d samples", sets, loaders.train.batch_size)
         if run.config.trainer.final is not None:
             log.info("trained on training and validation data: nothing is chosen, and its number is the test's alone")
         elif run.objective is None:

@@ -107,7 +107,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         if changes := differences(compared(saved["config"]), compared(self.config)):
             log.info("the config changed since the snapshot: %s", changes)
         # This snapshot precedes the epoch's evaluation. A newer one must follow it, or a kill would repeat it.
-        self.is_due = progress.samples == self.run.epoch_samples
+        self.is_due = progress.samples == len(self.run.loaders.train)
         heartbeat.note(resumed=[str(self.resumed_from.absolute()), progress.step])
         log.info("resumed from %s", self.resumed_from)
         if self.run.finished:
@@ -124,7 +124,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def due_after_step(self) -> bool:
         """Whether to save now, in mid-epoch. At an epoch's end `after_epoch` saves, when it is evaluated."""
         self.is_due |= self.unit == "step" and self.run.progress.step % self.count == 0
-        return self.is_due and self.run.progress.samples < self.run.epoch_samples
+        return self.is_due and self.run.progress.samples < len(self.run.loaders.train)
 
     def after_epoch(self) -> None:
         """Save if a snapshot is due, and at the end of the run."""

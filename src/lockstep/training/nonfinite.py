@@ -62,7 +62,7 @@ def require_finite(run: Run, loss: float) -> None:
     if step is None:
         raise TrainingDiverged(what, SMALLER_STEPS)
     back = progress.step - step + 1  # batches, all of this epoch
-    start = max(0, -(-progress.samples // run.batch_size) - back) * run.batch_size
+    start = max(0, -(-progress.samples // loader.batch_size) - back) * loader.batch_size
     mine = list[int]()
     for request in loader.requests_at(progress.epoch, start):
         mine += broken_samples(loader.reader.whole(request.numbers), *loader.read(request))

@@ -9,6 +9,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from operator import methodcaller
 from typing import Any
 
@@ -39,6 +40,7 @@ BATCH_DIMENSIONS = {  # those of what they draw inside, if not the first or the 
     F.multi_head_attention_forward: (0,),
 }
 UNWATCHED = nullcontext()
+generator_of = cache(torch.Generator)  # of a device; each draw seeds it
 
 
 class Draws(TorchFunctionMode):
@@ -54,7 +56,6 @@ class Draws(TorchFunctionMode):
         super().__init__()
         self.seed, self.by_sample, self.is_mps, self.progress = seed, by_sample, device.type == "mps", progress
         self.operators = _Operators(self)
-        self.generators: dict[torch.device, torch.Generator] = {}
         self.seeded_each_step = [torch.default_generator]
         if device.type == "cuda":
             self.seeded_each_step.append(torch.cuda.default_generators[device.index or 0])
@@ -71,12 +72,9 @@ class Draws(TorchFunctionMode):
         if self.is_mps:
             torch.mps.manual_seed(seed)
         if self.by_sample and (batch.number == 0 or self.progress.has_drawn):
-            return self.of(part.start, len(part.numbers), batch.count)
+            self.start, self.rows, self.count = part.start, len(part.numbers), batch.count
+            return self
         return UNWATCHED
-
-    def of(self, start: int, rows: int, count: int) -> "Draws":
-        self.start, self.rows, self.count = start, rows, count
-        return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -94,9 +92,7 @@ class Draws(TorchFunctionMode):
     def fill(self, tensor: Tensor, name: str, *numbers: Any, **options: Any) -> Tensor:
         """`tensor` with this rank's rows of what its method `name` would draw into one of the global batch."""
         self.progress.has_drawn, seed, dimension = True, self.new_seed(), self._batch_dimension(tensor.shape)
-        if tensor.device not in self.generators:
-            self.generators[tensor.device] = torch.Generator(tensor.device)
-        generator = self.generators[tensor.device]
+        generator = generator_of(tensor.device)
         draw = methodcaller(FILLS.get(name.removesuffix("_like"), name), *numbers, **options, generator=generator)
         if dimension is None:
             generator.manual_seed(seed if self.of_weight or tensor.numel() == 1 else fold_in(seed, self.start))

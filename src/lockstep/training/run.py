@@ -48,7 +48,6 @@ class Run:
     meter: "Meter"
     progress: Progress
     loaders: Loaders
-    batch_size: int  # of all ranks
     clock: "Clock"
     average: "Average | None" = None
     objective: str | None = None  # such as "val/accuracy", which chooses the best weights; None: the last ones are it
@@ -57,21 +56,16 @@ class Run:
     hyperparameters: "Sequence[dict[str, Any]]" = ()  # of each parameter group, before a schedule changed any
 
     @property
-    def epoch_samples(self) -> int:
-        """Of all ranks."""
-        return len(self.loaders.train)
-
-    @property
     def place(self) -> int:
         """The step of a run with this batch size that is as far from the end of the epoch."""
-        samples = self.epoch_samples - self.progress.samples
-        per_epoch, left = (-(-count // self.batch_size) for count in (self.epoch_samples, samples))
+        loader, samples = self.loaders.train, len(self.loaders.train)
+        per_epoch, left = (-(-count // loader.batch_size) for count in (samples, samples - self.progress.samples))
         return (self.progress.epoch + 1) * per_epoch - left
 
     @property
     def steps_left(self) -> int:
         """Optimizer steps to the end of this epoch, or of the run if that is nearer."""
-        of_epoch = -(-(self.epoch_samples - self.progress.samples) // self.batch_size)
+        of_epoch = -(-(len(self.loaders.train) - self.progress.samples) // self.loaders.train.batch_size)
         last = min(self.config.trainer.max_steps or math.inf, self.clock.last_step)
         return int(max(0, min(of_epoch, last - self.progress.step)))
 
@@ -106,13 +100,13 @@ class Run:
 
     def end_epoch(self) -> None:
         """Go on to the next epoch if all samples of this one are used."""
-        if self.progress.samples >= self.epoch_samples:
+        if self.progress.samples >= len(self.loaders.train):
             self.progress.epoch, self.progress.samples = self.progress.epoch + 1, 0
 
     def await_evaluation(self) -> None:
         """Go back to the end of the last step: a resumed run ends the epoch again, and evaluates what is due then."""
         if self.progress.samples == 0:
-            self.progress.epoch, self.progress.samples = self.progress.epoch - 1, self.epoch_samples
+            self.progress.epoch, self.progress.samples = self.progress.epoch - 1, len(self.loaders.train)
         self.progress.evaluation_pending = self.finished
 
     @property
