@@ -168,8 +168,7 @@ def loader_of(config: RunConfig, reader: SampleReader, is_trained: bool, **of_ra
         if section.sampling is not None:
             weights = sampling_weights(reader.dataset, section.sampling)
         draws = getattr(unwrapped(reader.dataset)[0], "draws", None)
-        if (files := of_each_sample(reader.dataset, "shards")) is not None:
-            shards = torch.as_tensor(files)
+        shards = of_each_sample(reader.dataset, "shards")
         if section.augment is not None:
             augment = instantiate_as(ShiftFlip, section.augment, "loader.augment", epochs=config.trainer.epochs)
         transforms = instantiate(section.batch_transforms)

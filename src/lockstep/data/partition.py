@@ -58,11 +58,11 @@ class Order:
     seed: int
     draws: int | None = None
     weights: Tensor | None = None
-    shards: InitVar[Tensor | None] = None
+    shards: InitVar[Array | None] = None
     window: int = 2**20
 
-    def __post_init__(self, shards: Tensor | None) -> None:
-        self.sizes = None if shards is None else shards.unique_consecutive(return_counts=True)[1].tolist()
+    def __post_init__(self, shards: Array | None) -> None:
+        self.sizes = None if shards is None else np.unique(shards, return_counts=True)[1].tolist()
 
     def __len__(self) -> int:
         """Samples of an epoch."""

@@ -123,10 +123,6 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         some = self.tokens[:: 1 + len(self.tokens) // 2**20].cpu().numpy()
         return f"{short_hash(some.tobytes(), self.tokenizer, self.block)} of {len(self.tokens)} tokens"
 
-    @property
-    def coder(self) -> Tokenizer:
-        return Tokenizer(self.tokenizer, self.classes)
-
 
 @dataclass(kw_only=True)
 class Text(DataSource):

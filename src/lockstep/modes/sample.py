@@ -32,9 +32,11 @@ class Sample(Mode):
         """Raises ConfigError for symbols that the text of the training did not have."""
         import torch
 
+        from lockstep.data.text import Tokenizer
+
         dataset = trained.run.loaders.train.reader.dataset
         run, device = trained.run, trained.world.device
-        coder = dataset.coder
+        coder = Tokenizer(dataset.tokenizer, dataset.classes)
         tokens = torch.tensor([int(token) for token in coder.encode(self.prompt)], device=device)
         generator = torch.Generator(device).manual_seed(self.seed)
         with run.averaged_weights(), torch.no_grad(), run.strategy.autocast:

@@ -144,7 +144,7 @@ def restore(run: Run, saved: dict[str, Any], path: Path) -> None:
                 held[key] = value
     if own["measured"] != [run.objective, run.direction, run.average is not None]:  # a plateau begins anew, too
         log.info("the monitor or trainer.ema changed: no evaluation before step %d is the best one", progress.step)
-        run.forget_best()
+        vars(progress).update(best=None, best_step=None, evals_since_best=0)
     elif own["schedule"]:
         run.schedule.load_state_dict(own["schedule"])
     progress.ahead = run.place - progress.step  # with another batch size

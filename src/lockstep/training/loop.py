@@ -93,8 +93,7 @@ def end_epoch(run: Run, exchange: Exchange) -> EpochSummary:
     exchange.drain()
     totals, step = run.world.all_reduce_sum(run.meter.flush().clone()).tolist(), run.progress.step
     means, speed, speeds = run.meter.means(totals), exchange.samples_per_second(), dict[str, float]()
-    if means:
-        require_finite(run, means["loss"])
+    require_finite(run, totals[0])
     if speed is not None:
         of_each = run.step.targets_per_sample or totals[len(run.meter.names)] / run.progress.samples
         speeds = {"samples": speed} | ({run.task.counts: speed * of_each} if run.task.counts != "samples" else {})

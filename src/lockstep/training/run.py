@@ -129,10 +129,6 @@ class Run:
             progress.best, progress.best_step, progress.evals_since_best = value, progress.step, 0
         return progress.evals_since_best == 0
 
-    def forget_best(self) -> None:
-        """Evaluations from now on measure something else than those before."""
-        self.progress.best, self.progress.best_step, self.progress.evals_since_best = None, None, 0
-
 
 class Clock:
     """How long a run has trained, with evaluations and snapshots, in earlier starts, too. limit: trainer.max_time."""
