@@ -48,7 +48,7 @@ SCENARIOS = {
     "fp16, fused": (2, FP16, COMPARED),
     "fp16, muon": (2, [*FP16, "optimizer=muon_sgd"], UNFUSED),
     # torch looks at the range of class numbers in one_hot, but not of those on a real GPU.
-    "mixup": (2, ["sync_bn=off", MIX], COMPARED | {"augment.py:__call__": 2}),
+    "mixup": (2, ["sync_bn=off", MIX], COMPARED | {"loader.py:_loaded": 2}),
     "gradient_sync=bf16": (2, ["gradient_sync=bf16", "sync_bn=off"], COMPARED),
     "gradient_sync=ring": (2, ["gradient_sync=ring", "sync_bn=off"], COMPARED),
     "fsdp": (2, ["strategy=fsdp", "sync_bn=off"], COMPARED),

@@ -40,7 +40,7 @@ BATCH_DIMENSIONS = {  # those of what they draw inside, if not the first or the 
     F.multi_head_attention_forward: (0,),
 }
 UNWATCHED = nullcontext()
-generator_of = cache(torch.Generator)  # of a device; each draw seeds it
+generator_of = cache(lambda device: torch.Generator(device))  # each draw seeds it
 
 
 class Draws(TorchFunctionMode):
