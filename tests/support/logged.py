@@ -6,6 +6,14 @@ from types import SimpleNamespace
 from lockstep.loggers.base import EpochSummary, RunInfo
 
 
+class Training(list):
+    """The samples of a training, as a `Loader` tells them."""
+
+    def __init__(self, samples, batch_size):
+        super().__init__(range(samples))
+        self.batch_size = batch_size
+
+
 def run_info(folder, step=0, world_size=1, batch_size=64, **changes):
     """changes: other facts."""
     run = SimpleNamespace(
@@ -17,9 +25,10 @@ def run_info(folder, step=0, world_size=1, batch_size=64, **changes):
         world=SimpleNamespace(size=world_size),
         task=SimpleNamespace(better={"loss": "min", "accuracy": "max"}),
         loaders=SimpleNamespace(
-            train=range(1293), val=SimpleNamespace(reader=range(144)), test=SimpleNamespace(reader=range(360))
+            train=Training(1293, batch_size),
+            val=SimpleNamespace(reader=range(144)),
+            test=SimpleNamespace(reader=range(360)),
         ),
-        batch_size=batch_size,
         finished=False,
         objective="val/accuracy",
         direction="max",
