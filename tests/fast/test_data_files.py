@@ -25,11 +25,16 @@ from lockstep.data.vision import read_image
 from lockstep.errors import ConfigError
 from support.configs import composed
 
-with suppress(ImportError):  # extras, which a fork may have deleted with their tests
+# Extras, each of which a fork may have deleted with its tests.
+with suppress(ImportError):
     from lockstep.data.huggingface import HuggingFace
+with suppress(ImportError):
     from lockstep.data.images import CsvImages, ImageFolders, ImageList
+with suppress(ImportError):
     from lockstep.data.table import Table
+with suppress(ImportError):
     from lockstep.data.tar_shards import TarShards
+with suppress(ImportError):
     from lockstep.data.text import Text, Windows
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (30, 41, 3), dtype=np.uint8)

@@ -21,7 +21,6 @@ from lockstep.data.loader import InputConverter
 from lockstep.loggers.base import CSVLogger, Logger, Loggers
 from lockstep.loggers.console import ConsoleLogger
 from lockstep.loggers.tensorboard import TensorBoardLogger
-from lockstep.modes.export import net_as
 from lockstep.modes.trained_net import TrainedNet
 from lockstep.tasks.tasks import MultiLabel, Regression
 from support.commands import ema
@@ -30,8 +29,11 @@ from support.event_files import Backend, scalars
 from support.logged import epoch, read_rows, run_info
 from support.worlds import in_world, train_all
 
-with suppress(ImportError):  # extras, which a fork may have deleted with their tests
+# Extras, each of which a fork may have deleted with its tests.
+with suppress(ImportError):
     from lockstep.models.gpt import gpt
+with suppress(ImportError):
+    from lockstep.modes.export import net_as
 
 
 class Recorder(Logger):

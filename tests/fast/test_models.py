@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.data.loader import Batch, LoadedPart, Progress
 from lockstep.errors import ConfigError
-from lockstep.models.library import timm_model, torchvision_model
 from lockstep.models.tutorial import convnet
 from lockstep.tasks.tasks import CrossEntropy, MultiLabel, Regression
 from lockstep.training import schedules
@@ -24,9 +23,13 @@ from lockstep.training.optimizers import Muon, orthogonalised
 from lockstep.training.rng import Draws
 from support.refusals import accepted
 
-with suppress(ImportError):  # extras, which a fork may have deleted with their tests
+# Extras, each of which a fork may have deleted with its tests.
+with suppress(ImportError):
     from lockstep.models.airbench import Airbench, Whitening
+with suppress(ImportError):
     from lockstep.models.gpt import gpt
+with suppress(ImportError):
+    from lockstep.models.library import timm_model, torchvision_model
 
 
 def small_gpt(variant):

@@ -28,7 +28,7 @@ from support.commands import TRAIN, wait_for
 from support.configs import composed
 from support.worlds import in_world, refusals
 
-with suppress(ImportError):  # extras, which a fork may have deleted with their tests
+with suppress(ImportError):  # an extra, which a fork may have deleted with its tests
     from lockstep.launchers.slurm import SlurmLauncher
 
 OPTIONS = {"timeout": 17, "socket_ifname": "lo", "debug": "WARN", "p2p_disable": True, "ib_disable": False}
