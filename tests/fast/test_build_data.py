@@ -82,6 +82,9 @@ def test_the_data_tells_the_shape_and_the_number_of_classes():
         assert (found.model["shape"], found.model["classes"], found.dataset["shape"]) == (shape, classes, shape)
         typed = with_values(config, f"dataset.classes={classes + 3}")
         assert completed(typed, build_data(typed)).model["classes"] == classes + 3
+    metric = "+evaluation.metrics.f1={_target_:torchmetrics.F1Score,task:multiclass,num_classes:null}"
+    config = own("labelled", metric)
+    assert completed(config, build_data(config)).evaluation.metrics["f1"]["num_classes"] == 6
 
 
 REFUSED = [

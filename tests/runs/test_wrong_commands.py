@@ -67,6 +67,7 @@ model._target_=own_net.Net | +model.widht=4 | widht
  | --config-dir=conf model=own | widht
  | --config-dir=conf model=nothing | model.width
 model=mlp | model.dropout=2 | model.dropout
+ | callbacks=[{_target_: own_net.Net}] | callbacks=[{_target_: cannot be composed | callbacks=<value>
  | scheduler=torch | scheduler.schedule
  | seed=abc | a valid integer | seed=<value>
  | optimizer.lr=1.2.3% | a valid number | optimizer.lr=<value>

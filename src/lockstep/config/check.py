@@ -99,7 +99,7 @@ def check_value(kind: Any, value: Any, key: str = "") -> Any:
             raise ConfigError(unknown_key(join(key, name), show(value[name]), flatten(value, key)))
         if name not in value:
             raise ConfigError(f"{join(key, name)} is missing; type the command without ~{join(key, name)}")
-        if name in OPTIONS and types[name] == Node and "_target_" not in (value[name] or HYDRA_KEYS):
+        if name in OPTIONS and name != "vars" and types[name] == Node and "_target_" not in (value[name] or HYDRA_KEYS):
             raise ConfigError(f"{name} has no _target_, its class; type +{name}._target_=<module>.<class>")
     return section(**{name: check_value(of, value[name], join(key, name)) for name, of in types.items()})
 
@@ -305,13 +305,18 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
     inside = sorted((one for one in typed[::-1] if key_of(one) in said), key=lambda one: -len(key_of(one)))
     named = printable([*unread, *inside, *presets, *typed[-1:], "conf/local"][0])
     below = said.replace("\n", "\n    ")
-    return f"{named} cannot be composed; type the command without {shlex.quote(named)}\n    {below}"
+    advice = f"type the command without {shlex.quote(named)}"
+    if "No match in the defaults list" in said:  # a group of one's own
+        advice = f"type {shlex.quote(f'+{named}')}"
+    if unread and named.count("{") > named.count("}"):
+        advice = f"type '{key_of(named)}=<value>' with its quotes, for a shell cuts words at spaces"
+    return f"{named} cannot be composed; {advice}\n    {below}"
 
 
 def unknown_key(key: str, value: str, known: Mapping[str, Any]) -> str:
     """The sentence for a key that is not in this config. known: the values beside it, by their full keys."""
     section, (parent, _, name) = key.partition(".")[0], key.rpartition(".")
-    if section in ("experiment", "local"):
+    if section in ("experiment", "local") or key in OPTIONS:  # a group of one's own
         return f"a file below conf/{section} is not for the whole config; type # @package _global_ in its first line"
     target = known.get(f"{parent}._target_")
     is_of_class = (name == "_target_" and "." in parent) or (target and takes(locate(parent, target), name))

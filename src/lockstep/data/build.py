@@ -118,12 +118,14 @@ def completed(config: RunConfig, data: Splits) -> RunConfig:
             raise ConfigError(f"{what}; type {key}.shape={show(own)}")
         return values
 
-    for name, node in config.evaluation.metrics.items():
+    metrics = told(config.evaluation.metrics, "evaluation.metrics")
+    for name, node in metrics.items():
         if classes is not None and node.get("num_classes", classes) != classes:
             what, own_key = f"and the data has {classes} classes", f"evaluation.metrics.{name}.num_classes"
             raise ConfigError(f"{own_key}={node['num_classes']}, {what}; type {own_key}={classes}")
     loader = replace(config.loader, batch_transforms=told(config.loader.batch_transforms, "loader.batch_transforms"))
-    return replace(config, loader=loader, **{name: told(getattr(config, name), name) for name in TOLD})
+    parts = {name: told(getattr(config, name), name) for name in TOLD}
+    return replace(config, loader=loader, evaluation=replace(config.evaluation, metrics=metrics), **parts)
 
 
 def reader_of(
