@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from support.commands import ROOT
+from support.pages import COMMANDS, section
 
-TABLE = (ROOT / "CONTRIBUTING.md").read_text().split("## Delete this, lose that")[1].split("\n## ")[0]
+TABLE = section((ROOT / "CONTRIBUTING.md").read_text(), "Delete this, lose that")
 
 
 def files_of(modules, options):
@@ -67,3 +68,15 @@ def test_without_all_of_them_all_modules_import_and_a_command_trains(tmp_path):
         done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "run" / "model.pt").exists()
+
+
+@pytest.mark.drill
+def test_under_another_name_a_command_trains_in_processes_of_its_own(tmp_path):
+    for folder in ("src", "conf"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    train = "python src/train.py launch=fork launch.nproc_per_node=2 trainer.max_steps=2 logger=[console]"
+    typed = ["git init -q", "git add .", *COMMANDS.findall(TABLE), train]
+    words = ["bash", "-ec", "\n".join(typed)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "rank 0 of 2" in done.stdout) == (0, True), done.stdout + done.stderr
+    assert not [path for path in tmp_path.glob("[sc]*/**/*") if path.is_file() and "lockstep" in path.read_text()]

@@ -5,6 +5,7 @@ import csv
 import json
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
@@ -223,6 +224,14 @@ def test_a_part_is_one_file_and_its_yaml(run, reference, heading):
     assert re.findall(r"^## (An? .*)$", PARTS, re.MULTILINE) == [*OF_PARTS, "A strategy"]
     assert [Path(name).suffix for name, _ in example_files(section(PARTS, heading))] == [".py", ".yaml"]
     assert OF_PARTS[heading](run(PARTS, heading), reference)
+
+
+def test_a_group_of_ones_own_has_options(tmp_path):
+    copy_examples(PARTS, tmp_path)
+    for word, said in (("+augmentation=strong", "flip: true"), ("augmentation=strong", "; type +augmentation=strong")):
+        words = [sys.executable, TRAIN, "--config-dir", tmp_path / "mywork" / "conf", word, "--cfg", "job"]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+        assert said in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
