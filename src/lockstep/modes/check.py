@@ -48,8 +48,10 @@ STAGES = ("start", "samples", "layers", "loss", "gradients", "weights", "evaluat
 RESULTS = STAGES[3:]  # which decide whether runs part; the others say why
 BY_SAMPLE = STAGES[1:3]  # to which each sample adds
 FEW = 7  # samples of a rank's batch, seldom another size of a tensor
+EVALUATED = 9  # samples of an evaluation
+NOISE = 0.7  # eps to this power, of the largest gradient: what is smaller is rounding
 FLOOR = 1e-3  # of the largest value of a stage: what differences are relative to, at least
-GROWTH = 1e5  # from step to step, of rounding in a deep net whose gradients are large; a fault comes at once
+GROWTH = 1e7  # from step to step, of rounding in a deep net whose gradients are large; a fault comes at once
 TOLERANCES = {64: 1e-6, 32: 1e-3, 16: 0.1}  # relative, by the fewest bits in which a net computes
 PROMISES = {
     "again": "the same run, typed again",
@@ -74,10 +76,6 @@ CAUSES = {  # of what is named before it; by a way and a stage, by a stage, or b
     "compiled": "a compiled net draws dropout for a rank, or is another one; type trainer.compile=false",
 }
 UNHELD = "put layers into torch.nn.ModuleList, tensors into torch.nn.ParameterList, and those of a loss into the model"
-
-
-NOISE = 0.7  # eps to this power, of the largest gradient: what is smaller is rounding
-EVALUATED = 9  # samples of an evaluation
 
 Trace = dict[tuple[int, str, str], Tensor]
 """{(step, stage, name): (a number, two sums)}, in the order of their events. The number is of the samples in "samples"
