@@ -7,6 +7,7 @@ imported is not seen, either.
 """
 
 import os
+import sys
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,6 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import Subset
 
+from lockstep import errors
 from lockstep.build import build_parts
 from lockstep.compat import is_of_transform
 from lockstep.config.check import flatten, instantiate_as
@@ -194,6 +196,10 @@ def ended(config: RunConfig, record: ConfigRecord, ranks: int) -> Ended:
         if first["kind"] not in ("config", "exception", "diverged", "different"):
             raise
         return Ended(trace_in(folder), error, "; ".join([first["message"], *(known_meaning(first) or ())]))
+    except StoppedEarly as stopped:  # which ranks that print nothing have told
+        how = "Ctrl-C" if stopped.code == errors.EXIT_INTERRUPTED else "a signal"
+        errors.print_line(f"lockstep: ended by {how}; there is nothing to save", sys.stderr)
+        raise
 
 
 def judged(way: str, one: Ended, other: Ended, tolerance: float, to_the_end: bool) -> tuple[str, str]:
