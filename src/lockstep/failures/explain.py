@@ -56,6 +56,10 @@ MEANINGS: dict[str, tuple[str, str]] = {
         "this optimizer computes the loss by itself, or takes other weights or gradients than these",
         "type optimizer=adamw or optimizer=muon, or write a step of your own, see docs/experiments.md",
     ),
+    "on meta tensors": (
+        "strategy=pipeline finds shapes without values, and the model decides by a value",
+        "type strategy=fsdp, or write the decision by torch.where",
+    ),
     "Expected to have finished reduction": ("weights got no gradient", "type strategy.find_unused_parameters=true"),
     "modified by an inplace operation": (
         "the model changes a value in place that its backward pass still needs",
