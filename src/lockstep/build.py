@@ -90,6 +90,11 @@ def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
         package = getattr(locate(f"logger.{name}", node["_target_"]), "package", "")
         if package and importlib.util.find_spec(package) is None:
             raise ConfigError(f"logger={name} needs {package}; type pip install {package}")
+    for node in config.callbacks:
+        own = [name for name in vars(locate("callbacks", node["_target_"])) if name.startswith("on_")]
+        if unknown := [name for name in own if not hasattr(Callback, name)]:
+            what = f"{node['_target_']}.{unknown[0]} is never called"
+            raise ConfigError(f"{what}; type in its place <on_step_end, or what else Callback has>")
     path = config.optimizer["_target_"]
     if path.startswith("torch.optim."):  # which refuses some hyperparameters: it is asked with one small weight
         try:

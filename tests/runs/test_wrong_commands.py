@@ -11,7 +11,14 @@ from support.refusals import answer
 OWN = """
 from torch import nn
 
+from lockstep.training.callbacks import Callback
+
 LIMIT = 3
+
+
+class Norms(Callback):
+    def on_batch_end(self, run):
+        pass
 
 
 class Net(nn.Module):
@@ -102,6 +109,7 @@ optimizer=adamw | optimizer.betas=[0.9,1.5] | (Invalid beta parameter at index 1
  | loader.transforms=[{_target_:torchvision.transforms.v2.Nope}] | loader.transforms[0]._target_=
  | task.loss={_target_:torch.nn.HuberLoss,dleta:3} | takes no dleta, but
  | callbacks=[{_target_:own_net.Net,width:3}] | needs shape and classes; type callbacks='[{_target_:own_net.Net,
+ | callbacks=[{_target_:own_net.Norms}] | own_net.Norms.on_batch_end is never called; type in its place <on_step_end
 launch=spawn | launch.start_method=thread | 'fork' or 'spawn'
 launch=torchrun | launch.nproc_per_node=0 | launch.nproc_per_node=0 should be
 mode=find_lr | mode.max_lr=1e-7 | is below min_lr; type mode.max_lr=0.001
