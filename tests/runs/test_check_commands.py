@@ -41,6 +41,10 @@ class OneSample(Unused):
             raise ValueError("one sample has no variance")
         return super().forward(images)
 
+class NotFlat(Unused):
+    def forward(self, images):
+        return self.head(images)
+
 class Slow(Unused):
     def forward(self, images):
         Path("began").touch()
@@ -102,6 +106,8 @@ def test_what_cannot_run_is_refused(check):
     server = ["strategy=async_parameter_server", "launch=fork"]
     said = "strategy=async_parameter_server cannot have one rank"
     assert said in check("model=linear", *server).finish(2).output
+    lines = check("model._target_=nets.NotFlat").finish(1).output.splitlines()
+    assert lines[-1] == "what to do: change either at the line above"  # and no folder, which is gone
 
 
 def test_ctrl_c_ends_a_check_at_once_and_one_that_hangs_ends_with_a_verdict(check, tmp_path):

@@ -155,8 +155,10 @@ class Check(Mode):
         """(promise, whether it holds: "yes", "no", or "-" where nobody asks for it, why), of these runs of `ways`.
         Raises the error of a job whose first step fails."""
         one, trainer, rows = runs["one"], job.trainer, list[tuple[str, str, str]]()
-        if one.error and (isinstance(one.error, ConfigError) or not one.trace):
+        if isinstance(one.error, ConfigError):
             raise one.error
+        if isinstance(one.error, RankFailed) and not one.trace:  # its log and its folder do not stay
+            raise RankFailed(str(one.error).partition("\nits log, ")[0], one.error.report)
         if one.error:
             return [(f"{self.steps} steps and evaluations", "no", one.failed)]
         bits = 16 if trainer.precision in ("bf16", "fp16") else max(16, min(int(name) for name, *_ in one.of("bits")))
