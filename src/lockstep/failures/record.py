@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -69,8 +68,9 @@ class Frame(NamedTuple):
 
 def last_lines(path: str | None) -> list[str]:
     """The last lines of a log file, none if it cannot be read."""
-    with suppress(OSError), open(path or "", errors="replace") as file:
-        return [line.rstrip("\n") for line in deque(file, LOG_LINES)]
+    with suppress(OSError), open(path or "", "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 2**15))
+        return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
     return []
 
 
