@@ -74,9 +74,11 @@ def test_without_all_of_them_all_modules_import_and_a_command_trains(tmp_path):
 def test_under_another_name_a_command_trains_in_processes_of_its_own(tmp_path):
     for folder in ("src", "conf"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    train = "python src/train.py launch=fork launch.nproc_per_node=2 trainer.max_steps=2 logger=[console]"
+    train = f"{sys.executable} src/train.py launch=fork launch.nproc_per_node=2 trainer.max_steps=2 logger=[console]"
     typed = ["git init -q", "git add .", *COMMANDS.findall(TABLE), train]
     words = ["bash", "-ec", "\n".join(typed)]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, "rank 0 of 2" in done.stdout) == (0, True), done.stdout + done.stderr
-    assert not [path for path in tmp_path.glob("[sc]*/**/*") if path.is_file() and "lockstep" in path.read_text()]
+    files = [path for kind in ("py", "yaml") for path in tmp_path.rglob(f"*.{kind}")]
+    assert files
+    assert not [path for path in files if "lockstep" in path.read_text()]
