@@ -84,6 +84,16 @@ def test_a_disk_that_is_full_at_the_stop_ends_with_76(start_faulty, mount):
     assert f"{run_dir}/snapshots/step_{good:08d}" in run.output
 
 
+def test_a_disk_without_room_for_the_best_weights_of_another_run_is_refused(start, mount, tmp_path):
+    words = [*PYTHON_TRAIN, "model=mlp", "model.width=1024", "optimizer.lr=1e-12", "trainer.epochs=2"]
+    start(*words, "monitor=val/accuracy", "hydra.run.dir=run").finish()
+    run_dir = mount("disk", "300k") / "run"
+    run = start(*words, "monitor=val/accuracy", "resume=run", f"hydra.run.dir={run_dir}").finish(2)
+    assert f"cannot be copied to {run_dir}/snapshots: " in run.sentence
+    assert "No space left on device" in run.sentence
+    assert run.sentence.endswith("free some space and type the command again")
+
+
 def test_a_full_disk_costs_one_warning_of_each_logger_and_no_step(start_faulty, mount):
     run_dir = mount("disk", "12m") / "run"
     words = ["model=linear", "trainer.epochs=100000", "snapshot.every=100000epochs", "logging.every=1"]

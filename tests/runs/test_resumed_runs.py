@@ -196,8 +196,10 @@ def test_the_best_weights_are_of_this_run_also_where_it_begins_anew_or_at_anothe
     again = ["monitor=val/accuracy", flat, "hydra.run.dir=run"]
     start(*typed, *saves, *again, "trainer.epochs=3").finish()
     assert (best("run"), read_run(others["run"])["test"]["step"]) == ([21], 21)
-    again = ["monitor=val/accuracy", flat, "hydra.run.dir=other", "resume=run", "trainer.epochs=6"]
+    mirror = f'snapshot.mirror={{_target_:lockstep.snapshots.mirror.Mirror,to:"file://{tmp_path}/copies"}}'
+    again = ["monitor=val/accuracy", flat, "hydra.run.dir=other", "resume=run", "trainer.epochs=6", mirror]
     start(*typed, *again, FAULT="evaluation/kill:0:3").finish(-signal.SIGKILL)  # one of its snapshots is whole
+    assert [*(tmp_path / "copies").glob("best_00000021-*/manifest.json")]
     shutil.rmtree(others["run"])
     start(*typed, *again).finish()
     assert (best("other"), read_run(others["other"])["test"]["step"]) == ([21], 21)

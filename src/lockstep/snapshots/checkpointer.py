@@ -95,8 +95,14 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             files.remove_best(self.folder, progress["step"] if is_own else -1)
             best = path.with_name(f"best_{progress['best_step'] or 0:08d}")
             if not is_own and best.exists():  # this run may choose it, also when it has been stopped
-                unfinished = shutil.copytree(best, self.folder / f"{best.name}.tmp")
-                unfinished.rename(self.folder / best.name)
+                try:
+                    unfinished = shutil.copytree(best, self.folder / f"{best.name}.tmp")
+                except OSError as error:
+                    again = "free some space and type the command again"
+                    raise ConfigError(f"{best} cannot be copied to {self.folder}: {error}; {again}") from None
+                unfinished.rename(own_best := self.folder / best.name)
+                if self.mirror is not None:
+                    self.mirror.put(own_best)
             return path
 
         heartbeat.enter("resume")
