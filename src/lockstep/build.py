@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.config.check import check_nodes, instantiate, instantiate_as, locate, nodes_in
 from lockstep.config.record import ConfigRecord
@@ -230,7 +231,8 @@ def assemble(config: RunConfig, parts: Parts, task: Task, loaders: Loaders, prog
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     average = None if trainer.ema is None else instantiate_as(object, trainer.ema, "trainer.ema", strategy.model)
     options = {"steps_per_epoch": steps_per_epoch, "total_steps": total_steps, "direction": direction}
-    made = instantiate_as(object, config.scheduler, "scheduler", optimizer, **options)
+    kinds: Any = Schedule | LRScheduler
+    made = instantiate_as(kinds, config.scheduler, "scheduler", optimizer, **options)
     schedule = made if isinstance(made, Schedule) else TorchSchedule(optimizer, 1, lambda _: made, "step")
     meter = Meter(task, world)
     scaler = torch.amp.GradScaler(world.device.type, enabled=trainer.precision == "fp16")
@@ -315,8 +317,13 @@ def snapshots(record: ConfigRecord, run: Run) -> Checkpointer:
 
 
 def torchmetrics_of(run: Run) -> dict[str, Any]:
-    nodes = run.config.evaluation.metrics
-    return {name: instantiate(node).set_dtype(torch.float64).to(run.meter.device) for name, node in nodes.items()}
+    if not (nodes := run.config.evaluation.metrics):
+        return {}
+    import torchmetrics
+
+    kind: Any = torchmetrics.Metric
+    made = {name: instantiate_as(kind, node, f"evaluation.metrics.{name}") for name, node in nodes.items()}
+    return {name: metric.set_dtype(torch.float64).to(run.meter.device) for name, metric in made.items()}
 
 
 def evaluators(run: Run, loggers: Loggers) -> tuple[list[Evaluator], Evaluator | None]:

@@ -136,8 +136,8 @@ def test_what_a_constructor_raises_is_what_is_raised():
         with pytest.raises(ValueError, match=r"^too wide$") as raised:
             instantiate(node | given, **later)
         assert explain(raised.value, []) is None  # it keeps its traceback
-    with pytest.raises(ConfigError, match=r"gives an object of Net, and lockstep.tasks.base.Task is wanted; type task"):
-        instantiate_as(Task, node | {"width": 1}, "task")
+    with pytest.raises(ConfigError, match=r"an object of Net, and lockstep.tasks.base.Task or \S+Linear is wanted; "):
+        instantiate_as(Task | nn.Linear, node | {"width": 1}, "task")
     assert instantiate(None) is None
     assert [made.depth for made in instantiate([node | {"width": 1, "depth": 3}] * 2)] == [3, 3]
     assert instantiate_as(nn.Module, node, "model", width=2, other=3).width == 2  # what is not taken is not passed

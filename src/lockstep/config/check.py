@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import hydra.utils
 import yaml  # type: ignore[import-untyped]
@@ -222,7 +222,7 @@ def instantiate_as(kind: type[Kind], node: Node, key: str, *first: Any, **later:
     target = locate(key, node.get("_target_"))
     made = instantiate(node, *first, **{name: value for name, value in later.items() if takes(target, name)})
     if not isinstance(made, kind):
-        wanted = f"{kind.__module__}.{kind.__qualname__}"
+        wanted = " or ".join(f"{one.__module__}.{one.__qualname__}" for one in get_args(kind) or [kind])
         what = f"gives an object of {type(made).__name__}, and {wanted} is wanted"
         raise ConfigError(f"{key}._target_={node['_target_']} {what}; type {key}._target_=<a class below {wanted}>")
     return made
