@@ -27,6 +27,11 @@ def keep_freed_memory() -> None:
     _call_c("mallopt", M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def give_back_freed_memory() -> None:
+    """Of glibc, whose free memory is in pieces after large blocks have come and gone: it grows by gigabytes."""
+    _call_c("malloc_trim", 0)
+
+
 def end_with_parent(number: int = signal.SIGTERM, parent: int | None = None) -> None:
     """Make the kernel send a signal to this process when its parent dies: kill -9 of a launcher must leave no ranks.
     parent: its process; without it, a parent that has died already is not noticed. It works on Linux alone."""

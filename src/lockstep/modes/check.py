@@ -35,6 +35,7 @@ from lockstep.data.build import prepare_first
 from lockstep.data.source import DataSource, Splits, class_numbers, tensors_in, unwrapped
 from lockstep.data.split import hold_out
 from lockstep.distributed import signals
+from lockstep.distributed.host import give_back_freed_memory
 from lockstep.errors import EXIT_FAILED, ConfigError, RankFailed, StoppedEarly, aligned, first_of
 from lockstep.failures.explain import known_meaning
 from lockstep.launchers.local import LocalLauncher
@@ -310,6 +311,7 @@ class Recorder(Callback):
         self.trace |= {key: kept(value) for key, value in new.items()}
         if stage in ("weights", "evaluation"):
             torch.save(self.trace, Path(self.run.config.run_dir, f"trace_{self.run.world.rank}.pt"))
+            give_back_freed_memory()
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if module is self.run.strategy.evaluated and module.training:
