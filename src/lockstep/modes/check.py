@@ -7,6 +7,7 @@ imported is not seen, either.
 """
 
 import os
+import shutil
 import sys
 import zlib
 from collections.abc import Mapping
@@ -120,7 +121,9 @@ class Check(Mode):
             ways = self.ways(job, shares, Path(get_temp_dir(), precision))  # it goes with this process, also at Ctrl-C
             runs = {"one": ended(ways.pop("one"), record, 1)}
             if not runs["one"].error:
-                runs |= {name: ended(way, record, self.ranks if name == "two" else 1) for name, way in ways.items()}
+                for name, way in ways.items():
+                    runs[name] = ended(way, record, self.ranks if name == "two" else 1)
+                    shutil.rmtree(way.run_dir)  # a large net would fill the disk
                 break
             fails = runs["one"].failed
         rows = self.rows(job, runs)
