@@ -19,7 +19,9 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     table = verbs.add_parser("table", help="the runs below the folders, those of one configuration in one line")
     table.add_argument("folders", nargs="*", default=["outputs"], metavar="FOLDER", help="default: outputs")
-    table.add_argument("--sort", default="date", metavar="KEY", help="a column or a config key; default: date")
+    table.add_argument(
+        "--sort", metavar="KEY", help="a column or a config key; default: date, or for one sweep the best first"
+    )
     table.add_argument("--each", action="store_true", help="a line for each run, also of those that differ in seed")
     table.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
     table.add_argument("--columns", metavar="A,B", help="columns and config keys, with commas between them")
@@ -53,7 +55,10 @@ def answer(options: argparse.Namespace) -> Iterable[str]:
     found = table.filtered(runs, options.filter)
     if not found:
         raise ConfigError(f"none of {len(runs)} runs has {' and '.join(options.filter)}; type another --filter")
-    rows = table.ordered(found if options.each else table.settings(found), options.sort)
+    sweeps = {run["sweep"] for run in found}
+    if len(sweeps) == 1 and None not in sweeps and not (options.sort or options.each or options.columns):
+        return table.of_sweep(found)
+    rows = table.ordered(found if options.each else table.settings(found), options.sort or "date")
     return table.show(rows, options.columns.split(",") if options.columns else table.telling(rows))
 
 

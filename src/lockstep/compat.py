@@ -86,24 +86,6 @@ def basic_sweeper() -> Any:
     return BasicSweeper
 
 
-def with_values(composed: "DictConfig", values: Sequence[Any], overrides: Sequence[Any]) -> "DictConfig":
-    """A copy of what Hydra has composed, with the values of these overrides, in a quarter of the time in which Hydra
-    composes. overrides: all of the job, parsed. Missing: an AttributeError in a sweep."""
-    import copy
-
-    from hydra._internal import config_loader_impl
-    from omegaconf import read_write
-
-    cfg = copy.deepcopy(composed)
-    config_loader_impl.ConfigLoaderImpl._apply_overrides_to_config([*values], cfg)
-    with read_write(cfg.hydra):
-        cfg.hydra.overrides.task = [one.input_line for one in overrides]
-        name_of = getattr(config_loader_impl, "get_overrides_dirname", None)  # 1.4 has a resolver
-        if name_of is not None:
-            cfg.hydra.job.override_dirname = name_of([*overrides], **cfg.hydra.job.config.override_dirname)
-    return cfg
-
-
 def register_resolver(name: str, function: Callable[..., object]) -> None:
     """`${name:...}` in a config calls `function`. 2.4 has another name for the function, and warns."""
     import omegaconf

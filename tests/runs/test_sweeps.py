@@ -7,11 +7,12 @@ import fcntl
 import json
 import re
 import shlex
+import sys
 
 import pytest
 from scipy import stats
 
-from support.commands import PYTHON_TRAIN, TRAIN
+from support.commands import PYTHON_TRAIN, ROOT, TRAIN
 from support.sweep_tables import objectives, runs_of, states
 
 SHORT = ["model=linear", "trainer.max_steps=2"]
@@ -47,6 +48,7 @@ def test_the_end_of_a_sweep_and_the_command_typed_again(start):
     assert len(times) == 3  # a run that has diverged would do so again
     assert all(ended <= began for (_, ended), (began, _) in zip(times, times[1:], strict=False))
     end = run.output[run.output.index("\nsweep: 2 finished, 1 diverged") :]
+    assert start(sys.executable, ROOT / "src" / "runs.py", "table", "s").finish().output in end  # the same again
     numbers = [f"{value:.4f}" for value in sorted(objectives(folder).values(), key=lambda x: -(x or 0))[:2]]
     rows = re.findall(r"^finished +([\d.]+) .* (\S+)$", end, re.MULTILINE)
     assert rows == [*zip(numbers, ("s/optimizer.lr=0.1", "s/optimizer.lr=0.02"), strict=True)]

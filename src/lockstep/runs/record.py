@@ -167,7 +167,6 @@ class RunRecord:
             write_whole(self.folder / NAME, json.dumps(self.run, indent=1), sync)
 
 
-@cache
 def versions() -> dict[str, str]:
     """{"python": "3.11.2", "torch": ...} of this process, without importing anything."""
     found = {"python": platform.python_version()}

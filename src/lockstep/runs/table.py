@@ -8,7 +8,7 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -220,6 +220,29 @@ def _text(row: Row, name: str) -> str:
     if name == "objective" and row.get("count", 0) < row.get("runs", 0):
         text += f" of {row['count']}"
     return text
+
+
+def of_sweep(runs: Sequence[Row], lists: Collection[str] = ()) -> list[str]:
+    """The lines of the jobs of a sweep: a row for each configuration, the best one, and what choosing it has cost.
+    lists: the keys whose best value may lie at the edge of those that were tried."""
+    if not runs:
+        return []
+    table, times = settings(runs), Counter(word for run in runs for word in {*shlex.split(run["changed"])})
+    varied = {word.lstrip("+").partition("=")[0] for word, count in times.items() if count < len(runs)}
+    keys = sorted(varied & table[0].keys())
+    columns = ["state", "objective", "test", "best_step", "seconds", *keys, "source", "run"]
+    lines, own = show(table, telling(table, columns)), [key for key in keys if not is_repeat(key)]
+    if table[0]["count"] and own and len({row["metric"] for row in table}) == 1:
+        edges = [key for key in own if key in lists and is_at_edge([row.get(key) for row in table])]
+        told = "".join(f"; {key} is at the edge of its list" for key in edges)
+        lines.append(f"best:       {', '.join(f'{key}={table[0][key]}' for key in own)}{told}")
+    return lines + [f"choosing:   {text}" for text in [choosing(table)] if text]
+
+
+def is_at_edge(values: Sequence[Any]) -> bool:
+    """Whether the best of these values, the first, is the least or greatest: a better one may lie beyond it."""
+    numbers = {one for one in values if isinstance(one, int | float) and not isinstance(one, bool)}
+    return len(numbers) > 2 and values[0] in (min(numbers), max(numbers))
 
 
 def choosing(table: Sequence[Row]) -> str:

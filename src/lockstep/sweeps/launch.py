@@ -4,7 +4,6 @@ A job is a process that trains, as the command that a person would type.
 """
 
 import gc
-import importlib
 import itertools
 import json
 import math
@@ -19,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,47 +32,25 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep import cli, errors
 from lockstep.build import begin, preflight
-from lockstep.compat import with_values
-from lockstep.config.check import check, check_nodes, key_of, with_own_arguments
+from lockstep.config.check import check, check_nodes, with_own_arguments
 from lockstep.config.record import ConfigRecord, config_flags, record_config, typed_overrides
 from lockstep.config.schema import RunConfig
 from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent, usable_cores
 from lockstep.distributed.run_folder import lock, require_same_run
-from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, ConfigError, path_value, print_line
+from lockstep.errors import ConfigError, path_value, print_line
 from lockstep.failures.report import in_one_line, read_report
 from lockstep.files import short_hash
 from lockstep.modes.base import Parts
 from lockstep.runs import record as records
 from lockstep.runs.record import FINISHED, PAUSED, SWEEP, Run, find_runs, read_run, state_of
-from lockstep.runs.table import choosing, is_repeat, rows_of, settings, show, telling
+from lockstep.runs.table import of_sweep, rows_of
 
-SHARED = ("launchers.rank_imports", "modes.train", "tasks.reports")  # what each job needs
 CONSOLE = "console.log"  # in a job's folder: what it prints, where several run at once
 POLL_SECONDS = 0.2
 LONGEST_NAME = 120  # characters of a job's folder
 
 Slot = tuple[list[int], list[str]]  # the cores and the GPUs of one job at a time; empty for all
-
-
-@dataclass(frozen=True)
-class Job:
-    """A training that has been composed and checked. folder: of its run. title: what it changes, for people."""
-
-    folder: Path
-    title: str
-    config: RunConfig
-    record: ConfigRecord
-    parts: Parts
-
-    def run(self) -> Run | None:
-        with suppress(errors.ConfigError):
-            return read_run(self.folder)
-        return None
-
-    def value(self) -> float | None:
-        run = self.run()
-        return None if run is None else records.best_of(run)[0]
 
 
 class Outcome(NamedTuple):
@@ -83,28 +60,41 @@ class Outcome(NamedTuple):
     cause: str = ""
 
 
-class Process:
-    """A job that runs in `slot`. to_file: its output goes to CONSOLE.
-    It is a fork, and so it shares the imports and the checked config. macOS kills forks of a process that has used its
-    libraries: there a job imports torch itself."""
+@dataclass(eq=False)
+class Job:
+    """A training that has been composed and checked, and its process: a fork, which shares the imports and the checked
+    config. macOS kills forks of a process that has used its libraries: there a job imports torch itself.
+    folder: of its run. title: what it changes, for people."""
 
-    def __init__(self, job: Job, slot: Slot, to_file: bool) -> None:
-        self.job, self.slot, self.console = job, slot, job.folder / CONSOLE if to_file else None
-        self.starts, self.is_pruned = 0, False
-        self.start()
+    folder: Path
+    title: str
+    config: RunConfig
+    record: ConfigRecord
+    parts: Parts
+    starts, is_pruned = 0, False
 
-    def start(self) -> None:
-        self.starts, self.started = self.starts + 1, time.time()
+    def start(self, slot: Slot, console: Path | None) -> None:
+        """console: the file that gets its output."""
+        self.slot, self.console, self.starts, self.started = slot, console, self.starts + 1, time.time()
         context: Any = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "fork")
-        self.told, self.tells = context.Pipe(duplex=False)
-        words = (os.getpid(), self.job, self.slot, self.console, self.tells)
+        self.told, self.tells = context.Pipe(duplex=False)  # both stay open: without a sentence nothing is told
+        words = (os.getpid(), replace(self), slot, console, self.tells)  # without its last process
         self.process = context.Process(target=_become, args=words)
         with signals.blocked():
             self.process.start()
 
+    def run(self) -> Run | None:
+        with suppress(ConfigError):
+            return read_run(self.folder)
+        return None
+
+    def value(self) -> float | None:
+        run = self.run()
+        return None if run is None else records.best_of(run)[0]
+
     def outcome(self, is_stopping: bool) -> Outcome:
         """Of a process that has ended. is_stopping: a signal was passed on to it."""
-        code, report, run = self.process.exitcode, read_report(self.job.folder), self.job.run()
+        code, report, run = self.process.exitcode, read_report(self.folder), self.run()
         if code == errors.EXIT_FINISHED:
             return Outcome("finished")
         if code in errors.STOP_EXITS or (is_stopping and code < 0):
@@ -127,13 +117,13 @@ def _become(sweep: int, job: Job, slot: Slot, console: Path | None, tells: Any) 
     end_with_parent(parent=sweep)
     os.setsid()  # Ctrl-C is for the sweep, which passes it on
     cores, gpus = slot
-    os.environ[SWEEP] = str(job.folder.parent)
+    os.environ[SWEEP] = str(job.folder.parent.absolute())
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
+    job.folder.mkdir(parents=True, exist_ok=True)  # for the console, and a script of Slurm
     if console is not None:
-        console.parent.mkdir(parents=True, exist_ok=True)
         with console.open("ab") as file:
             for output in (1, 2):
                 os.dup2(file.fileno(), output)
@@ -145,10 +135,9 @@ def _become(sweep: int, job: Job, slot: Slot, console: Path | None, tells: Any) 
         try:
             with errors.exits_are_failures("the command left before the training"):
                 begin(job.config, job.parts)
-                job.folder.mkdir(parents=True, exist_ok=True)  # for a script of Slurm
                 gc.enable()
                 job.parts.launcher.launch(job.parts.mode.work, job.config, job.record, job.parts)
-        except errors.ConfigError as refusal:
+        except ConfigError as refusal:
             tells.send(str(refusal))
             raise
 
@@ -178,8 +167,8 @@ class Sweep:
         check_nodes(self.keys, "hydra.launcher")
         self.loader, self.master, self.folder = loader, master, Path(str(master.hydra.sweep.dir))
         params = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
-        self.parser = OverridesParser.create(config_loader=loader)
-        self.overrides = self.parser.parse_overrides([*params, *typed_overrides(master.hydra)])
+        parser = OverridesParser.create(config_loader=loader)
+        self.overrides = parser.parse_overrides([*params, *typed_overrides(master.hydra)])
         swept = [one for one in self.overrides if one.is_sweep_override()]
         self.varied = sorted({one.get_key_element() for one in swept})
         self.lists = {one.get_key_element() for one in swept if one.is_discrete_sweep()}
@@ -194,7 +183,6 @@ class Sweep:
         self.held = lock(self.folder, "sweep")
         self.known = [read_run(folder) for folder in find_runs([self.folder])]
         self.results = dict[Path, Outcome]()  # of jobs that have ended, by their folders
-        self.composed = dict[tuple[str, ...], DictConfig]()  # by the words that Hydra must compose
 
     def check(self, overrides: Sequence[str]) -> Job:
         """The job with these overrides. Raises ConfigError, with what it changes, where it would be refused."""
@@ -218,13 +206,8 @@ class Sweep:
         return Job(folder, " ".join(changes) or folder.name, config, record, parts)
 
     def _compose(self, overrides: Sequence[str], folder: Path) -> tuple[RunConfig, ConfigRecord]:
-        """As `main` of train.py gets and checks them. Hydra composes once for all jobs that differ in values alone."""
-        parsed = self.parser.parse_overrides([*overrides])
-        others = tuple(word for word in overrides if "." not in key_of(word) and key_of(word) != "seed")
-        if others not in self.composed:
-            self.composed[others] = self.loader.load_sweep_config(self.master, [*others])
-        values = [one for one, word in zip(parsed, overrides, strict=True) if word not in others]
-        composed = with_values(self.composed[others], values, parsed)
+        """As `main` of train.py gets and checks them."""
+        composed = self.loader.load_sweep_config(self.master, [*overrides])
         with read_write(composed), read_write(composed.hydra), open_dict(composed):
             composed.hydra.runtime.output_dir = str(folder.absolute())
             HydraConfig.instance().set_config(composed)  # its resolvers answer for this job
@@ -243,33 +226,21 @@ class Sweep:
 
     def run(self, jobs: Iterator[Job], count: int) -> None:
         """Run at most `count` jobs, and show what all have given. Ends the command if not all have finished."""
-        source, self.count = records.code_facts()["source"], count
+        source = records.code_facts()["source"]
         others = sum(Path(run["folder"]) in self.results and run["code"].get("source") != source for run in self.known)
         said = f"sweep: {count} jobs, {self.keys['n_jobs']} at once; {len(self.results)} have finished before"
         said += f", {others} of them with other code: compare with care" * bool(others)
         print_line(f"{said}; in {self.folder}", sys.stdout)
         if count:  # imports once, and frozen: memory that is shared is copied when a collection writes to it
-            gc.disable()
-            for name in SHARED:
-                importlib.import_module(f"lockstep.{name}")
-            records.versions()  # are kept, too
+            import lockstep.launchers.rank_imports
+            import lockstep.tasks.reports  # noqa: F401
+
             gc.freeze()
-            gc.enable()
-        code = self._run(jobs)
-        # The table of runs, the best one, what choosing costs, and what to type.
+        code = self._run(jobs, count)
         states = Counter(outcome.state for outcome in self.results.values())
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
         lines = [f"\nsweep: {counts or 'no job has ended'}, in {self.folder.absolute()}"]
-        if table := settings(rows_of([self.folder])):
-            keys = [key for key in (key.lstrip("+") for key in self.varied) if key in table[0]]
-            columns = ["state", "objective", "test", "best_step", "seconds", *keys, "source", "run"]
-            lines += show(table, telling(table, columns))
-            own = [key for key in keys if not is_repeat(key)]
-            if table[0]["count"] and own and len({row["metric"] for row in table}) == 1:
-                of_lists = [key for key in own if key in self.lists and is_at_edge([row.get(key) for row in table])]
-                edges = "".join(f"; {key} is at the edge of its list" for key in of_lists)
-                lines.append(f"best:       {', '.join(f'{key}={table[0][key]}' for key in own)}{edges}")
-            lines += [f"choosing:   {text}" for text in [choosing(table)] if text]
+        lines += of_sweep(rows_of([self.folder]), self.lists)
         bad = [(folder.name, outcome) for folder, outcome in self.results.items() if outcome.cause]
         lines += [f"{outcome.state + ':':12}{name}: {outcome.cause}" for name, outcome in bad]
         if code:
@@ -282,42 +253,42 @@ class Sweep:
         if code:
             raise SystemExit(code)
 
-    def _run(self, jobs: Iterator[Job]) -> int:
+    def _run(self, jobs: Iterator[Job], count: int) -> int:
         """One job at a time in each slot, until there are no more, a signal comes, or too many have failed. One that
         fails is started again, and goes on from its snapshot. Returns the exit code."""
-        n_jobs, limit = self.keys["n_jobs"], self.keys["max_failures"] or math.inf
-        free, running, failures, stopped = divide_machine(n_jobs), list[Process](), 0, False
-        number = itertools.count(1)
+        free, running, limit = divide_machine(self.keys["n_jobs"]), list[Job](), self.keys["max_failures"] or math.inf
+        numbered = enumerate(jobs, 1)
         with signals.Relay() as relay:
             while True:
+                failures = sum(bool(outcome.cause) for outcome in self.results.values())
+                stopped = any(outcome.state == "stopped" for outcome in self.results.values())
                 is_over = stopped or relay.first is not None or failures >= limit
-                while free and not is_over and (job := next(jobs, None)) is not None:
-                    print_line(f"sweep: job {next(number)} of {self.count}, {job.title}", sys.stdout)
-                    running.append(Process(job, free.pop(0), to_file=n_jobs > 1))
+                for number, job in itertools.islice(numbered, 0 if is_over else len(free)):
+                    print_line(f"sweep: job {number} of {count}, {job.title}", sys.stdout)
+                    job.start(free.pop(0), job.folder / CONSOLE if self.keys["n_jobs"] > 1 else None)
+                    running.append(job)
                 if not running:
                     break
-                relay.start([one.process.pid for one in running])
-                connection.wait([one.process.sentinel for one in running], POLL_SECONDS)
-                for one in list(running):
-                    if one.process.exitcode is None:
-                        if not one.is_pruned and self.is_hopeless(one.job):
-                            one.is_pruned = True
-                            relay.send(signal.SIGTERM, [one.process.pid])  # it saves, and ends
+                relay.start([job.process.pid for job in running])
+                connection.wait([job.process.sentinel for job in running], POLL_SECONDS)
+                for job in list(running):
+                    if job.process.exitcode is None:
+                        if not job.is_pruned and self.is_hopeless(job):
+                            job.is_pruned = True
+                            relay.send(signal.SIGTERM, [job.process.pid])  # it saves, and ends
                         continue
-                    outcome = one.outcome(relay.first is not None)
-                    if outcome.state == "failed" and one.starts <= self.keys["retries"] and not is_over:
-                        print_line(f"sweep: {one.job.title} failed, and starts again: {outcome.cause}", sys.stdout)
-                        one.start()
+                    outcome = job.outcome(relay.first is not None)
+                    if outcome.state == "failed" and job.starts <= self.keys["retries"] and not is_over:
+                        print_line(f"sweep: {job.title} failed, and starts again: {outcome.cause}", sys.stdout)
+                        job.start(job.slot, job.console)
                         continue
-                    running.remove(one)
-                    free.append(one.slot)
-                    failures += bool(outcome.cause)
-                    stopped |= outcome.state == "stopped"
-                    print_line(f"sweep: {one.job.title} {outcome.state} {outcome.cause}".rstrip(), sys.stdout)
-                    self.ended(one.job, outcome)
-            if stopped or (relay.first is not None and next(jobs, None) is not None):
-                return EXIT_RESUMABLE
-        return EXIT_FAILED if failures else EXIT_FINISHED
+                    running.remove(job)
+                    free.append(job.slot)
+                    print_line(f"sweep: {job.title} {outcome.state} {outcome.cause}".rstrip(), sys.stdout)
+                    self.ended(job, outcome)
+            if stopped or (relay.first is not None and next(numbered, None) is not None):
+                return errors.EXIT_RESUMABLE
+        return errors.EXIT_FAILED if failures else errors.EXIT_FINISHED
 
     def is_hopeless(self, job: Job) -> bool:
         """Asked of a running job again and again. True: it is stopped, and has been pruned."""
@@ -326,12 +297,6 @@ class Sweep:
     def ended(self, job: Job, outcome: Outcome) -> None:
         """A job has ended, and is not tried again."""
         self.results[job.folder] = outcome
-
-
-def is_at_edge(values: Sequence[Any]) -> bool:
-    """Whether the best of these values, the first, is the least or greatest: a better one may lie beyond it."""
-    numbers = {one for one in values if isinstance(one, int | float) and not isinstance(one, bool)}
-    return len(numbers) > 2 and values[0] in (min(numbers), max(numbers))
 
 
 def folder_name(changes: Sequence[str]) -> str:

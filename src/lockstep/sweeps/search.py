@@ -53,7 +53,6 @@ class Search(Sweep):
             load_if_exists=True,
         )
         self.trials = dict[Path, Trial]()  # of jobs that run
-        self.reported = dict[Path, int]()  # their last epochs
 
     def search(self) -> None:
         begun = self.begun()
@@ -66,13 +65,13 @@ class Search(Sweep):
 
     def jobs(self, running: Sequence[FrozenTrial]) -> Iterator[Job]:
         for known in running:
-            yield from self.job_of(open_trial(self.study, known), known.last_step or 0)
+            yield from self.job_of(open_trial(self.study, known))
         while (number := len(self.begun())) < self.n_trials:
             seed = {"seed": self.sampler["seed"] + number} if self.sampler.get("seed") is not None else {}
             self.study.sampler = instantiate(self.sampler | seed)
-            yield from self.job_of(self.study.ask(self.space), 0)
+            yield from self.job_of(self.study.ask(self.space))
 
-    def job_of(self, trial: Trial, reported: int) -> Iterator[Job]:
+    def job_of(self, trial: Trial) -> Iterator[Job]:
         """Its job; nothing if none serves it: it is refused, or has the values of one that runs or has ended."""
         try:
             job = self.check([*self.fixed, *overrides_of({key: trial.params[key] for key in self.space})])
@@ -82,7 +81,7 @@ class Search(Sweep):
         if job is None or job.folder in self.trials:
             self.study.tell(trial, state=TrialState.FAIL)
             return
-        self.trials[job.folder], self.reported[job.folder] = trial, reported
+        self.trials[job.folder] = trial
         if job.folder in self.results:
             self.ended(job, self.results[job.folder])
         else:
@@ -90,9 +89,9 @@ class Search(Sweep):
 
     def is_hopeless(self, job: Job) -> bool:
         trial, run = self.trials[job.folder], job.run()
+        reported = self.study.get_trials(deepcopy=False)[trial.number].last_step or 0
         for row in [] if run is None else run["history"]:
-            if self.objective in row and row["epoch"] > self.reported[job.folder]:
-                self.reported[job.folder] = row["epoch"]
+            if self.objective in row and row["epoch"] > reported:
                 trial.report(row[self.objective], step=row["epoch"])
                 if trial.should_prune():
                     return True
@@ -110,10 +109,8 @@ class Search(Sweep):
 def distributions(overrides: Sequence[Override]) -> tuple[list[str], dict[str, Any]]:
     """(the words that all jobs have, {key: what its values are drawn from}), of Hydra's sweep syntax."""
     fixed, space = dict[str, str](), dict[str, Any]()
-    for override in overrides:
-        key, value = override.get_key_element(), override.value()
-        fixed.pop(key, None)
-        space.pop(key, None)  # of a key typed twice the last one counts
+    for key, override in {one.get_key_element(): one for one in overrides}.items():  # of a key typed twice the last
+        value = override.value()
         if not override.is_sweep_override():
             fixed[key] = f"{key}={override.get_value_element_as_str()}"
         elif isinstance(value, IntervalSweep):
