@@ -284,6 +284,7 @@ class Sweep:
                         continue
                     running.remove(job)
                     free.append(job.slot)
+                    del job.process, job.told, job.tells  # and their file descriptors: a sweep may have many jobs
                     print_line(f"sweep: {job.title} {outcome.state} {outcome.cause}".rstrip(), sys.stdout)
                     self.ended(job, outcome)
             if stopped or (relay.first is not None and next(numbered, None) is not None):
