@@ -106,7 +106,7 @@ class Check(Mode):
     The ranks are forks of this process on this machine's CPUs, whatever `launch` says.
     steps: of each run. ranks: that are compared with one. changed: {section: {key: what is not as typed}}."""
 
-    name, starts_ranks = "check", True
+    name, starts_ranks, needs_run = "check", True, False
 
     def __init__(self, steps: Annotated[int, Ge(4)], ranks: Annotated[int, Ge(2)], changed: dict[str, Any]) -> None:
         self.steps, self.ranks, self.changed = steps, ranks, flatten(changed)
