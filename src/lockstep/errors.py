@@ -35,7 +35,6 @@ class TrainingDiverged(Exception):
 
     def __init__(self, what: str, advice: str = "") -> None:
         super().__init__(f"{what}; {advice}" if advice else what)
-        self.what = what
 
 
 class RanksDiffer(Exception):

@@ -10,6 +10,7 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
 from lockstep.config.check import instantiate
+from lockstep.data.build import prepare_first
 from lockstep.modes.check import PROMISES, Ended, ended, run, trace_in
 from lockstep.modes.train import Train
 from support.commands import PYTHON_TRAIN, own_data
@@ -71,6 +72,7 @@ def tables(animals, folder):
     jobs = [job(animal) for animal in animals]
     places, ends = {}, []  # {(number of the animal, way): config}
     for number, (one, animal) in enumerate(zip(jobs, animals, strict=True)):
+        prepare_first(one)
         ways = CHECK.ways(one, instantiate(one.strategy).data_share_of(2), folder / str(number))
         names = ("one", *(animal[2:3] or ways))
         places |= {(number, name): way for name, way in ways.items() if name in names}

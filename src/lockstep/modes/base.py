@@ -6,7 +6,7 @@ keys. docs/modes.md tells what users see.
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,9 @@ from lockstep.data.loader import Loader
 from lockstep.data.source import class_names, require_same_classes
 from lockstep.distributed import signals
 from lockstep.distributed.environment import read_rank_info
-from lockstep.distributed.run_folder import hold_run_folder, unwritable
+from lockstep.distributed.run_folder import folder_of_run, hold_run_folder, unwritable
 from lockstep.distributed.world import World, join_world, require_same, watch
-from lockstep.errors import KINDS, ConfigError, StoppedEarly, exits_are_failures
+from lockstep.errors import KINDS, ConfigError, StoppedEarly, differing, exits_are_failures
 from lockstep.failures.record import heartbeat, message_of
 from lockstep.files import Contents, write_whole
 from lockstep.launchers.base import Launcher
@@ -37,7 +37,6 @@ from lockstep.training.setup import set_determinism
 
 log = logging.getLogger(__name__)
 
-FILE_FORMAT = logging.Formatter("[%(asctime)s][%(name)s][%(levelname)s] - %(message)s")
 OTHER_FILE = "type mode.file=<a file that you can write>"
 
 
@@ -45,32 +44,16 @@ OTHER_FILE = "type mode.file=<a file that you can write>"
 class TrainedRun:
     """A trained run on this rank: the net with its weights, spread over the ranks as its strategy says.
     run: `run.averaged_weights()` is a block in which the net holds its averaged weights, if the run kept an average:
-    what training evaluates and exports. snapshot: where the weights are from. saved: its contents.
-    config: {key: value} of this command, as files may have it."""
+    what training evaluates and exports. snapshot: where the weights are from, after so many steps. classes: their
+    names, empty if the training data had none. config: {key: value} of this command, as files may have it."""
 
     run: Run
+    world: World
+    folder: Path  # of the run
     snapshot: Path
-    saved: Mapping[str, Any]
+    step: int
+    classes: Sequence[str]
     config: Mapping[str, Any]
-
-    @property
-    def world(self) -> World:
-        return self.run.world
-
-    @property
-    def folder(self) -> Path:
-        """Of the run."""
-        return folder_of(self.snapshot)
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps that the weights were trained."""
-        return int(self.saved["progress"]["step"])
-
-    @property
-    def classes(self) -> list[str]:
-        """The names of the classes, empty if the training data had none."""
-        return [str(name) for name in recorded(self.snapshot).get("classes", ())]
 
     def loader(self, split: str) -> Loader:
         """split: "train", "val" or "test". Raises ConfigError for a validation set that there is none of."""
@@ -99,13 +82,8 @@ class TrainedRun:
 def recorded(snapshot: Path) -> Mapping[str, Any]:
     """run.json of the run that a snapshot is of, empty if it is gone."""
     with suppress(ConfigError):
-        return read_run(folder_of(snapshot))
+        return read_run(folder_of_run(str(snapshot)))
     return {}
-
-
-def folder_of(snapshot: Path) -> Path:
-    parent = snapshot.parent
-    return parent.parent if parent.name == "snapshots" else parent
 
 
 class Mode:
@@ -120,12 +98,8 @@ class Mode:
     needs_labels = True  # whether each image that it reads must have one
     in_one_process = False  # whether several ranks are refused
     starts_ranks = False  # whether `work` is called once, in the process that was typed, and starts ranks itself
+    needs_run = True  # whether it starts from a trained run, as no training does
     snapshot = "last"
-
-    @property
-    def needs_run(self) -> bool:
-        """Whether it starts from a trained run."""
-        return not self.trains and not self.starts_ranks
 
     def validate(self, job: JobSpec) -> None:
         """Raise ConfigError for what this mode cannot do. Called before any process starts."""
@@ -144,19 +118,19 @@ class Mode:
             record = record.completed(run.config)
             paths = snapshots_to_try(config.resume, self.snapshot, self.name)
             saved, snapshot = restore_trained(run, paths, record.shown)
-            trained = TrainedRun(run, snapshot, saved, record.shown)
-            before, now, data = saved["config"], record.shown, recorded(snapshot).get("data", {})
-            keys = [key for key in {*before, *now} if key.startswith("dataset.")]
-            is_same = all(before.get(key) == now.get(key) for key in keys)
+            folder, before = folder_of_run(str(config.resume)), recorded(snapshot)
+            classes, data = before.get("classes", []), before.get("data", {})
+            is_same = not any(key.startswith("dataset.") for key in differing(saved["config"], record.shown))
             for name, loader in (("training", run.loaders.train), ("test", run.loaders.test)):
                 dataset, advice = loader.reader.dataset, "type dataset=<data with the classes of the training>"
-                require_same_classes(trained.classes, class_names(dataset), "the training", "this data", advice)
+                require_same_classes(classes, class_names(dataset), "the training", "this data", advice)
                 found = build.data_fingerprint(dataset)
                 then = data.get(f"{name}_data", found)
                 if is_same and then != found:
                     log.warning("the %s data is not that of the training: it was %s, and is %s", name, then, found)
             heartbeat.enter("mode")
-            return self.run(trained)
+            step = saved["progress"]["step"]
+            return self.run(TrainedRun(run, world, folder, snapshot, step, classes, record.shown))
 
     def run(self, trained: TrainedRun) -> Any:
         """Called in every rank. Rank 0's value is what the command returns."""
@@ -179,7 +153,7 @@ class RankLogs:
     block is written to the rank's own log."""
 
     def __init__(self) -> None:
-        self.rank, self.files = read_rank_info().rank, list[logging.FileHandler]()
+        self.rank = read_rank_info().rank
         self.console = logging.NullHandler() if self.rank else logging.StreamHandler(sys.stdout)
 
     def __enter__(self) -> Self:
@@ -194,11 +168,11 @@ class RankLogs:
         try:
             Path(folder, "logs").mkdir(parents=True, exist_ok=True)
             # A traceback may hold any characters.
-            self.files = [logging.FileHandler(f"{folder}/{name}", "a", "utf-8", False, "replace") for name in names]
+            files = [logging.FileHandler(f"{folder}/{name}", "a", "utf-8", False, "replace") for name in names]
         except OSError as error:
             raise ConfigError(unwritable(folder, error)) from error
-        for file in self.files:
-            file.setFormatter(FILE_FORMAT)
+        for file in files:
+            file.setFormatter(logging.Formatter("[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"))
             logging.getLogger().addHandler(file)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -208,9 +182,6 @@ class RankLogs:
             heartbeat.fails(error)  # before the log has the traceback, which the report need not repeat
             self.console.setLevel(logging.CRITICAL + 1)  # the process that started the ranks prints it there
             log.error("%s", message_of(error), exc_info=None if isinstance(error, tuple(KINDS)) else error)
-        for file in self.files:
-            with suppress(OSError):  # the last lines of a log do not fit on a full disk
-                file.close()
 
 
 @contextmanager

@@ -29,12 +29,11 @@ from torch.utils.data import Subset
 from lockstep import errors
 from lockstep.build import build_parts
 from lockstep.compat import is_of_transform
-from lockstep.config.check import flatten, instantiate_as
+from lockstep.config.check import flatten
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
 from lockstep.data.build import prepare_first
 from lockstep.data.source import DataSource, Splits, class_numbers, tensors_in, unwrapped
-from lockstep.data.split import hold_out
 from lockstep.distributed import signals
 from lockstep.distributed.host import give_back_freed_memory
 from lockstep.errors import EXIT_FAILED, ConfigError, RankFailed, StoppedEarly, aligned, first_of
@@ -44,7 +43,7 @@ from lockstep.loggers.base import Logger
 from lockstep.modes.base import Mode, Parts
 from lockstep.modes.train import Train
 from lockstep.snapshots.files import list_snapshots
-from lockstep.strategies.base import Strategy, local_part
+from lockstep.strategies.base import local_part
 from lockstep.training.callbacks import Callback
 from lockstep.training.run import Run
 
@@ -106,7 +105,7 @@ class Check(Mode):
     The ranks are forks of this process on this machine's CPUs, whatever `launch` says.
     steps: of each run. ranks: that are compared with one. changed: {section: {key: what is not as typed}}."""
 
-    name, starts_ranks = "check", True
+    name, starts_ranks, needs_run = "check", True, False
 
     def __init__(self, steps: Annotated[int, Ge(4)], ranks: Annotated[int, Ge(2)], changed: dict[str, Any]) -> None:
         self.steps, self.ranks, self.changed = steps, ranks, flatten(changed)
@@ -115,7 +114,7 @@ class Check(Mode):
         """Ends the process with EXIT_FAILED if a promise does not hold."""
         torch.set_num_threads(1)  # this process forks again: it must start no threads
         prepare_first(config)
-        shares, fails = instantiate_as(Strategy, config.strategy, "strategy").data_share_of(self.ranks), ""
+        shares, fails = parts.strategy.data_share_of(self.ranks), ""
         for precision in dict.fromkeys(["fp64", config.trainer.precision]):  # some nets cannot compute in float64
             job = config.changed({"trainer.precision": precision})
             ways = self.ways(job, shares, Path(get_temp_dir(), precision))  # it goes with this process, also at Ctrl-C
@@ -135,12 +134,10 @@ class Check(Mode):
 
     def ways(self, job: RunConfig, shares: int, folder: Path) -> dict[str, RunConfig]:
         """The configs of the runs. shares: in which the ranks that are compared with one cut a batch."""
-        data, micro_batches = job.loader, job.trainer.gradient_accumulation_steps
+        micro_batches = job.trainer.gradient_accumulation_steps
         size = min(job.trainer.batch_size, FEW * max(2, shares) * micro_batches)
-        fold = None if data.folds is None else [data.fold, data.folds]
-        hold = [data.validation, fold, data.split_seed, data.groups] if job.holds_out else None
         few = {key: job.dataset.get(key) for key in ("shape", "classes", "mean", "std")} | {"source": job.dataset}
-        few |= {"_target_": "lockstep.modes.check.Few", "samples": 5 * size // 2, "hold": hold}
+        few |= {"_target_": "lockstep.modes.check.Few", "samples": 5 * size // 2}
         every = self.changed | {"dataset": few, "trainer.batch_size": size, "logger": {}}
         every |= {"trainer.epochs": self.steps, "trainer.max_steps": self.steps}
         every["callbacks"] = [*job.callbacks, {"_target_": "lockstep.modes.check.Recorder"}]
@@ -246,22 +243,16 @@ def judged(way: str, one: Ended, other: Ended, tolerance: float, to_the_end: boo
 
 @dataclass(kw_only=True)
 class Few(DataSource):
-    """So many samples of a run's data. hold: what `hold_out` takes after the data; None: nothing is held out."""
+    """So many samples of a run's data, which are prepared. What a run holds out are here some of the tests'."""
 
     source: Any
-    hold: Any
     samples: int
-
-    def prepare(self) -> None:
-        self.source.prepare()
 
     def splits(self) -> Splits:
         train, test, val = self.source.splits()
-        if val is None and self.hold is not None:
-            train, val = hold_out(train, *self.hold)
         if getattr(unwrapped(train)[0], "draws", None):
             unwrapped(train)[0].draws = self.samples
-        return Splits(few(train, self.samples), few(test, EVALUATED), None if val is None else few(val, EVALUATED))
+        return Splits(few(train, self.samples), few(test, EVALUATED), few(val or test, EVALUATED))
 
 
 def few(data: Any, count: int) -> Any:

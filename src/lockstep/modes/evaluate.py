@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lockstep.build import torchmetrics_of
 from lockstep.data.loader import files_of
-from lockstep.errors import TrainingDiverged
 from lockstep.loggers.base import Loggers
 from lockstep.modes.base import Mode, TrainedRun
 from lockstep.snapshots.checkpointer import compared
@@ -50,10 +49,7 @@ class Evaluate(OfSplit):
         path = trained.output(self.file, own.name)
         file, metrics_of = path.with_name(f"{path.stem}_samples.csv"), torchmetrics_of(trained.run)
         evaluator = Evaluator(trained.run, trained.loader(self.split), Loggers([]), 0, self.split, metrics_of, file)
-        try:
-            metrics = evaluator(stop, trained.step)
-        except TrainingDiverged as error:  # what to type there is of a training
-            raise TrainingDiverged(f"{error.what}; repair the data, or type mode.snapshot=<another one>") from None
+        metrics = evaluator(stop, trained.step)
         facts["metrics"] = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         facts |= {"samples": evaluator.facts["samples"], "ranks": trained.world.size}
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
@@ -80,9 +76,7 @@ class Predict(OfSplit):
             parts.append({"number": numbers} | {f"of {name}": each for name, each in own.items()})
 
         pass_each(run, loader, keep)
-        # Of what all batches have: a loss that the model adds has no row for each sample.
-        names = set[str]().union(*parts[:1]).intersection(*parts)
-        columns = gathered(trained.world, [{name: part[name] for name in part if name in names} for part in parts])
+        columns = gathered(trained.world, parts)
         if columns:
             samples = columns.pop("number").numpy()
             found = table({name.removeprefix("of "): values for name, values in columns.items()}, trained.classes)

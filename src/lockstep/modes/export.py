@@ -8,12 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lockstep.config.record import ConfigRecord
-from lockstep.config.schema import RunConfig
 from lockstep.data.reader import request_of
 from lockstep.data.source import tensors_in
 from lockstep.errors import ConfigError, first_line
-from lockstep.modes.base import Mode, Parts, TrainedRun
+from lockstep.modes.base import Mode, TrainedRun
 from lockstep.modes.trained_net import TrainedNet
 
 log = logging.getLogger(__name__)
@@ -42,10 +40,6 @@ class Export(Mode):
     ) -> None:
         self.snapshot, self.format, self.module, self.file = snapshot, format, module, file
 
-    def work(self, config: RunConfig, record: ConfigRecord, parts: Parts) -> None:
-        # On the CPU: a program keeps the device that it was traced on.
-        super().work(config.changed({"backend.name": "gloo"}), record, parts)
-
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError if the file cannot be written, or would compute something else."""
         stem = self.snapshot if self.snapshot in ("last", "best") else trained.snapshot.stem
@@ -53,8 +47,8 @@ class Export(Mode):
         samples, _ = loader.reader.read(request_of(range(min(EXAMPLES, len(loader.reader)))))
         with trained.run.averaged_weights():
             part = trained.run.model.eval().get_submodule(self.module or "")
-            try:
-                contents = net_as(TrainedNet(part, loader.converter, "fp32"), samples, self.format)
+            try:  # on the CPU: a program keeps the device that it was traced on
+                contents = net_as(TrainedNet(part, loader.converter, "fp32").cpu(), samples, self.format)
             except Exception as error:  # what torch raises has no common type
                 raise ConfigError(f"this net cannot be exported ({first_line(error)}); {WEIGHTS}") from error
         log.info("exported: the weights of step %d, as %s", trained.step, self.format)
@@ -85,7 +79,7 @@ def net_as(net: TrainedNet, samples: Tensor, format: str) -> bytes:
             torch.export.save(torch.export.export(net, (samples,), **options), file)
             module: Any = torch.export.load(file).module()
         for batch in (samples, samples[:1]):
-            theirs = session.run(None, {"samples": batch.cpu().numpy()}) if is_onnx else module(batch)
+            theirs = session.run(None, {"samples": batch.numpy()}) if is_onnx else module(batch)
             require_same_outputs(net(batch), [*map(torch.from_numpy, theirs)] if is_onnx else theirs, format)
     return file.getvalue()
 
@@ -94,8 +88,6 @@ def require_same_outputs(ours: Any, theirs: Any, format: str) -> None:
     """Raise AssertionError if an exported net computes something else than the net. The data may hold NaN."""
     ours, theirs = [*tensors_in(ours)], [*tensors_in(theirs)]
     largest = max([1.0, *(float(one.nan_to_num(0, 0, 0).abs().max()) for one in ours if one.numel())])
-    near: dict[str, Any] = {"rtol": 0, "atol": TOLERANCE * largest, "equal_nan": True}
+    near: dict[str, Any] = {"rtol": 0, "atol": TOLERANCE * largest, "equal_nan": True, "check_dtype": False}
     what = f"mode.format={format}: the exported net gives other outputs; "
-    torch.testing.assert_close(
-        theirs, ours, **near, check_dtype=False, check_device=False, msg=lambda said: what + said
-    )
+    torch.testing.assert_close(theirs, ours, **near, msg=lambda said: what + said)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.tensorboard import SummaryWriter
 
 from lockstep import build
+from lockstep.config.check import flatten
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import Positive, RunConfig
 from lockstep.errors import ConfigError, show
@@ -71,8 +72,7 @@ class FindLr(Mode):
                 if has_diverged or run.finished:
                     break
                 run.end_epoch()
-            ratio = self.max_lr / self.min_lr
-            rates = [self.min_lr * ratio ** (step / (self.steps - 1)) for step in range(len(losses))]
+            rates = [typed * run.schedule.factor(step) for step in range(len(losses))]
             if world.is_rank_zero:
                 with SummaryWriter(config.run_dir) as writer:
                     for step, (rate, loss) in enumerate(zip(rates, losses, strict=True), start=1):
@@ -86,10 +86,9 @@ class FindLr(Mode):
                     f"{rates[-1]:.2g} (it is {losses[0]:.4g}, and {losses[-1]:.4g} at the end); type mode=check to see "
                     f"whether the model learns at all, or mode.max_lr={show(100 * self.max_lr)}"
                 )
-            optimizer, factor = config.optimizer, found / typed
-            known = optimizer | {f"others.{key}": value for key, value in optimizer.get("others", {}).items()}
-            rates_of = {key: rate for key, rate in known.items() if key.endswith(("_lr", ".lr")) or key == "lr"}
-            words = [f"optimizer.{key}={float(f'{rate * factor:.2g}')}" for key, rate in rates_of.items()]
+            factor, known = found / typed, flatten(config.optimizer, "optimizer")
+            rates_of = {key: rate for key, rate in known.items() if key.endswith(("_lr", ".lr"))}
+            words = [f"{key}={float(f'{rate * factor:.2g}')}" for key, rate in rates_of.items()]
             log.info("type %s", shlex.join(words))
             if any("lr" in group for group in config.parameters.groups):
                 log.info("and multiply each lr of parameters.groups by %.2g", factor)

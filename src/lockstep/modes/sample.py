@@ -2,7 +2,10 @@
 
 import logging
 
+import torch
+
 from lockstep.config.schema import Count, NotNegative, Seed
+from lockstep.data.text import Tokenizer
 from lockstep.modes.base import Mode, TrainedRun
 
 log = logging.getLogger(__name__)
@@ -30,10 +33,6 @@ class Sample(Mode):
 
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError for symbols that the text of the training did not have."""
-        import torch
-
-        from lockstep.data.text import Tokenizer
-
         dataset = trained.run.loaders.train.reader.dataset
         run, device = trained.run, trained.world.device
         coder = Tokenizer(dataset.tokenizer, dataset.classes)

@@ -15,7 +15,7 @@ from lockstep.training.loop import fit
 class Train(Mode):
     """Trains, and evaluates on the way."""
 
-    name, trains = "train", True
+    name, trains, needs_run = "train", True, False
 
     def work(self, config: RunConfig, record: ConfigRecord, parts: Parts) -> float | None:
         """Returns the objective of the weights that it chose, None if nothing is chosen."""

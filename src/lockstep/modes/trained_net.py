@@ -5,11 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import OmegaConf
 from torch import nn
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, default_convert
 
 from lockstep.config.check import Kind, check_nodes, instantiate_as
 from lockstep.data.loader import InputConverter
@@ -49,10 +48,8 @@ class TrainedNet(nn.Module):
         """samples: also an array of NumPy, or a list of samples of one shape."""
         if isinstance(samples, list):
             samples = default_collate(samples)
-        elif isinstance(samples, np.ndarray):
-            samples = torch.as_tensor(samples)
         device = self.converter.scale.device
-        inputs = self.converter(map_tensors(lambda tensor: tensor.to(device), samples))
+        inputs = self.converter(map_tensors(lambda tensor: tensor.to(device), default_convert(samples)))
         with autocast(device, self.precision):
             return self.net(inputs)
 
@@ -81,9 +78,8 @@ def load(
     load_weights(net, trained_weights(saved, path), saved["buffers"])
     normalised = config.get("dataset.mean"), config.get("dataset.std")
     converter = InputConverter(model_dtype(precision), memory_format, *normalised).to(device)
-    return TrainedNet(
-        net, converter, precision, recorded(path).get("classes", ()), partial(built, Task, config, "task")
-    )
+    classes, task = recorded(path).get("classes", ()), partial(built, Task, config, "task")
+    return TrainedNet(net, converter, precision, classes, task)
 
 
 def built(kind: type[Kind], config: Mapping[str, Any], section: str) -> Kind:

@@ -239,7 +239,8 @@ class Evaluator:
         if not math.isfinite(means["loss"]):
             what = f"the {self.name} loss is {means['loss']} at step {step}, from weights, data or a batch of one"
             sizes = "evaluation.batch_size=<other>, which in mode=check is mode.changed.evaluation.batch_size"
-            raise TrainingDiverged(what, f"{SMALLER_STEPS}, repair the data, or type {sizes}")
+            advice = f"{SMALLER_STEPS}, repair the data, evaluate mode.snapshot=<another one>, or type {sizes}"
+            raise TrainingDiverged(what, advice)
         for callback in run.callbacks:
             callback.on_evaluation(run, self.name, means)
         if keeps:
